@@ -1,0 +1,112 @@
+# `make rl` and `make test` are the two commands; `make help` lists the rest.
+
+PYTHON       ?= python3
+VENV         ?= .venv
+REQUIREMENTS ?= requirements-cpu.txt
+PYTHON_ENV   ?=
+
+NPROC  ?= 2
+CONFIG ?= examples/gpt_rl/configs/tp2_to_dp2.yaml
+OUT    ?= runs/gpt_rl
+
+PYTEST_ARGS ?=
+UV          ?= uv
+
+# The CPU lock is complete, and installing its dependencies again would undo what it leaves out on purpose.
+PIP_FLAGS := $(if $(filter requirements-cpu.txt,$(notdir $(REQUIREMENTS))),--no-deps)
+
+# Modules are found from the checkout, also by subprocesses that run elsewhere.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# MARKER says that VENV was made here and may be remade. Stamps are written last, so an environment whose
+# installation was interrupted has none and is made again; so is one whose python no longer starts.
+MARKER := $(VENV)/.made-by-make
+STAMP  := $(VENV)/.installed-$(notdir $(REQUIREMENTS))
+
+ifneq ($(PYTHON_ENV),)
+PY := $(PYTHON_ENV)/bin/python
+else
+PY := $(VENV)/bin/python
+ENV_READY := $(VENV)/.installed-project
+ENV_STARTS := $(shell $(PY) -c 'print("yes")' 2>/dev/null)
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help env rl test lint format lock clean clean-env force
+
+help: ## Show this help
+	@echo 'make TARGET [VARIABLE=value ...]'; echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo
+	@echo 'Variables (value now):'
+	@echo '  NPROC         ranks of make rl ($(NPROC))'
+	@echo '  CONFIG        configuration of make rl ($(CONFIG))'
+	@echo '  OUT           where make rl writes ($(OUT))'
+	@echo '  PYTEST_ARGS   more arguments for pytest, for example "-k planner -x"'
+	@echo '  VENV          environment to create and use ($(VENV))'
+	@echo '  REQUIREMENTS  what goes into it: requirements-cpu.txt or, for GPUs, requirements.txt ($(REQUIREMENTS))'
+	@echo '  PYTHON_ENV    an environment you made, used as it is; nothing is installed'
+	@echo '  PYTHON        interpreter that creates VENV ($(PYTHON))'
+
+env: $(ENV_READY) ## Create the environment in VENV if it is missing or out of date
+
+rl: $(ENV_READY) ## Train a GPT by RL, Megatron <-> vLLM (NPROC, CONFIG, OUT)
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
+	    -m examples.gpt_rl.train --config $(CONFIG) --out $(OUT)
+
+test: lint ## Check style and formatting, then run every test
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(ENV_READY) ## Check style and formatting
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(ENV_READY) ## Fix style and formatting in place
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+lock: ## Resolve requirements-cpu.in into requirements-cpu.txt again (needs uv)
+	@sed '/^[^#]/,$$d' requirements-cpu.txt > requirements-cpu.txt.new
+	$(UV) pip compile requirements-cpu.in --override requirements-cpu-overrides.txt --upgrade --quiet \
+	    --python-version 3.11 --no-header --no-annotate >> requirements-cpu.txt.new \
+	    || { rm -f requirements-cpu.txt.new; exit 1; }
+	@mv requirements-cpu.txt.new requirements-cpu.txt
+
+clean: ## Remove caches and build outputs (runs/ and the environment stay)
+	rm -rf build hybrid_engine.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -path './.venv*' -prune -o -path ./.git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-env: ## Remove the environment that make created in VENV
+	@if [ -e '$(MARKER)' ]; then rm -rf '$(VENV)'; else echo 'No environment made by make in $(VENV).'; fi
+
+$(VENV)/.installed-project: pyproject.toml $(STAMP)
+	@$(PY) -m pip install -qq --no-deps --no-build-isolation -e .
+	@touch $@
+
+# Made anew from nothing when the list of packages changed, so that none of an older list stays behind; a list that
+# is merely newer on disk (another branch checked out and back) is compared by content.
+$(STAMP): $(REQUIREMENTS) $(if $(ENV_STARTS),,force)
+	@set -e; \
+	if [ -n '$(ENV_STARTS)' ] && [ -e '$@' ] && [ "$$(cat '$(REQUIREMENTS)')" = "$$(cat '$@')" ]; then \
+	    touch '$@'; exit 0; \
+	fi; \
+	if [ ! -e '$(MARKER)' ] && [ -n "$$(ls -A '$(VENV)' 2>/dev/null)" ]; then \
+	    echo '$(VENV) exists and was not made by this Makefile, so it is left alone.' >&2; \
+	    echo 'Use it as it is with PYTHON_ENV=$(VENV), name another place with VENV=dir, or remove it.' >&2; \
+	    exit 1; \
+	fi; \
+	$(PYTHON) -c 'import sys, venv; v = sys.version_info; v >= (3, 11) or sys.exit( \
+	    f"Python {v[0]}.{v[1]} is too old for $(REQUIREMENTS), which needs 3.11: name another with PYTHON=python3.11"); \
+	    v < (3, 12) or print(f"Note: $(REQUIREMENTS) was tried with Python 3.11, this is {v[0]}.{v[1]}.")'; \
+	echo 'Creating the environment $(VENV) from $(REQUIREMENTS); this takes a few minutes.'; \
+	mkdir -p '$(VENV)'; touch '$(MARKER)'; \
+	rm -f '$(VENV)'/.installed-*; rm -rf '$(VENV)'/*; \
+	$(PYTHON) -m venv '$(VENV)'; \
+	$(PY) -m pip install -qq --progress-bar off $(PIP_FLAGS) -r '$(REQUIREMENTS)' || { \
+	    echo 'Installing $(REQUIREMENTS) failed. If torch was not found, see the head of that file.' >&2; \
+	    exit 1; \
+	}; \
+	cp '$(REQUIREMENTS)' '$@'
+
+force:

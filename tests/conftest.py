@@ -1,0 +1,75 @@
+"""What every test needs before the first import of torch, transformers or vLLM, and what it leaves clean."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# Subprocesses (the ranks) inherit these.
+os.environ.update(
+    {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Nothing is looked up or reported over the network.
+        "HF_HUB_OFFLINE": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # The engine lives in the rank's own process, beside Megatron, on however few cores there are.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB per rank
+    }
+)
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+import hypothesis
+import pytest
+
+# Real engines share the cores with the property tests, so wall-clock deadlines only cause noise.
+hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
+
+SHARED_MEMORY = Path("/dev/shm")
+# vLLM's CPU communicator, and Python's multiprocessing.shared_memory, which vLLM uses between processes.
+LEFTOVER_PATTERNS = ("-tp:*", "*cpushm*", "psm_*")
+
+
+def _shared_memory_files() -> set[Path]:
+    """Files of this user in shared memory whose names vLLM gives."""
+    found = set()
+    for path in SHARED_MEMORY.glob("*"):
+        try:
+            is_ours = path.stat().st_uid == os.getuid()
+        except FileNotFoundError:
+            continue
+        if is_ours and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in LEFTOVER_PATTERNS):
+            found.add(path)
+    return found
+
+
+def _is_mapped(path: Path) -> bool:
+    """Whether a live process has the file mapped: it then belongs to another run on this machine."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if str(path) in maps.read_text(errors="replace"):
+                return True
+        except OSError:  # the process ended, or is another user's
+            continue
+    return False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def remove_shared_memory_leftovers() -> Iterator[None]:
+    """Remove what killed ranks left in shared memory, or the next vLLM fails with "create shm … errno: 17".
+
+    Only files that appeared during this session, are this user's and are mapped by no live process.
+    """
+    before = _shared_memory_files()
+    yield
+    for path in _shared_memory_files() - before:
+        if not _is_mapped(path):
+            path.unlink(missing_ok=True)

@@ -1,0 +1,82 @@
+"""Run one function on several real ranks, as torchrun would, and bring back what each rank returned.
+
+Tests call `launch`; the ranks run this file as a script. A rank that fails or outlives the timeout
+takes the whole launch down (its process group is ended), so no test leaves a process behind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REPO_ROOT = Path(__file__).resolve().parents[1]
+
+
+def launch(
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout: float = 300,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Run `function(*args)` on `num_ranks` processes; return the results by rank.
+
+    `function` is a top-level function of an importable module under tests/; it finds RANK, WORLD_SIZE,
+    LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment and creates its own process group.
+    Arguments and results travel by pickle. Raises AssertionError with the ranks' output when any fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="launch-") as directory:
+        Path(directory, "args.pickle").write_bytes(pickle.dumps(args))
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(num_ranks), __file__),
+            *(f"{function.__module__}:{function.__qualname__}", directory),
+        ]
+        full_env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{REPO_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            **(env or {}),
+        }
+        process = subprocess.Popen(
+            command,
+            env=full_env,
+            cwd=REPO_ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            output, _ = process.communicate(timeout=timeout)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise AssertionError(
+                    f"{function.__qualname__} on {num_ranks} ranks outlived {timeout} s:\n{output[-8000:]}"
+                ) from None
+            raise
+        if process.returncode != 0:
+            raise AssertionError(f"{function.__qualname__} on {num_ranks} ranks failed:\n{output[-8000:]}")
+        return [pickle.loads(Path(directory, f"result{rank}.pickle").read_bytes()) for rank in range(num_ranks)]
+
+
+def _run_rank() -> None:
+    target, directory = sys.argv[1:]
+    module_name, function_name = target.split(":")
+    function = getattr(importlib.import_module(module_name), function_name)
+    result = function(*pickle.loads(Path(directory, "args.pickle").read_bytes()))
+    Path(directory, f"result{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    _run_rank()
