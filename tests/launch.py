@@ -1,6 +1,6 @@
 """Run one function on several real ranks, as torchrun would, and bring back what each rank returned.
 
-Tests call `launch`; the ranks run this file as a script. A rank that fails or outlives the timeout
+Tests call `launch`; the ranks run this module. A rank that fails or outlives the timeout
 takes the whole launch down (its process group is ended), so no test leaves a process behind.
 """
 
@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def launch(
         Path(directory, "args.pickle").write_bytes(pickle.dumps(args))
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(num_ranks), __file__),
+            *("--nproc-per-node", str(num_ranks), "--module", "tests.launch"),
             *(f"{function.__module__}:{function.__qualname__}", directory),
         ]
         full_env = {
@@ -66,7 +67,8 @@ def launch(
                 ) from None
             raise
         if process.returncode != 0:
-            raise AssertionError(f"{function.__qualname__} on {num_ranks} ranks failed:\n{output[-8000:]}")
+            causes = "\n".join(path.read_text() for path in sorted(Path(directory).glob("error*.txt")))
+            raise AssertionError(f"{function.__qualname__} on {num_ranks} ranks failed:\n{output[-8000:]}\n{causes}")
         return [pickle.loads(Path(directory, f"result{rank}.pickle").read_bytes()) for rank in range(num_ranks)]
 
 
@@ -74,7 +76,12 @@ def _run_rank() -> None:
     target, directory = sys.argv[1:]
     module_name, function_name = target.split(":")
     function = getattr(importlib.import_module(module_name), function_name)
-    result = function(*pickle.loads(Path(directory, "args.pickle").read_bytes()))
+    try:
+        result = function(*pickle.loads(Path(directory, "args.pickle").read_bytes()))
+    except BaseException:
+        error_file = Path(directory, f"error{os.environ['RANK']}.txt")
+        error_file.write_text(f"rank {os.environ['RANK']}:\n{traceback.format_exc()}")
+        raise
     Path(directory, f"result{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(result))
 
 

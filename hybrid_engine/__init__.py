@@ -1,0 +1,73 @@
+"""Train with Megatron and generate with vLLM in turn, on one set of devices; weights are resharded at the switch.
+
+    Megatron parameters                                                   vLLM parameters
+    backends/megatron/adaptor.py                                          backends/vllm/adaptor.py
+    name table (models/) + live modules                                   trace of vLLM's own weight loader
+            |  layout(): "this region of tensor T lives here"                    |
+            +----------------------> planning/planner.py <-----------------------+
+                                     box intersection, once
+                                              |  ReshardPlan: buckets of transfers
+                                              v
+    training buffers --- transports/ (local, shared_memory, collective) ---> memory/weight_container.py
+    memory/elastic.py                                                     allocate, fill, commit, release
+            |                                                                    |
+            +---------------------- sharding_manager.py -------------------------+
+                       states train / forward / infer / idle; offload; agreement of all ranks
+                                              |
+                      hybrid_engine.py (both engines given), worker.py (both built from a configuration)
+
+A canonical tensor is a Hugging Face checkpoint tensor; nothing but the two adaptors knows a parallel axis.
+
+To change: how a model is named or packed, models/. What moves, planning/. How bytes move, transports/. What is on the
+device when, sharding_manager.py and memory/offloader.py. What an engine does with its weights, backends/.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hybrid_engine.config import HybridConfig, load_config
+from hybrid_engine.errors import HybridEngineError
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling
+    from hybrid_engine.hybrid_engine import HybridEngine
+    from hybrid_engine.sharding_manager import ReshardReport, ShardingManager, State
+    from hybrid_engine.worker import ActorHybridWorker, ReferenceModel
+
+# Names that need torch, Megatron or vLLM load with their first use.
+_LAZY = {
+    "ActorHybridWorker": "hybrid_engine.worker",
+    "Completion": "hybrid_engine.backends.vllm",
+    "HybridEngine": "hybrid_engine.hybrid_engine",
+    "InferenceEngine": "hybrid_engine.backends.vllm",
+    "ReferenceModel": "hybrid_engine.worker",
+    "ReshardReport": "hybrid_engine.sharding_manager",
+    "Sampling": "hybrid_engine.backends.vllm",
+    "ShardingManager": "hybrid_engine.sharding_manager",
+    "State": "hybrid_engine.sharding_manager",
+}
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ActorHybridWorker",
+    "Completion",
+    "HybridConfig",
+    "HybridEngine",
+    "HybridEngineError",
+    "InferenceEngine",
+    "ReferenceModel",
+    "ReshardReport",
+    "Sampling",
+    "ShardingManager",
+    "State",
+    "load_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

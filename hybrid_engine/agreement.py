@@ -1,0 +1,56 @@
+"""All ranks leave a phase together: either all succeeded or all raise."""
+
+from __future__ import annotations
+
+import datetime
+
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.errors import HybridEngineError, RemoteError
+
+
+class Agreement:
+    """Lets every rank know whether any rank failed. One small all-reduce when all is well.
+
+    Args:
+        timeout_seconds: longest wait for a peer, then RemoteError.
+
+    Creates a gloo group of its own, so that it works beside NCCL and never mixes with other traffic. Collective.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+
+    def settle(self, phase: str, error: Exception | None) -> None:
+        """Return when no rank failed. Otherwise raise: `error` where it happened, RemoteError elsewhere."""
+        failed = torch.tensor([error is not None], dtype=torch.uint8)
+        try:
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.group)
+        except RuntimeError as lost:
+            raise RemoteError(
+                f"{phase}: a rank ended or gave no sign for {self.timeout_seconds:g} s ({lost}); see its log. "
+                "The job cannot go on"
+            ) from (error or lost)
+        if not failed:
+            return
+        messages: list[str | None] = [None] * dist.get_world_size(self.group)
+        own = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(messages, own, group=self.group)
+        if isinstance(error, HybridEngineError):
+            raise error
+        causes = "\n".join(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message)
+        raise RemoteError(f"{phase} failed on {sum(m is not None for m in messages)} rank(s):\n{causes}") from error
+
+    def gather(self, value: object) -> list:
+        """`value` of every rank, by rank; for set-up, not for switches."""
+        values: list = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def total(self, value: int) -> int:
+        """Sum over all ranks."""
+        tensor = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(tensor, group=self.group)
+        return int(tensor)

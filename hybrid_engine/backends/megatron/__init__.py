@@ -1,0 +1,7 @@
+"""The training side. Only the modules below this folder import megatron.
+
+build.py        a GPT from a Hugging Face config, with DDP and optimizer
+adaptor.py      where its weights lie (layout) and their live storage (buffers)
+train_engine.py steps and log-probabilities through Megatron's pipeline schedules
+checkpoint.py   save and load, to resume a run
+"""

@@ -1,0 +1,243 @@
+"""Trains and scores with a Megatron model through Megatron's own pipeline schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.utils import unwrap_model
+
+from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
+from hybrid_engine.backends.megatron.build import Actor
+from hybrid_engine.memory.offloader import OffloadItem
+from hybrid_engine.models.table import ModelTable
+from megatron_patches.buffers import iter_buffers
+from megatron_patches.optimizers import optimizer_tensors, weight_version
+
+Batch = Mapping[str, torch.Tensor]
+LossFunction = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+class TrainEngine:
+    """One rank's share of the model being trained (or of a reference model that is only read).
+
+    Args:
+        actor: the Megatron objects.
+        table: the model's name table.
+        micro_batch_size: sequences per micro batch.
+
+    A batch is a dict of tensors whose dim 0 is this data parallel rank's sequences: `tokens` and `labels` [B, S]
+    int64 (`labels[i, t]` is the token after `tokens[i, t]`), and whatever the loss function reads.
+
+    Padding of the vocabulary gets probability 0, as in the inference engine: its logits are set to -inf from here on.
+    """
+
+    def __init__(self, actor: Actor, table: ModelTable, micro_batch_size: int) -> None:
+        self.chunks = actor.chunks
+        self.optimizer = actor.optimizer
+        self.transformer_config = actor.transformer_config
+        self.micro_batch_size = micro_batch_size
+        self.vocab_size = table.dims.vocab_size
+        self.weights = MegatronAdaptor(actor.chunks, table)
+        for model in unwrap_model(actor.chunks):
+            if model.post_process:
+                model.output_layer.register_forward_hook(_hide_padding(self.vocab_size))
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's data parallel rank."""
+        return parallel_state.get_data_parallel_rank()
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data parallel ranks."""
+        return parallel_state.get_data_parallel_world_size()
+
+    @property
+    def version(self) -> int:
+        """Number of optimizer steps the weights have taken."""
+        return 0 if self.optimizer is None else weight_version(self.optimizer)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate of every parameter group."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+
+    def train_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
+        """One optimizer step on this rank's share of the batch.
+
+        Args:
+            batch: B is a multiple of `micro_batch_size`.
+            loss_function: (micro batch, log-probabilities [b, S] of the labels) -> (mean loss, scalars to report).
+
+        Returns the scalars averaged over micro batches and data parallel ranks, on every rank, with `grad_norm` and
+        `skipped`: 1 when float16 gradients overflowed; then no weight changed and Megatron has lowered its loss scale.
+        """
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = self._run(batch, loss_function, forward_only=False)
+        successful, grad_norm, _ = self.optimizer.step()
+        report = self._average(reports)
+        report["skipped"] = float(not successful)
+        report["grad_norm"] = float(grad_norm) if grad_norm is not None else float("nan")
+        return report
+
+    @torch.no_grad()
+    def log_probs(self, batch: Batch) -> torch.Tensor:
+        """Log-probability [B, S] fp32 of every label, on every pipeline stage."""
+
+        def keep(micro_batch: Batch, log_probs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            return log_probs.sum(), {"log_probs": log_probs.float()}
+
+        reports = self._run(batch, keep, forward_only=True)
+        shape = batch["tokens"].shape
+        return self._from_last_stage(torch.cat([r["log_probs"] for r in reports]) if reports else None, shape)
+
+    @torch.no_grad()
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [B, S, vocab_size] fp32 of `tokens` [B, S], on every rank; for checks."""
+
+        def keep(micro_batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            whole = gather_from_tensor_model_parallel_region(output)[..., : self.vocab_size]
+            return whole.sum(), {"logits": whole.float()}
+
+        reports = self._run({"tokens": tokens}, keep, forward_only=True)
+        shape = (*tokens.shape, self.vocab_size)
+        return self._from_last_stage(torch.cat([r["logits"] for r in reports]) if reports else None, shape)
+
+    def gather_over_data_parallel(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Join the shares [B, …] of all data parallel ranks along dim 0, in order of rank."""
+        shares = [torch.empty_like(tensor) for _ in range(self.dp_size)]
+        torch.distributed.all_gather(shares, tensor.contiguous(), group=parallel_state.get_data_parallel_group())
+        return torch.cat(shares)
+
+    def offload_items(self) -> list[OffloadItem]:
+        """Everything of this model that can leave the device: parameters, gradients, optimizer state."""
+        items = [
+            OffloadItem(owner=name, kind="param", tensor=tensor, action="copy")
+            for name, tensor in self.weights.buffers().items()
+        ]
+        if self.optimizer is None:
+            return items
+        for record in iter_buffers(self.chunks):
+            owner = f"chunk{record.chunk_index}.{record.kind}{record.index}.grad_data"
+            items.append(OffloadItem(owner=owner, kind="grad", tensor=record.grad_data, action="drop"))
+        for state in optimizer_tensors(self.optimizer):
+            is_grad = state.kind == "main_grad"
+            items.append(
+                OffloadItem(
+                    owner=f"{state.path}.{state.key}",
+                    kind="grad" if is_grad else "optimizer",
+                    tensor=state.tensor,
+                    action="drop" if is_grad else "copy",
+                )
+            )
+        return items
+
+    def copy_weights_from(self, other: TrainEngine) -> None:
+        """Take over another engine's parameters (same layout), e.g. to freeze a reference."""
+        sources = dict(other.weights.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.weights.named_parameters():
+                parameter.copy_(sources[name])
+
+    def _run(self, batch: Batch, loss_function: LossFunction, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+        """All micro batches through Megatron's schedule; the reports, on the last pipeline stage only."""
+        micro_batches = self._micro_batches(batch)
+        seq_length = batch["tokens"].shape[1]
+        forward_backward = get_forward_backward_func()
+        for chunk in self.chunks:
+            chunk.train(not forward_only)
+        iterators = [iter(micro_batches) for _ in self.chunks]
+        return forward_backward(
+            forward_step_func=_forward_step(loss_function),
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(micro_batches),
+            seq_length=seq_length,
+            micro_batch_size=self.micro_batch_size,
+            forward_only=forward_only,
+        )
+
+    def _micro_batches(self, batch: Batch) -> list[Batch]:
+        num_sequences = batch["tokens"].shape[0]
+        if num_sequences % self.micro_batch_size:
+            raise ValueError(
+                f"{num_sequences} sequences are no multiple of micro_batch_size {self.micro_batch_size}; pad the batch"
+            )
+        starts = range(0, num_sequences, self.micro_batch_size)
+        return [
+            {name: tensor[start : start + self.micro_batch_size] for name, tensor in batch.items()} for start in starts
+        ]
+
+    def _average(self, reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+        """Mean over micro batches and data parallel ranks, sent from the last pipeline stage to all."""
+        names = [None]
+        if reports:
+            names = [sorted(reports[0])]
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        group = parallel_state.get_pipeline_model_parallel_group()
+        torch.distributed.broadcast_object_list(names, src=last, group=group)
+        values = torch.zeros(len(names[0]), dtype=torch.float32, device=_device())
+        if reports:
+            for index, name in enumerate(names[0]):
+                values[index] = torch.stack([report[name].float() for report in reports]).mean()
+            torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group())
+            values /= self.dp_size
+        torch.distributed.broadcast(values, src=last, group=group)
+        return dict(zip(names[0], values.tolist(), strict=True))
+
+    def _from_last_stage(self, tensor: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
+        if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+            return tensor
+        result = torch.empty(tuple(shape), device=_device()) if tensor is None else tensor.contiguous()
+        torch.distributed.broadcast(
+            result,
+            src=parallel_state.get_pipeline_model_parallel_last_rank(),
+            group=parallel_state.get_pipeline_model_parallel_group(),
+        )
+        return result
+
+
+def _forward_step(loss_function: LossFunction) -> Callable[[Iterator[Batch], torch.nn.Module], Any]:
+    """The function Megatron's schedules call for each micro batch. Without labels the model gives logits."""
+
+    def forward_step(iterator: Iterator[Batch], model: torch.nn.Module):
+        micro_batch = next(iterator)
+        tokens = micro_batch["tokens"]
+        length = tokens.shape[1]
+        position_ids = torch.arange(length, device=tokens.device).expand_as(tokens)
+        future = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
+        output = model(tokens, position_ids, future, labels=micro_batch.get("labels"))
+
+        def loss(output: torch.Tensor):
+            mean_loss, report = loss_function(micro_batch, -output if "labels" in micro_batch else output)
+            # Megatron divides the loss in place; a report that shares its memory must not change with it
+            return mean_loss, {name: value.detach().clone() for name, value in report.items()}
+
+        return output, loss
+
+    return forward_step
+
+
+def _hide_padding(vocab_size: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """A forward hook of Megatron's output layer: -inf for the tokens that only pad the vocabulary."""
+
+    def hook(_layer: torch.nn.Module, _inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor | None]):
+        logits, bias = outputs
+        local_size = logits.shape[-1]
+        num_real = max(0, vocab_size - parallel_state.get_tensor_model_parallel_rank() * local_size)
+        if num_real < local_size:
+            logits[..., num_real:] = float("-inf")
+        return logits, bias
+
+    return hook
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,284 @@
+"""Configuration: `actor_config` (training) and `generate_config` (inference), from YAML or from Python.
+
+Keys are those of Megatron-LM for training and, for inference, `infer_tensor_parallel_size` and its siblings.
+Everything is checked before a process group exists, and everything that is wrong is reported at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import yaml
+from pydantic import Field, PositiveInt
+
+from hybrid_engine.errors import ConfigError, UnknownModelError, Violation
+from hybrid_engine.models import table_for
+from hybrid_engine.models.packing import ModelDims
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class _Section(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class OptimizerConfig(_Section):
+    """`actor_config.optimizer`: Adam, as megatron-core's OptimizerConfig names it."""
+
+    lr: NonNegative = 1e-6
+    """Learning rate."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Decay of the second moment."""
+    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the denominator."""
+    clip_grad: NonNegative = 1.0
+    """Largest norm of the gradient; 0 does not clip."""
+
+
+class ActorConfig(_Section):
+    """`actor_config`, the training side; keys as Megatron-LM names its arguments."""
+
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks that split each layer."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Stages that split the layers. Data parallel size is what remains of the world."""
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    """Model chunks per stage, for the interleaved schedule."""
+    context_parallel_size: PositiveInt = 1
+    """Not supported yet above 1."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Not supported yet above 1."""
+    expert_tensor_parallel_size: PositiveInt | None = None
+    """Not supported yet above 1."""
+    sequence_parallel: bool = False
+    """Split norms and dropout along the sequence too; needs tensor parallelism."""
+    use_distributed_optimizer: bool = True
+    """Split the optimizer's state over data parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass runs."""
+    overlap_param_gather: bool = False
+    """Gather parameters while the forward pass runs; a switch finishes pending gathers first."""
+    params_dtype: Dtype = "bfloat16"
+    """Of the training weights, on the wire and in vLLM."""
+    make_vocab_size_divisible_by: PositiveInt = 128
+    """Training pads the vocabulary to a multiple of this times the tensor parallel size."""
+    micro_batch_size: PositiveInt = 1
+    """Sequences per micro batch."""
+    seq_length: PositiveInt = 1024
+    """Tokens per training sequence; batches are padded to it."""
+    seed: int = 1234
+    """Of weight initialisation."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """See below."""
+
+
+class GenerateConfig(_Section):
+    """`generate_config`, the inference side and the switch."""
+
+    infer_tensor_parallel_size: PositiveInt = 1
+    """vLLM's tensor parallel size."""
+    infer_pipeline_parallel_size: PositiveInt = 1
+    """vLLM's pipeline parallel size. Not supported yet above 1."""
+    infer_data_parallel_size: PositiveInt | None = None
+    """Replicas; default: what remains of the world."""
+    infer_expert_parallel_size: PositiveInt = 1
+    """Not supported yet above 1."""
+    offload_train_param: bool = True
+    """Take parameters off the device while vLLM generates."""
+    offload_train_grad: bool = True
+    """Take gradients off the device while vLLM generates; they are dropped, not copied."""
+    offload_train_optimizer: bool = True
+    """Take main parameters and moments off the device while vLLM generates."""
+    dtype: Dtype | None = None
+    """Of vLLM's weights; default and only choice yet: params_dtype."""
+    max_model_len: PositiveInt | None = None
+    """Longest prompt plus completion, in tokens; default: the model's."""
+    max_num_seqs: PositiveInt = 256
+    """Sequences that are decoded together."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of a GPU that vLLM may use while it generates."""
+    enforce_eager: bool | None = None
+    """No graph capture and no compilation; default: true on CPU, false on GPU."""
+    kv_cache_mb: PositiveInt | None = None
+    """KV cache per rank, in MiB; default: 256 on CPU, what gpu_memory_utilization leaves on GPU."""
+    seed: int = 0
+    """Of vLLM's sampler; replica d draws with seed + d."""
+    transport: Literal["auto", "shared_memory", "collective"] = "auto"
+    """auto pulls from mapped memory on one host and sends messages across; the others force one way."""
+    bucket_mb: PositiveInt = 256
+    """Destination MiB per rank that move between two commits."""
+    check_nan: bool = True
+    """Read every weight once before a switch and refuse NaN."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
+    """Longest wait for a peer."""
+
+
+class HybridConfig(_Section):
+    """Both sides and the model."""
+
+    model: Path
+    """Directory with a Hugging Face config.json; weights are not needed."""
+    actor_config: ActorConfig = ActorConfig()
+    """Training side."""
+    generate_config: GenerateConfig = GenerateConfig()
+    """Inference side."""
+
+    def hf_config(self) -> dict[str, Any]:
+        """The contents of config.json."""
+        return json.loads((self.model / "config.json").read_text())
+
+
+def load_config(source: str | Path | Mapping[str, Any], world_size: int) -> HybridConfig:
+    """Read and check a configuration.
+
+    Args:
+        source: a YAML file, or the same as a mapping.
+        world_size: number of ranks.
+
+    Raises ConfigError with every violation: unknown keys, wrong types, impossible layouts.
+    """
+    values = source if isinstance(source, Mapping) else yaml.safe_load(Path(source).read_text())
+    try:
+        config = HybridConfig.model_validate(values)
+    except pydantic.ValidationError as error:
+        raise ConfigError([_violation_of(item) for item in error.errors()]) from None
+    violations = find_violations(config, world_size)
+    if violations:
+        raise ConfigError(violations)
+    return config
+
+
+def find_violations(config: HybridConfig, world_size: int) -> list[Violation]:
+    """Everything that makes this configuration impossible on `world_size` ranks; empty when it is sound."""
+    if not (config.model / "config.json").is_file():
+        return [Violation("model", f"{config.model} has no config.json", "Name a Hugging Face model directory")]
+    try:
+        dims = table_for(config.hf_config()).dims
+    except UnknownModelError as error:
+        return [Violation("model", str(error), "Choose a supported model or add a table")]
+    return [
+        *_training_violations(config.actor_config, dims, world_size),
+        *_inference_violations(config.generate_config, config.actor_config, dims, world_size),
+    ]
+
+
+def _violation_of(item: Mapping[str, Any]) -> Violation:
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] != "extra_forbidden":
+        return Violation(key, f"{item['msg']}, found {item.get('input')!r}", "Correct the value")
+    sections = {"actor_config": ActorConfig, "generate_config": GenerateConfig}
+    known = list(sections.get(str(item["loc"][0]), HybridConfig).model_fields)
+    close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+    remedy = f"Did you mean {close[0]}" if close else f"Known keys: {', '.join(known)}"
+    return Violation(key, "unknown key", remedy)
+
+
+class _Findings:
+    """Collects violations under one section's prefix."""
+
+    def __init__(self, section: str) -> None:
+        self.section = section
+        self.violations: list[Violation] = []
+
+    def require(self, holds: bool, key: str, problem: str, remedy: str) -> None:
+        if not holds:
+            self.violations.append(Violation(f"{self.section}.{key}", problem, remedy))
+
+    def require_divides(self, divisor: int, number: int, key: str, what: str) -> None:
+        self.require(
+            number % divisor == 0, key, f"{divisor} does not divide {what} {number}", f"Use a divisor of {number}"
+        )
+
+
+def _training_violations(actor: ActorConfig, dims: ModelDims, world_size: int) -> list[Violation]:
+    found = _Findings("actor_config")
+    tp, pp, cp = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size, actor.context_parallel_size
+    found.require(
+        world_size % (tp * pp * cp) == 0,
+        "tensor_model_parallel_size",
+        f"TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp} does not divide the world size {world_size}",
+        "Choose sizes whose product divides the number of ranks",
+    )
+    _head_violations(found, "tensor_model_parallel_size", tp, dims)
+    chunks = pp * (actor.virtual_pipeline_model_parallel_size or 1)
+    found.require_divides(chunks, dims.num_layers, "pipeline_model_parallel_size", "the number of layers")
+    found.require(
+        actor.virtual_pipeline_model_parallel_size is None or pp > 1,
+        "virtual_pipeline_model_parallel_size",
+        "virtual stages without pipeline parallelism",
+        "Use a pipeline_model_parallel_size above 1 or leave it out",
+    )
+    found.require(cp == 1, "context_parallel_size", f"{cp}: context parallelism is not supported yet", "Use 1")
+    _expert_violations(found, "expert_model_parallel_size", actor.expert_model_parallel_size)
+    _expert_violations(found, "expert_tensor_parallel_size", actor.expert_tensor_parallel_size or 1)
+    if actor.sequence_parallel:
+        found.require(tp > 1, "sequence_parallel", "needs tensor parallelism", "Set it to false or raise TP")
+        found.require_divides(tp, actor.seq_length, "seq_length", "the sequence length")
+    found.require(
+        actor.use_distributed_optimizer or not actor.overlap_param_gather,
+        "overlap_param_gather",
+        "parameters are gathered by the distributed optimizer only",
+        "Set use_distributed_optimizer to true",
+    )
+    found.require(
+        actor.overlap_grad_reduce or not actor.overlap_param_gather,
+        "overlap_param_gather",
+        "Megatron overlaps the gather only together with the gradient reduction",
+        "Set overlap_grad_reduce to true",
+    )
+    return found.violations
+
+
+def _inference_violations(
+    generate: GenerateConfig, actor: ActorConfig, dims: ModelDims, world_size: int
+) -> list[Violation]:
+    found = _Findings("generate_config")
+    tp, pp = generate.infer_tensor_parallel_size, generate.infer_pipeline_parallel_size
+    found.require(
+        world_size % (tp * pp) == 0,
+        "infer_tensor_parallel_size",
+        f"TP {tp} x PP {pp} = {tp * pp} does not divide the world size {world_size}",
+        "Choose sizes whose product divides the number of ranks",
+    )
+    replicas = generate.infer_data_parallel_size
+    found.require(
+        replicas is None or tp * pp * replicas == world_size,
+        "infer_data_parallel_size",
+        f"TP {tp} x PP {pp} x DP {replicas} is not the world size {world_size}",
+        "Leave it out: it is what remains of the world",
+    )
+    _head_violations(found, "infer_tensor_parallel_size", tp, dims)
+    found.require(pp == 1, "infer_pipeline_parallel_size", "vLLM pipeline parallelism is not supported yet", "Use 1")
+    _expert_violations(found, "infer_expert_parallel_size", generate.infer_expert_parallel_size)
+    found.require(
+        generate.dtype is None or generate.dtype == actor.params_dtype,
+        "dtype",
+        f"{generate.dtype} differs from the training dtype {actor.params_dtype}; casts are not supported yet",
+        "Leave it out",
+    )
+    return found.violations
+
+
+def _head_violations(found: _Findings, key: str, tp: int, dims: ModelDims) -> None:
+    found.require_divides(tp, dims.num_heads, key, "the number of attention heads")
+    found.require_divides(tp, dims.ffn_hidden_size, key, "the feed-forward size")
+    found.require(
+        dims.num_kv_heads % tp == 0 or tp % dims.num_kv_heads == 0,
+        key,
+        f"{tp} neither divides nor is a multiple of the {dims.num_kv_heads} key/value heads",
+        "Choose a size that is one or the other",
+    )
+
+
+def _expert_violations(found: _Findings, key: str, size: int) -> None:
+    found.require(size == 1, key, f"{size}, but the model has no experts", "Use 1")

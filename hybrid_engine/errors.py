@@ -1,0 +1,103 @@
+"""The exceptions of the engine.
+
+    HybridEngineError
+    ├── ConfigError          a configuration is impossible; lists every violation with key and remedy
+    ├── DependencyError      a package is missing or has a version that was not tested
+    ├── ModelError           the model cannot be mapped
+    │   ├── UnknownModelError      no name table for the architecture
+    │   └── ParameterMismatchError a parameter has no counterpart, or another shape
+    ├── PlanError            the two layouts do not fit together; lists every fault
+    ├── WeightError          a weight's value is not usable (NaN)
+    ├── StateError           a call is not allowed in the present state
+    └── ReshardError         a switch failed; says on which ranks, in which phase, and what is where
+        └── TransportError   moving bytes failed or timed out; names peer, bucket and phase
+
+A `RemoteError` is what the other ranks raise when the cause lies on a peer: it carries the peer's message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class HybridEngineError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class _ListedError(HybridEngineError):
+    """An error that reports all of its findings at once, one a line."""
+
+    heading = "invalid"
+
+    def __init__(self, findings: Sequence[object]) -> None:
+        self.findings = tuple(findings)
+        lines = "\n".join(f"  - {finding}" for finding in self.findings)
+        super().__init__(f"{self.heading} ({len(self.findings)}):\n{lines}")
+
+    def __reduce__(self):
+        return type(self), (self.findings,)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One impossible setting: the configuration key, what is wrong (with the numbers), and what to do."""
+
+    key: str
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.problem}. {self.remedy}"
+
+
+class ConfigError(_ListedError):
+    """The configuration is impossible; `findings` holds every `Violation`."""
+
+    heading = "impossible configuration"
+
+
+class DependencyError(HybridEngineError):
+    """A package is missing or its version was not tested; the message says which version is."""
+
+
+class ModelError(HybridEngineError):
+    """The model cannot be mapped between the two engines."""
+
+
+class UnknownModelError(ModelError):
+    """No name table for the architecture."""
+
+
+class ParameterMismatchError(ModelError, _ListedError):
+    """Parameters without a counterpart or with another shape; `findings` names every one."""
+
+    heading = "parameters that do not match"
+
+
+class PlanError(_ListedError):
+    """The two layouts do not fit together; `findings` holds every fault."""
+
+    heading = "no reshard plan"
+
+
+class WeightError(_ListedError):
+    """Weights whose values cannot be used; `findings` names every parameter."""
+
+    heading = "unusable weights"
+
+
+class StateError(HybridEngineError):
+    """A call that the present state does not allow."""
+
+
+class ReshardError(HybridEngineError):
+    """A switch failed; the message says on which ranks, in which phase, and what state was restored."""
+
+
+class TransportError(ReshardError):
+    """Moving bytes failed or timed out; the message names the peer, the bucket and the phase."""
+
+
+class RemoteError(ReshardError):
+    """Another rank failed; the message carries that rank's own error."""

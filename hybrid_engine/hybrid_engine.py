@@ -1,0 +1,62 @@
+"""`HybridEngine`: one object that trains and generates in turn with one set of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from hybrid_engine.config import HybridConfig
+from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.sharding_manager import ReshardReport, ShardingManager, State
+
+
+class HybridEngine:
+    """Switches a Megatron model and a vLLM engine that share their devices.
+
+    For teams that have built both. `ActorHybridWorker` builds them from a configuration and adds rollouts and updates.
+
+    Args:
+        train: a `TrainEngine`.
+        inference: an `InferenceEngine`.
+        config: the checked configuration.
+
+    All methods are collective. Example, as an RL loop uses it:
+
+        with engine.rollout_context():
+            completions = engine.inference.generate(prompts, sampling)
+        with engine.train_context():
+            engine.train.train_step(batch, loss_function)
+    """
+
+    def __init__(self, train: Any, inference: Any, config: HybridConfig) -> None:
+        self.train = train
+        self.inference = inference
+        self.sharding = ShardingManager(
+            training=train.weights,
+            inference=inference.adaptor,
+            caches=inference,
+            offloader=MegatronOffloader(train.offload_items),
+            version=lambda: train.version,
+            config=config.generate_config,
+        )
+
+    def rollout_context(self) -> AbstractContextManager[None]:
+        """Generate inside: weights are resharded into vLLM, training state is off the device as configured."""
+        return self.sharding.entered(State.INFER)
+
+    def train_context(self) -> AbstractContextManager[None]:
+        """Train inside: parameters, gradients and optimizer state are on the device, vLLM's weights are released."""
+        return self.sharding.entered(State.TRAIN)
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Score inside: only parameters need to be on the device."""
+        return self.sharding.entered(State.FORWARD)
+
+    def on_reshard_start(self, hook: Callable[[State, State], None]) -> Callable[[State, State], None]:
+        """Decorator: call `hook(from_state, to_state)` before every switch."""
+        return self.sharding.on_reshard_start(hook)
+
+    def on_reshard_end(self, hook: Callable[[ReshardReport], None]) -> Callable[[ReshardReport], None]:
+        """Decorator: call `hook(report)` after every successful switch."""
+        return self.sharding.on_reshard_end(hook)

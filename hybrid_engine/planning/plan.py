@@ -1,0 +1,108 @@
+"""The plan: every transfer of a reshard, in buckets that all ranks walk in the same order."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hybrid_engine.planning.layout import BufferId, Place
+
+
+class Link(StrEnum):
+    """What a transfer crosses."""
+
+    SELF = "self"
+    HOST = "host"
+    NETWORK = "network"
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Copy a box of `lengths` elements of canonical `tensor` from `src` to `dst`.
+
+    `nbytes` counts the bytes that cross the link: elements times the source's bytes per element.
+    """
+
+    tensor: str
+    lengths: tuple[int, ...]
+    src: Place
+    dst: Place
+    nbytes: int
+    link: Link
+
+    @property
+    def src_rank(self) -> int:
+        return self.src.buffer.rank
+
+    @property
+    def dst_rank(self) -> int:
+        return self.dst.buffer.rank
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Transfers that run together, after which their destination groups are complete and can be committed.
+
+    Attributes:
+        index: position in the plan; the same on every rank.
+        transfers: of all ranks, in an order that all ranks share.
+        groups: destination groups (`Buffer.group`) that are complete once this bucket has run.
+        nbytes: destination bytes of the rank that receives most in this bucket.
+    """
+
+    index: int
+    transfers: tuple[Transfer, ...]
+    groups: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ByteCount:
+    """Bytes one rank reads in a reshard, by link, and the least any plan could make it receive."""
+
+    own: int
+    host: int
+    network: int
+    least: int
+
+    @property
+    def received(self) -> int:
+        """Bytes that come from other ranks."""
+        return self.host + self.network
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """A complete reshard.
+
+    Attributes:
+        buckets: walked in order by every rank.
+        bytes_by_rank: what each destination rank reads.
+        unread: canonical tensors the training side holds and the inference side was offered but never reads
+            (e.g. a head that is tied to the embedding), by name.
+        fingerprint: digest of the two layouts and the hosts; a plan is valid only for layouts with this digest.
+    """
+
+    buckets: tuple[Bucket, ...]
+    bytes_by_rank: Mapping[int, ByteCount]
+    unread: tuple[str, ...]
+    fingerprint: str
+
+    def transfers(self) -> Iterable[Transfer]:
+        """All transfers, in bucket order."""
+        return (transfer for bucket in self.buckets for transfer in bucket.transfers)
+
+
+def fingerprint_of(source_digest: str, destination_digest: str, hosts: Iterable[str]) -> str:
+    """The fingerprint of a plan between two layouts on these hosts."""
+    return hashlib.sha256("\n".join((source_digest, destination_digest, *hosts)).encode()).hexdigest()
+
+
+__all__ = ["Bucket", "BufferId", "ByteCount", "Link", "ReshardPlan", "Transfer", "fingerprint_of"]

@@ -1,0 +1,104 @@
+"""What the engine asks of the things it drives: adaptors, transports and memory.
+
+    TrainingWeights   --layout()-->  plan  <--layout()--  InferenceWeights
+          |                                                   ^
+          | buffers()                        allocate(groups) | commit(groups)
+          v                                                   |
+       source tensors  ---- Transport.run(transfers) ---->  destination tensors
+
+Every port is tiny. A flat buffer is a 1-D tensor over a whole storage; offsets and strides of the records count its
+elements. Nothing here knows Megatron or vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from hybrid_engine.planning.layout import Layout
+from hybrid_engine.planning.plan import Transfer
+
+
+@runtime_checkable
+class WeightAdaptor(Protocol):
+    """One side of a reshard: says where its weights lie on this rank."""
+
+    def layout(self) -> Layout:
+        """The records of this rank. Pure data; no collective. Raises ParameterMismatchError naming every parameter."""
+        ...
+
+
+@runtime_checkable
+class TrainingWeights(WeightAdaptor, Protocol):
+    """The side that is read."""
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """This rank's flat source buffers by `BufferId.name`; live storage, no copies."""
+        ...
+
+    def prepare(self) -> None:
+        """Finish whatever is pending on the weights (parameter gathers); afterwards the buffers hold final values."""
+        ...
+
+
+@runtime_checkable
+class InferenceWeights(WeightAdaptor, Protocol):
+    """The side that is written, group by group (a group is what its engine commits at once, e.g. a module)."""
+
+    def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        """Flat destination buffers of these groups by `BufferId.name`, padding already in place."""
+        ...
+
+    def commit(self, groups: Sequence[str]) -> None:
+        """Put filled groups in force: run the engine's own post-load processing where it repacks weights."""
+        ...
+
+    def release(self) -> None:
+        """Free the memory of all weights; they cannot be used before the next allocate, fill and commit."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves bytes. Every rank calls `run` with its share of the same bucket, in the same order.
+
+    Contract, checked for every transport by one test suite: after `run` returned on a rank, every transfer whose
+    `dst_rank` is that rank is complete; source buffers may be overwritten only after all ranks returned (the caller
+    fences). Errors are TransportError, never a hang: waits end after the transport's timeout (seconds).
+    """
+
+    name: str
+
+    def run(
+        self,
+        bucket: int,
+        transfers: Sequence[Transfer],
+        source: Mapping[str, torch.Tensor],
+        destination: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Carry out `transfers` (those of bucket number `bucket` that read from or write to this rank)."""
+        ...
+
+    def close(self) -> None:
+        """Give back mappings and staging memory; idempotent."""
+        ...
+
+
+@runtime_checkable
+class ExportableBuffer(Protocol):
+    """A flat buffer whose pages can be given back and taken again under the same address, and shared with peers."""
+
+    tensor: torch.Tensor
+
+    def export(self) -> Any:
+        """A small picklable handle with which a process on the same host can map the buffer."""
+        ...
+
+    def release(self) -> None:
+        """Give the physical pages back; the contents are lost, every view stays valid (and reads zeros or traps)."""
+        ...
+
+    def close(self) -> None:
+        """End the mapping; idempotent."""
+        ...

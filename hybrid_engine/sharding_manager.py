@@ -1,0 +1,370 @@
+"""The switch between training and inference.
+
+                 params   grads, optimizer   inference weights
+    TRAIN        device   device             released
+    FORWARD      device   host *             released
+    INFER        host *   host *             device
+    IDLE         host *   host *             released          (* where the configuration asks to offload them)
+
+Entering INFER, every phase ending with an agreement of all ranks:
+
+    offload     gradients and optimizer state leave the device
+    prepare     pending parameter gathers finish; values are checked
+    fill        bucket by bucket: allocate, transfer, commit              (WeightContainer)
+    offload     parameters leave the device
+    resume      inference caches are reset
+
+A failure before parameters have left restores the state before; the training weights are only ever read.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from enum import StrEnum
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from hybrid_engine.agreement import Agreement
+from hybrid_engine.config import GenerateConfig
+from hybrid_engine.errors import ReshardError, StateError
+from hybrid_engine.memory.elastic import BufferHandle, host_id
+from hybrid_engine.memory.offloader import KINDS as KIND_ORDER
+from hybrid_engine.memory.offloader import MegatronOffloader, OffloadReport
+from hybrid_engine.memory.weight_container import FillReport, WeightContainer
+from hybrid_engine.planning.layout import BufferId, Layout
+from hybrid_engine.planning.plan import Link
+from hybrid_engine.planning.planner import plan
+from hybrid_engine.ports import InferenceWeights, TrainingWeights
+from hybrid_engine.transports import TransportSet, export_handles
+
+logger = logging.getLogger("hybrid_engine")
+
+_GIB = 1024**3
+
+
+class State(StrEnum):
+    """What the devices are ready for."""
+
+    TRAIN = "train"
+    FORWARD = "forward"
+    INFER = "infer"
+    IDLE = "idle"
+
+
+KINDS = frozenset(KIND_ORDER)
+
+_NEEDED_KINDS = {
+    State.TRAIN: KINDS,
+    State.FORWARD: frozenset({"param"}),
+    State.INFER: frozenset(),
+    State.IDLE: frozenset(),
+}
+
+
+class InferenceCaches(Protocol):
+    """What the switch asks of an inference engine beside its weights."""
+
+    def wake_kv_cache(self) -> None:
+        """Take the KV cache's memory again where the release of the weights gave it back."""
+        ...
+
+    def reset_caches(self) -> None:
+        """Forget what was computed with older weights."""
+        ...
+
+
+@dataclass(frozen=True)
+class ReshardReport:
+    """What one switch did on this rank.
+
+    Attributes:
+        direction: "train->infer" and the like.
+        version: optimizer steps the weights had taken.
+        seconds: wall-clock time of the whole switch.
+        seconds_by_phase: offload, onload, prepare, check, fill (of which allocate, read, transfer, write, commit),
+            release, resume; each with its wait for the slowest rank.
+        bytes_received: from other ranks. bytes_own: copied inside this rank. bytes_least: no plan receives less.
+        bytes_offloaded, bytes_onloaded: between device and host.
+        peak_bytes: training and inference state on the device at once, at its highest during the switch.
+    """
+
+    direction: str
+    version: int
+    seconds: float
+    seconds_by_phase: Mapping[str, float]
+    bytes_received: int
+    bytes_own: int
+    bytes_least: int
+    bytes_offloaded: int
+    bytes_onloaded: int
+    peak_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for a metrics file."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rate = self.bytes_received / self.seconds / 1e9 if self.seconds else 0.0
+        return (
+            f"[Reshard] direction={self.direction} version={self.version} duration={self.seconds:.3f} s, "
+            f"transferred={self.bytes_received / 1e9:.6f} GB (least possible {self.bytes_least / 1e9:.6f} GB), "
+            f"{rate:.3f} GB/s, peak={self.peak_bytes / 1e9:.6f} GB"
+        )
+
+
+@dataclass
+class _Tally:
+    """What a running switch has done so far."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    received: int = 0
+    own: int = 0
+    inference: int = 0
+    offloaded: int = 0
+    onloaded: int = 0
+    peak: int = 0
+
+    def add_fill(self, report: FillReport) -> None:
+        self.seconds.update(report.seconds)
+        self.received = report.received_nbytes
+        self.own = report.nbytes_by_link[Link.SELF]
+        self.inference = report.allocated_nbytes
+
+
+@dataclass(frozen=True)
+class _RankSetup:
+    """What the ranks tell each other before planning."""
+
+    host: str
+    training: Layout
+    inference: Layout
+    handles: Mapping[BufferId, BufferHandle]
+
+
+class ShardingManager:
+    """Moves one set of devices between training and inference. All methods are collective.
+
+    Args:
+        training: the weights that are read.
+        inference: the weights that are written.
+        caches: the inference engine's caches.
+        offloader: takes training state off the device and back.
+        version: gives the number of optimizer steps the training weights have taken.
+        config: which kinds to offload, transport, bucket size, timeout.
+
+    Knows neither Megatron nor vLLM. The plan is made once, here; a later switch that finds another layout raises.
+    """
+
+    def __init__(
+        self,
+        training: TrainingWeights,
+        inference: InferenceWeights,
+        caches: InferenceCaches,
+        offloader: MegatronOffloader,
+        version: Callable[[], int],
+        config: GenerateConfig,
+    ) -> None:
+        self.training = training
+        self.inference = inference
+        self.caches = caches
+        self.offloader = offloader
+        self.version = version
+        self.config = config
+        self.agreement = Agreement(config.timeout_seconds)
+        self.state = State.TRAIN
+        self.last_report: ReshardReport | None = None
+        self.reports: dict[str, ReshardReport] = {}
+        self._start_hooks: list[Callable[[State, State], None]] = []
+        self._end_hooks: list[Callable[[ReshardReport], None]] = []
+        self._context_state: State | None = None
+        self._tally = _Tally()
+        self.rank = dist.get_rank()
+        self.transfer_group = dist.new_group(timeout=timedelta(seconds=config.timeout_seconds))
+        with self._phase("plan"):
+            self.container = self._connect()
+        with self._phase("release"):
+            self.inference.release()
+
+    def on_reshard_start(self, hook: Callable[[State, State], None]) -> Callable[[State, State], None]:
+        """Call `hook(from_state, to_state)` before every switch; usable as a decorator."""
+        self._start_hooks.append(hook)
+        return hook
+
+    def on_reshard_end(self, hook: Callable[[ReshardReport], None]) -> Callable[[ReshardReport], None]:
+        """Call `hook(report)` after every successful switch; usable as a decorator."""
+        self._end_hooks.append(hook)
+        return hook
+
+    @contextmanager
+    def entered(self, state: State) -> Iterator[None]:
+        """Be in `state` inside the context. The state is kept at the end: the next context switches if it must.
+
+        Raises StateError inside another state's context, which would go on in the wrong state.
+        """
+        outer = self._context_state
+        if outer not in (None, state):
+            raise StateError(f"a {state.value} context inside a {outer.value} context; leave that one first")
+        self.enter(state)
+        self._context_state = state
+        try:
+            yield
+        finally:
+            self._context_state = outer
+
+    def enter(self, target: State) -> ReshardReport | None:
+        """Switch to `target`; None when it is the present state already.
+
+        Raises on all ranks when any rank fails. Then the state before is restored, unless the message says not.
+        """
+        if target is self.state:
+            return None
+        before, started = self.state, time.perf_counter()
+        self._tally = _Tally()
+        with self._phase("start hooks"):
+            for hook in self._start_hooks:
+                hook(before, target)
+        try:
+            self._switch(before, target)
+        except Exception as error:
+            self._restore(before, target, error)
+            raise
+        self.state = target
+        report = self._report(f"{before.value}->{target.value}", time.perf_counter() - started)
+        logger.info("%s", report)
+        with self._phase("end hooks"):
+            for hook in self._end_hooks:
+                hook(report)
+        return report
+
+    def _switch(self, before: State, target: State) -> None:
+        if before is State.INFER:
+            self._release_inference()
+        if target is State.INFER:
+            self._fill_inference()
+        wanted = self._resident_kinds(target)
+        self._offload(KINDS - wanted)
+        self._onload(wanted)
+        if target is State.INFER:
+            with self._phase("resume"):
+                self.caches.wake_kv_cache()
+                self.caches.reset_caches()
+
+    def _fill_inference(self) -> None:
+        self._offload(KINDS - self._resident_kinds(State.INFER) - {"param"})
+        self._onload({"param"})
+        with self._phase("prepare"):
+            self.training.prepare()
+        with self._phase("check"):
+            if self.config.check_nan:
+                self.training.check_values()
+        with self._phase("fill"):
+            self._tally.add_fill(self.container.fill(self.training.buffers()))
+        self._note_peak()
+
+    def _release_inference(self) -> None:
+        with self._phase("release"):
+            self.container.release()
+
+    def _resident_kinds(self, state: State) -> set[str]:
+        """Kinds of training state on the device in `state`: those it needs, and those never offloaded."""
+        flags = {
+            "param": self.config.offload_train_param,
+            "grad": self.config.offload_train_grad,
+            "optimizer": self.config.offload_train_optimizer,
+        }
+        return {kind for kind, offloads in flags.items() if kind in _NEEDED_KINDS[state] or not offloads}
+
+    def _offload(self, kinds: set[str]) -> None:
+        with self._phase("offload"):
+            self._tally.offloaded += _total(self.offloader.offload(kinds))
+
+    def _onload(self, kinds: set[str]) -> None:
+        with self._phase("onload"):
+            self._tally.onloaded += _total(self.offloader.onload(kinds))
+        self._note_peak()
+
+    def _restore(self, before: State, target: State, error: Exception) -> None:
+        """After a failed switch: drop what was filled and bring back what `before` needs."""
+        try:
+            self.container.release()
+            # inference weights are gone: INFER cannot be restored, but nothing of training is lost
+            self.state = State.IDLE if before is State.INFER else before
+            wanted = self._resident_kinds(self.state)
+            self.offloader.offload(KINDS - wanted)
+            self.offloader.onload(wanted)
+        except Exception as restore_error:
+            away = [kind for kind in KIND_ORDER if self.offloader.is_offloaded(kind)]
+            raise ReshardError(
+                f"switch {before.value}->{target.value} failed ({error}) and so did the way back ({restore_error}); "
+                f"in host memory: {', '.join(away) or 'nothing'}; inference weights are released"
+            ) from error
+        logger.error("[Reshard] %s->%s failed; state is %s: %s", before.value, target.value, self.state.value, error)
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Time a phase and end it with all ranks agreeing that it succeeded."""
+        started = time.perf_counter()
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        self.agreement.settle(name, error)
+        self._tally.seconds[name] = self._tally.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def _note_peak(self) -> None:
+        on_device = _resident_nbytes(self.offloader) + self._tally.inference
+        self._tally.peak = max(self._tally.peak, on_device)
+
+    def _connect(self) -> WeightContainer:
+        """Exchange layouts and buffer handles once, plan, and connect the transports."""
+        handles = export_handles(self.rank, self.training.buffers())
+        own = _RankSetup(host_id(), self.training.layout(), self.inference.layout(), handles)
+        setups: list[_RankSetup] = self.agreement.gather(own)
+        source = Layout.merge(setup.training for setup in setups)
+        destination = Layout.merge(setup.inference for setup in setups)
+        hosts = [setup.host for setup in setups]
+        self.plan = plan(source, destination, hosts, bucket_nbytes=self.config.bucket_mb * 1024**2)
+        all_handles = {buffer: handle for setup in setups for buffer, handle in setup.handles.items()}
+        router = TransportSet.connect(
+            self.rank,
+            source.buffers,
+            all_handles,
+            self.transfer_group,
+            preference=self.config.transport,
+            timeout=self.config.timeout_seconds,
+        )
+        router.check(self.plan, exported=all_handles)
+        return WeightContainer(self.inference, self.plan, router)
+
+    def _report(self, direction: str, seconds: float) -> ReshardReport:
+        tally, filled = self._tally, direction.endswith(State.INFER.value)
+        bytes_of_rank = self.plan.bytes_by_rank.get(self.rank) if filled else None
+        report = ReshardReport(
+            direction=direction,
+            version=self.version(),
+            seconds=seconds,
+            seconds_by_phase=dict(tally.seconds),
+            bytes_received=tally.received,
+            bytes_own=tally.own,
+            bytes_least=bytes_of_rank.least if bytes_of_rank else 0,
+            bytes_offloaded=tally.offloaded,
+            bytes_onloaded=tally.onloaded,
+            peak_bytes=tally.peak,
+        )
+        self.last_report = self.reports[direction] = report
+        return report
+
+
+def _total(report: OffloadReport) -> int:
+    return sum(report.nbytes.values())
+
+
+def _resident_nbytes(offloader: MegatronOffloader) -> int:
+    return sum(nbytes for by_owner in offloader.resident_nbytes().values() for nbytes in by_owner.values())

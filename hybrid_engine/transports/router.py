@@ -1,0 +1,205 @@
+"""Which transport carries which transfer, and the set of transports of one rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.errors import ConfigError, TransportError, Violation
+from hybrid_engine.memory.elastic import BufferHandle, export_tensor
+from hybrid_engine.planning.layout import Buffer, BufferId
+from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
+from hybrid_engine.transports.collective import CollectiveTransport
+from hybrid_engine.transports.copies import RoutedTransport
+from hybrid_engine.transports.local import LocalTransport
+from hybrid_engine.transports.shared_memory import SharedMemoryTransport
+
+LOCAL, SHARED_MEMORY, COLLECTIVE = LocalTransport.name, SharedMemoryTransport.name, CollectiveTransport.name
+PREFERENCES = ("auto", SHARED_MEMORY, COLLECTIVE)
+CONFIG_KEY = "transport"
+
+
+def choose_transport(transfer: Transfer, exported: Set[BufferId], preference: str = "auto") -> str:
+    """Name of the transport for a transfer; all ranks choose alike, since all know the same `exported`.
+
+    auto: within a rank local; on one host from an exported buffer shared_memory; else collective. With preference
+    "shared_memory" or "collective" everything between two ranks goes that way (`TransportSet.check` says whether it
+    can).
+    """
+    if preference not in PREFERENCES:
+        raise ConfigError(
+            [Violation(CONFIG_KEY, f"{preference!r} is no transport", f"Choose one of {', '.join(PREFERENCES)}")]
+        )
+    if transfer.src_rank == transfer.dst_rank:
+        return LOCAL
+    if preference != "auto":
+        return preference
+    return SHARED_MEMORY if _can_share_memory(transfer, exported) else COLLECTIVE
+
+
+def _can_share_memory(transfer: Transfer, exported: Set[BufferId]) -> bool:
+    return transfer.link is Link.HOST and transfer.src.buffer in exported
+
+
+def export_handles(rank: int, buffers: Mapping[str, torch.Tensor]) -> dict[BufferId, BufferHandle]:
+    """Handles of those of this rank's flat buffers that peers can map; to be exchanged once among all ranks."""
+    handles = {BufferId(rank, name): export_tensor(flat) for name, flat in buffers.items()}
+    return {buffer_id: handle for buffer_id, handle in handles.items() if handle is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What one bucket cost this rank: seconds by phase (read, transfer, write), bytes it read by transport name and
+    by link."""
+
+    seconds: Mapping[str, float]
+    nbytes: Mapping[str, int]
+    nbytes_by_link: Mapping[Link, int]
+
+
+class TransportSet:
+    """The transports of one rank, with a rule that gives each transfer to one of them.
+
+    Every rank calls `run` for every bucket of the plan, in order; so each transport runs on every rank in the same
+    order, whatever its share. A rank that cannot go on calls `abandon` for the buckets that are left.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        transports: Sequence[RoutedTransport],
+        choose: Callable[[Transfer], str],
+    ) -> None:
+        """Args:
+        transports: in the order in which they run, on all ranks the same.
+        choose: name of the transport for a transfer; the same answer on all ranks.
+        """
+        self.rank = rank
+        self._transports = {transport.name: transport for transport in transports}
+        self._choose = choose
+        self._shares: dict[int, _BucketShare] = {}
+
+    @classmethod
+    def connect(
+        cls,
+        rank: int,
+        source_buffers: Mapping[BufferId, Buffer],
+        handles: Mapping[BufferId, BufferHandle],
+        group: dist.ProcessGroup | None = None,
+        *,
+        preference: str = "auto",
+        timeout: float = 300.0,
+    ) -> TransportSet:
+        """The transports of a running job. No collective.
+
+        Args:
+            source_buffers: of all ranks (`Layout.merge(...).buffers` of the training side).
+            handles: of all ranks (`export_handles`); must be the same on every rank.
+            group: for transfers that memory cannot carry; without torch.distributed there are none.
+            preference: auto, shared_memory or collective.
+            timeout: seconds a bucket may wait for peers.
+        """
+        transports: list[RoutedTransport] = [LocalTransport(rank), SharedMemoryTransport(rank, handles)]
+        if dist.is_available() and dist.is_initialized():
+            dtypes = {buffer_id: buffer.dtype for buffer_id, buffer in source_buffers.items()}
+            transports.append(CollectiveTransport(rank, dtypes, group, timeout=timeout))
+        exported = frozenset(handles)
+        return cls(rank, transports, lambda transfer: choose_transport(transfer, exported, preference))
+
+    def check(self, plan: ReshardPlan, exported: Collection[BufferId]) -> None:
+        """Raise ConfigError unless the chosen transports can carry every transfer of the plan. Before any bucket."""
+        exported = frozenset(exported)
+        problems: dict[str, Violation] = {}
+        for transfer in plan.transfers():
+            name = self._choose(transfer)
+            if name == SHARED_MEMORY and not _can_share_memory(transfer, exported):
+                where = "across hosts" if transfer.link is not Link.HOST else "from a buffer that is not exported"
+                problem = f"shared memory cannot read {where} ({transfer.src.buffer})"
+                problems.setdefault(problem, Violation(CONFIG_KEY, problem, "Choose auto or collective"))
+            elif name not in self._transports:
+                problem = f"rank {transfer.dst_rank} reads {transfer.src.buffer} by {name}, which is absent"
+                remedy = "Initialise torch.distributed, or export the buffer to its host"
+                problems.setdefault(problem, Violation(CONFIG_KEY, problem, remedy))
+        if problems:
+            raise ConfigError(list(problems.values()))
+
+    @torch.no_grad()
+    def run(
+        self, bucket: Bucket, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor]
+    ) -> RunReport:
+        """Carry out this rank's share of a bucket. Raises TransportError; no peer is left waiting then."""
+        share = self._share(bucket)
+        failure: Exception | None = None
+        for name, transport in self._transports.items():
+            transfers = share.transfers.get(name, ())
+            try:
+                if failure is None:
+                    transport.run(bucket.index, transfers, source, destination)
+                else:
+                    transport.abandon(bucket.index, transfers, str(failure))
+            except Exception as error:
+                failure = failure or error
+        seconds = self._take_seconds()
+        if failure is not None:
+            raise failure
+        return RunReport(seconds, share.nbytes, share.nbytes_by_link)
+
+    def abandon(self, bucket: Bucket, reason: str) -> None:
+        """Take part in a bucket without reading or writing: peers that wait for this rank fail with `reason`.
+
+        Raises TransportError when that is impossible, because the process group is dead.
+        """
+        for name, transport in self._transports.items():
+            transport.abandon(bucket.index, self._share(bucket).transfers.get(name, ()), reason)
+
+    def close(self) -> None:
+        """Close all transports; idempotent."""
+        self._shares.clear()
+        for transport in self._transports.values():
+            transport.close()
+
+    def _take_seconds(self) -> dict[str, float]:
+        """Seconds by phase since the last call, of all transports together."""
+        total: Counter[str] = Counter()
+        for transport in self._transports.values():
+            total.update(transport.clock.take())
+        return dict(total)
+
+    def _share(self, bucket: Bucket) -> _BucketShare:
+        share = self._shares.get(bucket.index)
+        if share is None or share.bucket is not bucket:
+            share = self._shares[bucket.index] = self._split(bucket)
+        return share
+
+    def _split(self, bucket: Bucket) -> _BucketShare:
+        transfers: dict[str, list[Transfer]] = {}
+        nbytes = dict.fromkeys(self._transports, 0)
+        nbytes_by_link = dict.fromkeys(Link, 0)
+        for transfer in bucket.transfers:
+            if self.rank not in (transfer.src_rank, transfer.dst_rank):
+                continue
+            name = self._choose(transfer)
+            if name not in self._transports:
+                raise TransportError(
+                    f"bucket {bucket.index}, tensor {transfer.tensor}: no {name} transport on rank {self.rank}; "
+                    f"there are {', '.join(self._transports)}"
+                )
+            transfers.setdefault(name, []).append(transfer)
+            if transfer.dst_rank == self.rank:
+                nbytes[name] += transfer.nbytes
+                nbytes_by_link[transfer.link] += transfer.nbytes
+        return _BucketShare(bucket, transfers, nbytes, nbytes_by_link)
+
+
+@dataclass(frozen=True, slots=True)
+class _BucketShare:
+    """A rank's transfers of a bucket by transport name, in the bucket's order, and the bytes it reads."""
+
+    bucket: Bucket
+    transfers: Mapping[str, Sequence[Transfer]]
+    nbytes: Mapping[str, int]
+    nbytes_by_link: Mapping[Link, int]

@@ -1,0 +1,209 @@
+"""`ActorHybridWorker`: one rank of a group that generates with vLLM and trains with Megatron, from a configuration."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+import megatron_patches
+from hybrid_engine.config import HybridConfig
+from hybrid_engine.errors import ConfigError, StateError, Violation
+from hybrid_engine.hybrid_engine import HybridEngine
+from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.models import table_for
+from hybrid_engine.sharding_manager import ShardingManager, State
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.megatron.train_engine import Batch, LossFunction, TrainEngine
+    from hybrid_engine.backends.vllm import Completion, InferenceEngine, InferenceSettings, Sampling
+
+
+class ActorHybridWorker:
+    """The actor: Megatron for training, vLLM for generation, on the same devices.
+
+    Build one on every rank, under torchrun. It creates the process group when there is none, applies the Megatron
+    patches, and builds both engines; Megatron's weights are the only ones initialised, vLLM's come by resharding.
+
+    Batches and prompts are global: every rank passes the same, and gets the whole result.
+    """
+
+    def __init__(self, config: HybridConfig) -> None:
+        self.config = config
+        self._created_process_group = _initialize_process_group(config.generate_config.timeout_seconds)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        megatron_patches.apply()
+        from hybrid_engine.backends.megatron import build
+        from hybrid_engine.backends.megatron.train_engine import TrainEngine
+        from hybrid_engine.backends.vllm import InferenceEngine
+
+        hf_config = config.hf_config()
+        self.table = table_for(hf_config)
+        build.initialize_parallel_state(config.actor_config)
+        actor = build.build_actor(config.actor_config, self.table, hf_config)
+        self.actor = actor
+        self.train: TrainEngine = TrainEngine(actor, self.table, config.actor_config.micro_batch_size)
+        self.inference: InferenceEngine = InferenceEngine(
+            inference_settings(config, self.world_size), self.table.shapes, self.rank
+        )
+        self.engine = HybridEngine(self.train, self.inference, config)
+
+    @property
+    def sharding(self) -> ShardingManager:
+        """The switch, its state and its last report."""
+        return self.engine.sharding
+
+    def rollout_context(self) -> AbstractContextManager[None]:
+        """See `HybridEngine.rollout_context`."""
+        return self.engine.rollout_context()
+
+    def train_context(self) -> AbstractContextManager[None]:
+        """See `HybridEngine.train_context`."""
+        return self.engine.train_context()
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """See `HybridEngine.forward_context`."""
+        return self.engine.forward_context()
+
+    def generate_sequences(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
+        """Completions of all prompts, spread over the inference replicas. In `rollout_context`.
+
+        Args:
+            prompts: token ids, the same list on every rank.
+            sampling: how; `sampling.n` completions a prompt.
+
+        Returns, on every rank, a list of `n` completions for each prompt, in the order of `prompts`.
+        """
+        self._require(State.INFER)
+        engine = self.inference
+        num_replicas = engine.settings.data_parallel_size
+        mine = prompts[engine.dp_rank :: num_replicas]
+        completions = engine.generate(mine, sampling)
+        reports_back = engine.tp_rank == 0 and engine.pp_rank == 0
+        shares = self.sharding.agreement.gather((engine.dp_rank, completions) if reports_back else None)
+        by_replica = dict(share for share in shares if share is not None)
+        return [by_replica[i % num_replicas][i // num_replicas] for i in range(len(prompts))]
+
+    def compute_log_probs(self, batch: Batch) -> torch.Tensor:
+        """Log-probability [B, S] fp32 of every label under the training weights. In train or forward context."""
+        self._require(State.TRAIN, State.FORWARD)
+        return whole_log_probs(self.train, batch)
+
+    def update(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
+        """One optimizer step on the batch; see `TrainEngine.train_step`. In `train_context`."""
+        self._require(State.TRAIN)
+        return self.train.train_step(share_of(self.train, batch), loss_function)
+
+    def save_checkpoint(self, directory: str | Path) -> None:
+        """Write parameters, optimizer state and generators below `directory`. In `train_context`."""
+        self._require(State.TRAIN)
+        from hybrid_engine.backends.megatron import checkpoint
+
+        checkpoint.save_checkpoint(directory, self.actor)
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Take up what `save_checkpoint` wrote. In `train_context`."""
+        self._require(State.TRAIN)
+        from hybrid_engine.backends.megatron import checkpoint
+
+        checkpoint.load_checkpoint(directory, self.actor)
+
+    def shutdown(self) -> None:
+        """End vLLM, and the process group if it was created here."""
+        self.inference.shutdown()
+        if self._created_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _require(self, *states: State) -> None:
+        if self.sharding.state not in states:
+            wanted = " or ".join(f"{state.value} context" for state in states).replace("infer", "rollout")
+            raise StateError(f"the engine is in state {self.sharding.state.value}; call this in the {wanted}")
+
+
+class ReferenceModel:
+    """A frozen copy of the actor's present weights, off the device except while it scores.
+
+    Args:
+        worker: gives layout and weights; in train or forward state now.
+    """
+
+    def __init__(self, worker: ActorHybridWorker) -> None:
+        from hybrid_engine.backends.megatron import build
+        from hybrid_engine.backends.megatron.train_engine import TrainEngine
+
+        actor_config = worker.config.actor_config
+        model = build.build_reference(actor_config, worker.table, worker.config.hf_config())
+        self.engine = TrainEngine(model, worker.table, actor_config.micro_batch_size)
+        self.engine.copy_weights_from(worker.train)
+        self.actor = model
+        self._offloader = MegatronOffloader(self.engine.offload_items)
+        self._offloader.offload({"param"})
+
+    def compute_log_probs(self, batch: Batch) -> torch.Tensor:
+        """Log-probability [B, S] fp32 of every label under the frozen weights. Collective; in any state."""
+        self._offloader.onload({"param"})
+        try:
+            return whole_log_probs(self.engine, batch)
+        finally:
+            self._offloader.offload({"param"})
+
+
+def inference_settings(config: HybridConfig, world_size: int) -> InferenceSettings:
+    """vLLM's settings from a checked configuration; the data parallel size is what remains of the world."""
+    from hybrid_engine.backends.vllm import InferenceSettings
+
+    generate = config.generate_config
+    ranks_per_replica = generate.infer_tensor_parallel_size * generate.infer_pipeline_parallel_size
+    return InferenceSettings(
+        model_dir=str(config.model),
+        dtype=generate.dtype or config.actor_config.params_dtype,
+        tensor_parallel_size=generate.infer_tensor_parallel_size,
+        pipeline_parallel_size=generate.infer_pipeline_parallel_size,
+        data_parallel_size=world_size // ranks_per_replica,
+        max_model_len=generate.max_model_len,
+        max_num_seqs=generate.max_num_seqs,
+        seed=generate.seed,
+        enforce_eager=generate.enforce_eager,
+        kv_cache_bytes=generate.kv_cache_mb * 1024**2 if generate.kv_cache_mb else None,
+        gpu_memory_utilization=generate.gpu_memory_utilization,
+    )
+
+
+def share_of(engine: TrainEngine, batch: Batch) -> Batch:
+    """This data parallel rank's consecutive part of a global batch."""
+    num_sequences = batch["tokens"].shape[0]
+    if num_sequences % (engine.dp_size * engine.micro_batch_size):
+        raise ValueError(
+            f"{num_sequences} sequences do not split over {engine.dp_size} data parallel ranks in micro batches of "
+            f"{engine.micro_batch_size}; pad the batch"
+        )
+    size = num_sequences // engine.dp_size
+    return {name: tensor[engine.dp_rank * size : (engine.dp_rank + 1) * size] for name, tensor in batch.items()}
+
+
+def whole_log_probs(engine: TrainEngine, batch: Batch) -> torch.Tensor:
+    """Score a global batch: each data parallel rank its share, the result on every rank."""
+    own = engine.log_probs(share_of(engine, batch))
+    return own if engine.dp_size == 1 else engine.gather_over_data_parallel(own)
+
+
+def _initialize_process_group(timeout_seconds: float) -> bool:
+    """Join torchrun's process group unless there is one; True when it was created here."""
+    if dist.is_initialized():
+        return False
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise ConfigError([Violation("environment", f"{', '.join(missing)} not set", "Start the script with torchrun")])
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_seconds)
+    )
+    return True

@@ -1,0 +1,52 @@
+"""Monkey patches for Megatron (megatron-core 0.16.1): hooks to build on, and a CPU to run on.
+
+    apply() ──> catalog ──> registry: versions, targets, conflicts checked, then swapped
+                   │            └── revert() puts every original back
+                   ├── buffers      group "hooks": who allocates the flat buffers; iter_buffers reads them
+                   ├── optimizers   group "hooks": weight versions after each step; optimizer_tensors lists state
+                   └── cpu          group "cpu" (only without CUDA): megatron on CPU tensors and gloo
+                         ├── cpu_torch   the `torch` that megatron's modules see
+                         └── gloo        collectives that gloo lacks
+
+A patch is a record (`patch.Patch`); ``python -m megatron_patches list`` prints them all. Only
+attributes of ``megatron.*`` are ever replaced: torch stays itself. Knows nothing of hybrid_engine.
+"""
+
+from megatron_patches.buffers import (
+    BucketRecord,
+    BufferAllocator,
+    BufferRecord,
+    ParamSlot,
+    buffer_allocator,
+    iter_buffers,
+    set_buffer_allocator,
+)
+from megatron_patches.catalog import apply, default_groups, revert, states
+from megatron_patches.optimizers import (
+    HookHandle,
+    OptimizerTensor,
+    add_post_step_hook,
+    optimizer_tensors,
+    weight_version,
+)
+from megatron_patches.patch import Patch
+
+__all__ = [
+    "BucketRecord",
+    "BufferAllocator",
+    "BufferRecord",
+    "HookHandle",
+    "OptimizerTensor",
+    "ParamSlot",
+    "Patch",
+    "add_post_step_hook",
+    "apply",
+    "buffer_allocator",
+    "default_groups",
+    "iter_buffers",
+    "optimizer_tensors",
+    "revert",
+    "set_buffer_allocator",
+    "states",
+    "weight_version",
+]

@@ -1,0 +1,261 @@
+"""Megatron's flat parameter and gradient buffers: what lies where, and who allocates them.
+
+Megatron's DDP keeps the parameters and gradients of one dtype in one or two flat 1-D tensors per
+`_ParamAndGradBuffer`, cut into buckets; each parameter is a view:
+
+    param_data  |bucket 0: p9 |pad| p8 |pad..|bucket 1: p7 ...|     (distributed optimizer only)
+    grad_data   |bucket 0: g9 |pad| g8 |pad..|bucket 1: g7 ...|     (always)
+                 0          start    end      end of bucket 0       units: elements
+
+`iter_buffers` reads this; `set_buffer_allocator` decides where the flat tensors come from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_patches.errors import BufferAllocationError, UnsupportedModelError
+from megatron_patches.patch import Patch
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+
+BufferKind = Literal["dense", "expert"]
+TensorKind = Literal["param", "grad"]
+
+
+@dataclass(frozen=True, eq=False)
+class ParamSlot:
+    """Where one parameter lies in its buffer.
+
+    name: from ``chunk.named_parameters()``, so with the wrappers' ``module.`` prefixes.
+    param: the live parameter; with the distributed optimizer a view of ``param_data[start:end]``.
+    start, end: elements within the whole buffer (not the bucket); ``end - start == param.numel()``.
+    """
+
+    name: str
+    param: torch.nn.Parameter
+    start: int
+    end: int
+    bucket_id: int
+
+
+@dataclass(frozen=True, eq=False)
+class BucketRecord:
+    """One bucket: the range of the buffer that megatron communicates at once.
+
+    start, end: elements within the buffer, padding included; numel_unpadded: without the padding at the end.
+    param_data: view of the buffer's (None without the distributed optimizer); grad_data: likewise.
+    """
+
+    bucket_id: int
+    start: int
+    end: int
+    numel_unpadded: int
+    param_data: torch.Tensor | None
+    grad_data: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class BufferRecord:
+    """One `_ParamAndGradBuffer` of one model chunk. Holds the live tensors, copies nothing.
+
+    chunk_index: position in the list of model chunks (the virtual pipeline stage).
+    kind: "dense", or "expert" for parameters that expert parallelism splits (reduced over another group).
+    index: position among the buffers of this chunk and kind (one per parameter dtype).
+    numel: elements of each flat tensor, padding included.
+    param_data: 1-D of shape (numel,), param_dtype; None without the distributed optimizer, where every
+        parameter owns its storage.
+    grad_data: 1-D of shape (numel,), grad_dtype; `param.main_grad` are its views.
+    buckets: in buffer order; they cover [0, numel) without gaps.
+    slots: in buffer order (reverse of the model's). Gaps between slots are padding, never read by the model.
+    param_index_map: megatron's own {param: (start, end, bucket_id)}, the same as `slots`.
+    """
+
+    chunk_index: int
+    kind: BufferKind
+    index: int
+    numel: int
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    param_data: torch.Tensor | None
+    grad_data: torch.Tensor
+    buckets: tuple[BucketRecord, ...]
+    slots: tuple[ParamSlot, ...]
+    param_index_map: Mapping[torch.nn.Parameter, tuple[int, int, int]]
+
+
+def iter_buffers(model_chunks: Sequence[DistributedDataParallel]) -> list[BufferRecord]:
+    """A record of every buffer of every chunk: by chunk, dense before expert, then by position.
+
+    Reads only, needs no patch, and may be called at any time after DDP has wrapped the chunks.
+    Raises UnsupportedModelError for a chunk that is not wrapped in megatron's DistributedDataParallel.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+
+    wrong = [
+        f"chunk {index} is a {type(chunk).__name__}"
+        for index, chunk in enumerate(model_chunks)
+        if not isinstance(chunk, DistributedDataParallel)
+    ]
+    if wrong:
+        raise UnsupportedModelError(
+            f"{'; '.join(wrong)}: only chunks wrapped in megatron.core's DistributedDataParallel have flat buffers"
+        )
+    records = []
+    for chunk_index, chunk in enumerate(model_chunks):
+        names = {param: name for name, param in chunk.named_parameters()}
+        for index, buffer in enumerate(chunk.buffers):
+            records.append(_buffer_record(chunk_index, "dense", index, buffer, names))
+        for index, buffer in enumerate(chunk.expert_parallel_buffers):
+            records.append(_buffer_record(chunk_index, "expert", index, buffer, names))
+    return records
+
+
+def _buffer_record(
+    chunk_index: int, kind: BufferKind, index: int, buffer: Any, names: Mapping[torch.nn.Parameter, str]
+) -> BufferRecord:
+    slots = [ParamSlot(names[param], param, *place) for param, place in buffer.param_index_map.items()]
+    return BufferRecord(
+        chunk_index=chunk_index,
+        kind=kind,
+        index=index,
+        numel=buffer.numel,
+        param_dtype=buffer.param_dtype,
+        grad_dtype=buffer.grad_dtype,
+        param_data=buffer.param_data,
+        grad_data=buffer.grad_data,
+        buckets=tuple(_bucket_record(bucket) for bucket in buffer.buckets),
+        slots=tuple(sorted(slots, key=lambda slot: slot.start)),
+        param_index_map=buffer.param_index_map,
+    )
+
+
+def _bucket_record(bucket: Any) -> BucketRecord:
+    return BucketRecord(
+        bucket_id=bucket.bucket_id,
+        start=bucket.offset,
+        end=bucket.offset + bucket.grad_data.numel(),
+        numel_unpadded=bucket.numel_unpadded,
+        param_data=bucket.param_data,
+        grad_data=bucket.grad_data,
+    )
+
+
+class BufferAllocator(Protocol):
+    """Makes the flat tensors of Megatron's buffers.
+
+    Called by `_ParamAndGradBuffer.__init__`, once per flat tensor: "param" (only with the distributed
+    optimizer), then "grad". Returns a contiguous 1-D tensor of `numel` elements of `dtype` on `device`,
+    filled with zeros (padding is reduced and gathered too; this is not checked, it would touch every
+    page). Megatron keeps it for the life of the model and makes all its views from it.
+    """
+
+    def __call__(self, numel: int, dtype: torch.dtype, device: torch.device, kind: TensorKind) -> torch.Tensor: ...
+
+
+_allocator: BufferAllocator | None = None
+
+
+def set_buffer_allocator(allocate: BufferAllocator | None) -> None:
+    """Let `allocate` make the flat tensors of every buffer built from now on; None: Megatron itself.
+
+    Takes effect while the "hooks" patches are applied; buffers that exist already do not change.
+    """
+    global _allocator
+    _allocator = allocate
+
+
+@contextlib.contextmanager
+def buffer_allocator(allocate: BufferAllocator) -> Iterator[None]:
+    """`set_buffer_allocator` for the length of a with block (around the construction of DDP)."""
+    before = _allocator
+    set_buffer_allocator(allocate)
+    try:
+        yield
+    finally:
+        set_buffer_allocator(before)
+
+
+class _Redirected(TorchFunctionMode):
+    """While one buffer is being built: its flat ``torch.zeros`` come from the allocator."""
+
+    def __init__(self, buffer: Any, allocate: BufferAllocator) -> None:
+        super().__init__()
+        self._buffer = buffer
+        self._allocate = allocate
+        self._made: list[TensorKind] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.zeros and args == (getattr(self._buffer, "numel", None),):
+            return self._flat_tensor(kwargs["dtype"], _as_device(kwargs["device"]))
+        return func(*args, **kwargs)
+
+    def _expected(self) -> list[TensorKind]:
+        return ["param", "grad"] if self._buffer.ddp_config.use_distributed_optimizer else ["grad"]
+
+    def _flat_tensor(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if self._buffer.nccl_ub:
+            raise BufferAllocationError("nccl_ub registers megatron's own allocation; turn it off to use an allocator")
+        kind = self._expected()[len(self._made)]
+        tensor = self._allocate(self._buffer.numel, dtype, device, kind)
+        _check_flat(tensor, self._buffer.numel, dtype, device, kind)
+        self._made.append(kind)
+        return tensor
+
+    def check_complete(self) -> None:
+        """Raise unless both flat tensors went through the allocator (with MXFP8 they share one)."""
+        if self._made != self._expected():
+            raise BufferAllocationError(
+                f"megatron allocated {self._made} through the allocator, expected {self._expected()}; "
+                "MXFP8 parameters share one buffer and cannot be used with an allocator"
+            )
+
+
+def _as_device(device: Any) -> torch.device:
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def _check_flat(tensor: torch.Tensor, numel: int, dtype: torch.dtype, device: torch.device, kind: TensorKind) -> None:
+    found = (tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.is_contiguous())
+    wanted = ((numel,), dtype, device.type, True)
+    if found != wanted:
+        raise BufferAllocationError(
+            f"the buffer allocator returned (shape, dtype, device, contiguous) {found} for {kind} data, need {wanted}"
+        )
+
+
+def _build_init(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if _allocator is None:
+            original(self, *args, **kwargs)
+            return
+        with _Redirected(self, _allocator) as redirected:
+            original(self, *args, **kwargs)
+        redirected.check_complete()
+
+    return __init__
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        name="hooks.buffer_allocator",
+        group="hooks",
+        target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
+        reason="lets the flat buffers live in memory of our choice (elastic, shared) at a fixed address",
+        versions=("0.16.1",),
+        remove_when="megatron-core takes an allocator for its parameter and gradient buffers",
+        build=_build_init,
+    ),
+)

@@ -1,0 +1,42 @@
+"""Every patch of this package, and the one registry that knows which are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from megatron_patches import buffers, cpu, optimizers
+from megatron_patches.patch import Patch
+from megatron_patches.registry import PatchRegistry, PatchState
+
+PATCHES: tuple[Patch, ...] = (*buffers.PATCHES, *optimizers.PATCHES, *cpu.PATCHES)
+
+_registry = PatchRegistry(PATCHES)
+
+
+def default_groups() -> tuple[str, ...]:
+    """The hooks always; the CPU patches when there is no CUDA device."""
+    return ("hooks",) if torch.cuda.is_available() else ("hooks", "cpu")
+
+
+def apply(groups: Iterable[str] | None = None) -> None:
+    """Apply the patches of `groups` (default: `default_groups`). Calling it again changes nothing.
+
+    Raises, before anything changes: UnknownGroupError; a PatchSetError that lists every unsupported
+    version, missing target and conflict (see `megatron_patches.errors`).
+    """
+    _registry.apply(default_groups() if groups is None else groups)
+
+
+def revert() -> None:
+    """Put every original attribute of megatron back. Calling it again changes nothing.
+
+    Raises TargetConflictError, before anything changes, if someone replaced an attribute after us.
+    """
+    _registry.revert()
+
+
+def states() -> list[PatchState]:
+    """Every patch with the number of places where it is applied now."""
+    return _registry.states()

@@ -1,0 +1,190 @@
+"""Group "cpu": megatron-core on CPU tensors and gloo, without CUDA, Transformer Engine or apex.
+
+Covers what `GPTModel` with the local layer spec needs to train: dense and MoE, TP, PP, VPP, EP,
+sequence parallel, both optimizers, fp32 and bf16. The caller passes ``use_cpu_initialization=True``
+and turns fusions off. Gloo (torch 2.13) has every collective that megatron calls, coalesced and in
+bf16 too, so none is redirected.
+
+What only CUDA has stays refused: CUDA graphs, fp8, megatron's own CPU offloading.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_patches import cpu_torch
+from megatron_patches.errors import CpuUnsupportedError
+from megatron_patches.patch import MISSING, Patch
+
+_VERSIONS = ("0.16.1",)
+_CORE = "megatron.core"
+_ALWAYS = "megatron-core selects its device instead of naming CUDA"
+
+
+def _cpu_patch(name: str, target: str, reason: str, build: Callable[[Any], Any], **more: Any) -> Patch:
+    options = {"remove_when": _ALWAYS, **more}
+    return Patch(f"cpu.{name}", "cpu", target, reason, _VERSIONS, build=build, **options)
+
+
+def _build_get_rng_state(original: Any) -> Callable[..., Any]:
+    def _get_cuda_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+        """The CPU generator's state."""
+        _refuse_graph_safe(graph_safe)
+        return torch.get_rng_state()
+
+    return _get_cuda_rng_state
+
+
+def _build_set_rng_state(original: Any) -> Callable[..., Any]:
+    def _set_cuda_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+        """Set the CPU generator's state."""
+        _refuse_graph_safe(graph_safe)
+        torch.set_rng_state(new_state)
+
+    return _set_cuda_rng_state
+
+
+def _refuse_graph_safe(graph_safe: bool) -> None:
+    if graph_safe:
+        raise CpuUnsupportedError("a graph-safe RNG state needs CUDA graphs; turn use_cudagraphable_rng off on CPU")
+
+
+def _build_nccl_options(original: Any) -> Callable[..., None]:
+    def get_nccl_options(pg_name: str, nccl_comm_cfgs: dict[str, Any]) -> None:
+        """No options: gloo has none of NCCL's."""
+
+    return get_nccl_options
+
+
+def _build_norm_new(original: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    @functools.wraps(original)
+    def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        if not config.sequence_parallel:
+            return original(cls, config, *args, **kwargs)
+        plain = copy.copy(config)
+        plain.sequence_parallel = False
+        norm = original(cls, plain, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    return __new__
+
+
+def _build_missing_kernel(original: Any) -> Any:
+    """None is what megatron tests for before it uses the kernel."""
+    return None if original is MISSING else original
+
+
+def _build_eager(original: Any) -> Any:
+    """The function that ``torch.compile`` was put around."""
+    return getattr(original, "_torchdynamo_orig_callable", original)
+
+
+def _build_move_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+    return maybe_move_tensor_to_cpu
+
+
+_CUDA_SPELLED = (
+    "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
+    "optimizer.optimizer:MegatronOptimizer.restore_from_cpu",
+    "optimizer.distrib_optimizer:DistributedOptimizer.__init__",
+    "optimizer.distrib_optimizer:DistributedOptimizer.get_parameter_state_dp_zero",
+    "optimizer.clip_grads:clip_grad_by_total_norm_fp32",
+    "optimizer.grad_scaler:DynamicGradScaler.load_state_dict",
+    "models.common.language_module.language_module:LanguageModule.setup_embeddings_and_output_layer",
+    "models.common.embeddings.rope_utils:get_pos_emb_on_this_cp_rank",
+    "tensor_parallel.data:broadcast_data",
+    "utils:check_param_hashes_across_dp_replicas",
+)
+
+_COMPILED = (
+    "activations:quick_gelu",
+    "activations:squared_relu",
+    "activations:fast_gelu",
+    "transformer.attention:Attention._apply_output_gate",
+    "transformer.moe.router:TopKRouter._apply_expert_bias",
+    "transformer.torch_norm:L2Norm._norm",
+    "transformer.utils:erf_gelu",
+    "transformer.utils:gelu_impl",
+)
+
+
+def _spelling_patch(target: str) -> Patch:
+    name = target.replace(":", ".").rsplit(".", 2)
+    return _cpu_patch(
+        f"spelling.{name[-2]}.{name[-1]}",
+        f"{_CORE}.{target}",
+        "calls tensor.cuda() or compares tensor.type() with torch.cuda names",
+        cpu_torch.under_cuda_spelling,
+    )
+
+
+def _eager_patch(target: str) -> Patch:
+    return _cpu_patch(
+        f"eager.{target.replace(':', '.').rsplit('.', 1)[-1].lstrip('_')}",
+        f"{_CORE}.{target}",
+        "is compiled for speed on import; compiling on CPU costs minutes and a C++ compiler",
+        _build_eager,
+        remove_when="megatron-core decides when called, not on import, whether to compile",
+    )
+
+
+PATCHES: tuple[Patch, ...] = (
+    _cpu_patch(
+        "torch",
+        "megatron.*:torch",
+        "torch.cuda calls and device='cuda' factories are redirected to CPU, for megatron's modules only",
+        cpu_torch.torch_on_cpu,
+    ),
+    _cpu_patch(
+        "rng.get",
+        f"{_CORE}.tensor_parallel.random:_get_cuda_rng_state",
+        "reads a CUDA generator; on CPU dropout draws from the CPU's",
+        _build_get_rng_state,
+    ),
+    _cpu_patch(
+        "rng.set",
+        f"{_CORE}.tensor_parallel.random:_set_cuda_rng_state",
+        "queues work on CUDA initialisation, which never comes on CPU",
+        _build_set_rng_state,
+    ),
+    _cpu_patch(
+        "nccl_options",
+        f"{_CORE}.parallel_state:get_nccl_options",
+        "builds ProcessGroupNCCL options, a class that a CPU torch does not have",
+        _build_nccl_options,
+    ),
+    _cpu_patch(
+        "sequence_parallel_norm",
+        f"{_CORE}.transformer.torch_norm:WrappedTorchNorm.__new__",
+        "refuses sequence parallel; the norm only needs its weights marked so that their gradients are summed over TP",
+        _build_norm_new,
+        remove_when="WrappedTorchNorm accepts sequence_parallel",
+    ),
+    _cpu_patch(
+        "te_general_gemm",
+        f"{_CORE}.transformer.moe.moe_utils:te_general_gemm",
+        "is tested against None by the router but not defined without Transformer Engine (NameError)",
+        _build_missing_kernel,
+        may_be_missing=True,
+        remove_when="moe_utils defines te_general_gemm without Transformer Engine",
+    ),
+    _cpu_patch(
+        "split_sizes",
+        f"{_CORE}.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+        "turns split sizes into numpy only when they come from CUDA; all_to_all_single takes no tensors for sizes",
+        _build_move_to_cpu,
+    ),
+    *(_spelling_patch(target) for target in _CUDA_SPELLED),
+    *(_eager_patch(target) for target in _COMPILED),
+)

@@ -1,0 +1,221 @@
+"""Stand-ins that let megatron's CUDA spelling run on CPU, visible to megatron alone.
+
+Two of them, because CUDA is spelled in two ways:
+
+- through the module: ``torch.cuda.current_device()``, ``torch.zeros(1, device="cuda")``. Megatron's
+  modules get `torch_on_cpu` as their global ``torch``: a namespace that hands on everything except
+  a few names.
+- through a tensor: ``tensor.cuda()``, ``tensor.type() == "torch.cuda.FloatTensor"``. No namespace
+  reaches those, so the few functions that do it run under `CudaSpelling`.
+
+torch itself is never changed: whoever else imports it in this process sees it untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_patches import gloo
+
+CPU = torch.device("cpu")
+
+_FACTORIES = (
+    *("arange", "as_tensor", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace"),
+    *("logspace", "ones", "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like"),
+    *("randperm", "tensor", "tril_indices", "triu_indices", "zeros", "zeros_like"),
+)
+
+
+class Namespace(ModuleType):
+    """A module as it is, except for some names.
+
+    Reads of a name in `overrides` give that, all others the live attribute of `base`. Writes go to
+    `base`, as they would have gone without this namespace.
+    """
+
+    def __init__(self, base: ModuleType, overrides: Mapping[str, Any]) -> None:
+        super().__init__(base.__name__, f"{base.__name__}, as megatron sees it on CPU")
+        vars(self).update(overrides)
+        vars(self)["_base"] = base
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._base, name, value)
+
+    def __dir__(self) -> Iterable[str]:
+        return dir(self._base)
+
+
+class CudaSpelling(TorchFunctionMode):
+    """While active, CPU tensors pass for CUDA tensors where only the spelling matters.
+
+    ``tensor.cuda(...)`` returns the tensor itself and ``tensor.type()`` says ``torch.cuda.…Tensor``.
+    Active in the current thread, between enter and exit.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+def under_cuda_spelling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original`, run under `CudaSpelling`."""
+
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with CudaSpelling():
+            return original(*args, **kwargs)
+
+    return run
+
+
+class Stream:
+    """The only stream a CPU has: work is done when the call returns, so there is nothing to wait for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class Event:
+    """A point that has always been reached already."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+_THE_STREAM = Stream()
+
+
+def get_rng_state(device: Any = "cuda") -> torch.Tensor:
+    """The state of the one generator a CPU has, bytes as uint8 of shape (5056,)."""
+    return torch.get_rng_state()
+
+
+def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+    torch.set_rng_state(new_state)
+
+
+def manual_seed(seed: int) -> None:
+    """Seed the CPU's generator; `torch.manual_seed` would reach for CUDA's as well."""
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _device_context(*args: Any, **kwargs: Any) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _to_cpu_device(device: Any) -> Any:
+    """`device`, or the CPU when it names CUDA (also by a bare index)."""
+    if isinstance(device, int) or (isinstance(device, (str, torch.device)) and str(device).startswith("cuda")):
+        return CPU
+    return device
+
+
+def _factory_on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("device") is not None:
+            kwargs["device"] = _to_cpu_device(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _device_on_cpu(device: Any, index: int | None = None) -> torch.device:
+    """`torch.device`, with CUDA read as CPU."""
+    redirected = _to_cpu_device(device)
+    return CPU if redirected is CPU else torch.device(redirected, *(() if index is None else (index,)))
+
+
+def _autocast_on_cpu(device_type: str, *args: Any, **kwargs: Any) -> torch.autocast:
+    return torch.autocast(str(_to_cpu_device(device_type)), *args, **kwargs)
+
+
+def _cuda_on_cpu() -> Namespace:
+    rng = {"get_rng_state": get_rng_state, "set_rng_state": set_rng_state, "manual_seed": manual_seed}
+    seeds = {**rng, "manual_seed_all": manual_seed, "seed": _nothing, "initial_seed": torch.initial_seed}
+    streams = {
+        "Stream": Stream,
+        "Event": Event,
+        "stream": _device_context,
+        "current_stream": lambda device=None: _THE_STREAM,
+        "default_stream": lambda device=None: _THE_STREAM,
+        "set_stream": _nothing,
+    }
+    nothing = (
+        "set_device",
+        "synchronize",
+        "empty_cache",
+        "reset_peak_memory_stats",
+        "ipc_collect",
+        "init",
+        "_lazy_init",
+    )
+    overrides = {
+        "current_device": lambda: CPU,
+        "device": _device_context,
+        "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing, mark=_nothing, range=_device_context),
+        "random": Namespace(torch.cuda.random, seeds),
+        **seeds,
+        **streams,
+        **dict.fromkeys(nothing, _nothing),
+    }
+    return Namespace(torch.cuda, overrides)
+
+
+def torch_on_cpu(original: ModuleType) -> Namespace:
+    """The global ``torch`` for megatron's modules. `original` is torch."""
+    overrides: dict[str, Any] = {name: _factory_on_cpu(getattr(original, name)) for name in _FACTORIES}
+    overrides["cuda"] = _cuda_on_cpu()
+    overrides["device"] = _device_on_cpu
+    overrides["autocast"] = _autocast_on_cpu
+    overrides["distributed"] = Namespace(original.distributed, gloo.OVERRIDES)
+    return Namespace(original, overrides)

@@ -1,0 +1,246 @@
+"""Megatron's optimizers: which tensors they hold, and which version of the weights they have made.
+
+torch optimizer inside        its parameters are                 so optimizer_tensors lists
+DistributedOptimizer, bf16    fp32 copies of this rank's shards  main_param + moments
+DistributedOptimizer, fp32    views of the model's parameters    moments
+Float16Optimizer…             fp32 copies of whole parameters    main_param + moments
+FP32Optimizer                 the model's parameters             moments
+ChainedOptimizer              those of its members (may nest)    all of them
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from megatron_patches.errors import UnsupportedOptimizerError
+from megatron_patches.patch import Patch
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+OptimizerTensorKind = Literal["main_param", "main_grad", "moment", "state"]
+PostStepHook = Callable[["MegatronOptimizer", int], None]
+
+_MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
+_MASTER_WEIGHTS = frozenset({"master_param"})
+
+
+@dataclass(frozen=True, eq=False)
+class OptimizerTensor:
+    """One tensor that an optimizer holds, in memory of its own.
+
+    path: of the parameter it belongs to, a Python expression from the optimizer that was asked, such as
+        ``chained_optimizers[0].optimizer.param_groups[1]['params'][3]``.
+    kind: "main_param" fp32 copy of (a shard of) a parameter; "main_grad" gradient converted for it;
+        "moment" of Adam or SGD; "state" anything else of one dim or more in the optimizer's state.
+    key: name within the state (``exp_avg``), or "param" / "grad" / "decoupled_grad".
+    tensor: the live tensor.
+    """
+
+    path: str
+    kind: OptimizerTensorKind
+    key: str
+    tensor: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+
+def optimizer_tensors(optimizer: MegatronOptimizer) -> list[OptimizerTensor]:
+    """Every tensor worth offloading that `optimizer` holds now, in the order of its parameters.
+
+    Left out, because they are no memory of the optimizer's own: parameters and gradients that are
+    views of the model's (FP32Optimizer; fp32 parameters of the others), which `iter_buffers` lists.
+    Left out, because they weigh nothing: zero-dim state (Adam's ``step``), the grad scaler's scalars.
+    Moments exist only after the first step (or a loaded checkpoint); before it none are listed.
+    Raises UnsupportedOptimizerError, before anything is listed, when any member has an unknown type.
+    """
+    members = list(_members(optimizer, ""))
+    problems = [problem for path, member in members for problem in [_problem(path, member)] if problem]
+    if problems:
+        raise UnsupportedOptimizerError("; ".join(problems))
+    return [tensor for path, member in members for tensor in _member_tensors(path, member)]
+
+
+def _members(optimizer: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The optimizers inside nested ChainedOptimizers that hold tensors themselves, with their paths."""
+    from megatron.core.optimizer import ChainedOptimizer
+
+    if isinstance(optimizer, ChainedOptimizer):
+        for index, member in enumerate(optimizer.chained_optimizers):
+            yield from _members(member, f"{path}chained_optimizers[{index}].")
+    elif not getattr(optimizer, "is_stub_optimizer", False):
+        yield path, optimizer
+
+
+def _problem(path: str, optimizer: Any) -> str | None:
+    """Why the tensors of `optimizer` cannot be listed, with the remedy; None when they can."""
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+    where = path.rstrip(".") or "the optimizer"
+    if not isinstance(optimizer, (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)):
+        return (
+            f"{where} is a {type(optimizer).__name__}, whose tensors are not known; supported are "
+            "DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer and ChainedOptimizer of these"
+        )
+    if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
+        return f"{where} already keeps its state on the host; turn optimizer_cpu_offload off"
+    if isinstance(optimizer, DistributedOptimizer) and optimizer.ddp_config.use_megatron_fsdp:
+        return f"{where} belongs to Megatron-FSDP, which has no flat buffers; turn use_megatron_fsdp off"
+    return None
+
+
+def _member_tensors(path: str, optimizer: Any) -> Iterator[OptimizerTensor]:
+    model_storages = {_storage(tensor) for tensor in _model_tensors(optimizer)}
+    for group_index, group in enumerate(optimizer.optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            where = f"{path}optimizer.param_groups[{group_index}]['params'][{index}]"
+            for found in _param_tensors(where, param, optimizer.optimizer.state.get(param, {})):
+                if _storage(found.tensor) not in model_storages:
+                    yield found
+
+
+def _param_tensors(path: str, param: torch.Tensor, state: dict[str, Any]) -> Iterator[OptimizerTensor]:
+    """The parameter itself, its gradients and its state, wherever their memory lies."""
+    yield OptimizerTensor(path, "main_param", "param", param)
+    for key in ("grad", "decoupled_grad"):
+        gradient = _gradient(param, key)
+        if gradient is not None:
+            yield OptimizerTensor(path, "main_grad", key, gradient)
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            yield OptimizerTensor(path, _state_kind(key), key, value)
+
+
+def _state_kind(key: str) -> OptimizerTensorKind:
+    if key in _MASTER_WEIGHTS:
+        return "main_param"
+    return "moment" if key in _MOMENTS else "state"
+
+
+def _model_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    """The model's parameters and gradients that `optimizer` works on."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import FP32Optimizer
+
+    if isinstance(optimizer, FP32Optimizer):
+        groups = [group["params"] for group in optimizer.optimizer.param_groups]
+    elif isinstance(optimizer, DistributedOptimizer):
+        groups = [*optimizer.model_float16_groups, *optimizer.model_fp32_groups]
+    else:
+        groups = [*optimizer.float16_groups, *optimizer.fp32_from_fp32_groups]
+    for param in itertools.chain(*groups):
+        yield param
+        for key in ("main_grad", "grad"):
+            gradient = _gradient(param, key)
+            if gradient is not None:
+                yield gradient
+
+
+def _gradient(param: torch.Tensor, key: str) -> torch.Tensor | None:
+    """A gradient attribute of `param`, if it has one.
+
+    The distributed optimizer gives gradients to views of fp32 parameters, which torch warns about on
+    every read: they are no leaves of the autograd graph.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        return getattr(param, key, None)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+_post_step_hooks: dict[int, PostStepHook] = {}
+_hook_ids = itertools.count()
+_versions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_step_depth = threading.local()
+
+
+@dataclass(frozen=True)
+class HookHandle:
+    """Removes one hook; removing twice is fine."""
+
+    hook_id: int
+
+    def remove(self) -> None:
+        _post_step_hooks.pop(self.hook_id, None)
+
+
+def add_post_step_hook(hook: PostStepHook) -> HookHandle:
+    """Call ``hook(optimizer, version)`` after every successful outermost optimizer step.
+
+    `optimizer` is the one whose `step` was called (of a ChainedOptimizer the chain, not its members)
+    and `version` its new `weight_version`. A step that was skipped (inf or nan gradients under a grad
+    scaler) calls nothing. With overlap_param_gather the step returns before the other ranks' shards
+    have arrived: the hook marks the version, it does not wait. Hooks run in the order they were added;
+    an exception in one reaches the caller of `step`. Works while the "hooks" patches are applied.
+    """
+    hook_id = next(_hook_ids)
+    _post_step_hooks[hook_id] = hook
+    return HookHandle(hook_id)
+
+
+def weight_version(optimizer: MegatronOptimizer) -> int:
+    """Number of successful outermost steps of `optimizer` seen so far; 0 for one never seen."""
+    return _versions.get(optimizer, 0)
+
+
+@contextlib.contextmanager
+def _outermost_step() -> Iterator[bool]:
+    """True for a step that no other step of this thread is running around."""
+    depth = getattr(_step_depth, "value", 0)
+    _step_depth.value = depth + 1
+    try:
+        yield depth == 0
+    finally:
+        _step_depth.value = depth
+
+
+def _build_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _outermost_step() as outermost:
+            result = original(self, *args, **kwargs)
+        update_successful = result[0]
+        if outermost and update_successful:
+            _versions[self] = weight_version(self) + 1
+            for hook in list(_post_step_hooks.values()):
+                hook(self, _versions[self])
+        return result
+
+    return step
+
+
+def _step_patch(module: str, owner: str) -> Patch:
+    return Patch(
+        name=f"hooks.step.{owner}",
+        group="hooks",
+        target=f"megatron.core.optimizer.{module}:{owner}.step",
+        reason="counts the versions of the weights and tells who waits for new ones",
+        versions=("0.16.1",),
+        remove_when="megatron-core's optimizers offer post-step hooks",
+        build=_build_step,
+    )
+
+
+PATCHES: tuple[Patch, ...] = (
+    _step_patch("optimizer", "MixedPrecisionOptimizer"),
+    _step_patch("optimizer", "FP32Optimizer"),
+    _step_patch("optimizer", "ChainedOptimizer"),
+    _step_patch("layer_wise_optimizer", "LayerWiseDistributedOptimizer"),
+)

@@ -1,0 +1,283 @@
+"""Applies and reverts a set of patches: collect, check everything, then change.
+
+    patches ──select by group──> claims ──check versions, targets, conflicts──> swap ──> records
+                                              │ any violation: raise, unchanged             │
+                                              └──────────── revert replays the originals <──┘
+
+A function that other megatron modules took over with ``from x import f`` is replaced there too, and
+modules of megatron that are imported while patches are applied get the package-wide patches as soon
+as they have run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from megatron_patches.errors import (
+    MissingMegatronError,
+    MissingTargetError,
+    PatchSetError,
+    TargetConflictError,
+    UnknownGroupError,
+    UnsupportedVersionError,
+)
+from megatron_patches.patch import GROUPS, MISSING, Patch, Site, build_replacement, locate, sites
+
+logger = logging.getLogger(__name__)
+
+_ROOT = "megatron"
+_INSTALL_HINT = "install it with: pip install megatron-core=="
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A swap that was made: revert needs nothing else."""
+
+    patch: Patch
+    site: Site
+    replacement: Any
+
+
+@dataclass(frozen=True)
+class PatchState:
+    """A patch and the number of places where it is applied now (0: not applied)."""
+
+    patch: Patch
+    num_sites: int
+
+
+class PatchRegistry:
+    """The patches of one catalogue and which of them are applied. Not thread-safe."""
+
+    def __init__(self, patches: Sequence[Patch]) -> None:
+        self._patches = tuple(patches)
+        self._applied: list[Applied] = []
+        self._finder: _MegatronFinder | None = None
+
+    def apply(self, groups: Iterable[str]) -> None:
+        """Apply every patch of `groups` that is not applied yet.
+
+        Raises UnknownGroupError, or a PatchSetError with every violation found; both before any
+        attribute changes. (Target modules are imported for the check; importing is not undone.)
+        """
+        done = {applied.patch.name for applied in self._applied}
+        selected = [patch for patch in self._select(groups) if patch.name not in done]
+        if not selected:
+            return
+        _check_versions(selected)
+        claims = self._collect(selected)
+        replacements = _build_all(claims)
+        for applied in replacements:
+            self._swap(applied)
+        self._watch_imports()
+        logger.info("applied %d megatron patches at %d places", len(selected), len(replacements))
+
+    def revert(self) -> None:
+        """Put every original back, the last swap first. Does nothing when nothing is applied.
+
+        Raises TargetConflictError, before any attribute changes, when someone else has replaced one
+        of our replacements since.
+        """
+        violations = [
+            f"{applied.site.label} (patch {applied.patch.name}) was replaced by someone else after apply(); "
+            "undo that first"
+            for applied in self._applied
+            if applied.site.current() is not applied.replacement
+        ]
+        if violations:
+            raise TargetConflictError(violations)
+        if self._finder is not None:
+            sys.meta_path.remove(self._finder)
+            self._finder = None
+        self._revert_late_aliases()
+        while self._applied:
+            self._applied.pop().site.restore()
+
+    def states(self) -> list[PatchState]:
+        """Every patch of the catalogue, in order, with the number of places where it is applied."""
+        names = [applied.patch.name for applied in self._applied]
+        return [PatchState(patch, names.count(patch.name)) for patch in self._patches]
+
+    def _select(self, groups: Iterable[str]) -> list[Patch]:
+        wanted = set(groups)
+        unknown = sorted(wanted - set(GROUPS))
+        if unknown:
+            raise UnknownGroupError(f"unknown patch groups {unknown}; the groups are {list(GROUPS)}")
+        return [patch for patch in self._patches if patch.group in wanted]
+
+    def _collect(self, selected: Sequence[Patch]) -> list[tuple[Patch, Site]]:
+        """The sites of `selected`, aliases included, or one error with every violation."""
+        missing: list[str] = []
+        conflicts: list[str] = []
+        claimed = {applied.site.key: applied.patch for applied in self._applied}
+        claims: list[tuple[Patch, Site]] = []
+        own: list[tuple[Patch, Site]] = []
+        for patch in selected:
+            try:
+                found = list(sites(patch))
+            except (ImportError, AttributeError) as error:
+                missing.append(_missing_message(patch, str(error)))
+                continue
+            for site in found:
+                if site.value is MISSING and not patch.may_be_missing:
+                    missing.append(_missing_message(patch, "it does not exist"))
+                own.append((patch, site))
+        for patch, site in [*own, *_with_aliases(own)]:
+            other = claimed.setdefault(site.key, patch)
+            if other is not patch:
+                conflicts.append(
+                    f"{site.label} is claimed by both {other.name} and {patch.name}; merge the two patches"
+                )
+            claims.append((patch, site))
+        _raise_violations(missing, conflicts)
+        return claims
+
+    def _swap(self, applied: Applied) -> None:
+        applied.site.put(applied.replacement)
+        self._applied.append(applied)
+
+    def _watch_imports(self) -> None:
+        if self._finder is None and any(applied.patch.covers_package for applied in self._applied):
+            self._finder = _MegatronFinder(self._patch_new_module)
+            sys.meta_path.insert(0, self._finder)
+
+    def _patch_new_module(self, module: ModuleType) -> None:
+        """Apply the package-wide patches to a module that has just been executed."""
+        active = {applied.patch.name: applied.patch for applied in self._applied}
+        for patch in active.values():
+            if patch.covers_module(module.__name__) and patch.attr_path in vars(module):
+                site = locate(module, patch.attr_path)
+                if all(site.key != applied.site.key for applied in self._applied):
+                    self._swap(Applied(patch, site, self._shared_replacement(patch, site)))
+
+    def _shared_replacement(self, patch: Patch, site: Site) -> Any:
+        for applied in self._applied:
+            if applied.patch is patch and applied.site.value is site.value:
+                return applied.replacement
+        return build_replacement(patch, site.value)
+
+    def _revert_late_aliases(self) -> None:
+        """Give back the originals to modules that imported a replacement by name after apply()."""
+        known = {applied.site.key for applied in self._applied}
+        originals = {
+            id(applied.replacement): applied.site.original
+            for applied in self._applied
+            if isinstance(applied.site.owner, ModuleType) and applied.site.original is not MISSING
+        }
+        for module in _megatron_modules():
+            for attr, value in list(vars(module).items()):
+                if id(value) in originals and (id(module), attr) not in known:
+                    setattr(module, attr, originals[id(value)])
+
+
+def _check_versions(patches: Sequence[Patch]) -> None:
+    """Compare the installed megatron-core with every patch's tested versions."""
+    tested = sorted({version for patch in patches for version in patch.versions})
+    try:
+        core = importlib.import_module("megatron.core")
+    except ModuleNotFoundError as error:
+        if error.name not in ("megatron", "megatron.core"):
+            raise
+        raise MissingMegatronError([f"megatron-core is not installed; {_INSTALL_HINT}{tested[-1]}"]) from error
+    refused = [patch.name for patch in patches if core.__version__ not in patch.versions]
+    if refused:
+        raise UnsupportedVersionError(
+            [
+                f"megatron-core {core.__version__} is installed, but {len(refused)} patches were tested only with "
+                f"{', '.join(tested)} ({', '.join(refused)}); {_INSTALL_HINT}{tested[-1]}"
+            ]
+        )
+
+
+def _build_all(claims: Sequence[tuple[Patch, Site]]) -> list[Applied]:
+    """Build one replacement per patch and original, shared by all their sites."""
+    built: dict[tuple[str, int], Any] = {}
+    result = []
+    for patch, site in claims:
+        key = (patch.name, id(site.value))
+        if key not in built:
+            built[key] = build_replacement(patch, site.value)
+        result.append(Applied(patch, site, built[key]))
+    return result
+
+
+def _missing_message(patch: Patch, detail: str) -> str:
+    return (
+        f"{patch.target} (patch {patch.name}) cannot be patched: {detail}; "
+        f"this megatron differs from {', '.join(patch.versions)}, install that one or remove the patch"
+    )
+
+
+def _raise_violations(missing: Sequence[str], conflicts: Sequence[str]) -> None:
+    if missing and conflicts:
+        raise PatchSetError([*missing, *conflicts])
+    if missing:
+        raise MissingTargetError(missing)
+    if conflicts:
+        raise TargetConflictError(conflicts)
+
+
+def _megatron_modules() -> Iterator[ModuleType]:
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith(f"{_ROOT}.") and isinstance(module, ModuleType):
+            yield module
+
+
+def _with_aliases(claims: Sequence[tuple[Patch, Site]]) -> Iterator[tuple[Patch, Site]]:
+    """Other megatron modules' names for the functions and classes that `claims` replaces."""
+    patches = {
+        id(site.value): patch
+        for patch, site in claims
+        if isinstance(site.owner, ModuleType) and str(getattr(site.value, "__module__", "")).startswith(f"{_ROOT}.")
+    }
+    own = {site.key for _, site in claims}
+    for module in _megatron_modules():
+        for attr, value in sorted(vars(module).items()):
+            if id(value) in patches and (id(module), attr) not in own:
+                yield patches[id(value)], locate(module, attr)
+
+
+class _MegatronFinder(importlib.abc.MetaPathFinder):
+    """Calls back after each module of megatron has been executed; finds nothing on its own."""
+
+    def __init__(self, on_executed: Callable[[ModuleType], None]) -> None:
+        self._on_executed = on_executed
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith(f"{_ROOT}."):
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _NotifyingLoader(spec.loader, self._on_executed)
+                return spec
+        return None
+
+
+class _NotifyingLoader(importlib.abc.Loader):
+    """Executes a module with its real loader, hands it back to that loader, then calls back."""
+
+    def __init__(self, loader: Any, on_executed: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._on_executed = on_executed
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._on_executed(module)

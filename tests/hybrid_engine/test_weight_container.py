@@ -1,0 +1,256 @@
+"""Filling, holding and releasing inference weights, with a fake engine in one process and on two real ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.errors import PlanError, ReshardError, StateError, TransportError, WeightError
+from hybrid_engine.memory.weight_container import ContainerState, WeightContainer
+from hybrid_engine.planning.layout import Buffer, BufferId, Layout, Place
+from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
+from hybrid_engine.ports import InferenceWeights
+from hybrid_engine.transports import InProcessTransport, TransportSet
+from tests.launch import launch
+
+NUM_RANKS = 2
+NUM_GROUPS = 4
+NUMEL = 16
+NBYTES = NUMEL * 4
+
+
+class FakeWeights:
+    """An inference engine with one buffer per group; rank 1 lacks the last group. It records what is asked of it.
+
+    With `repacks` it lets go of a group's buffer at commit, as an engine does that packs weights for its kernels.
+    """
+
+    def __init__(self, rank: int, *, repacks: bool = False, fail_in: str = "", fail_at: str = "group1") -> None:
+        self.rank = rank
+        self.calls: list[str] = []
+        self.live: dict[str, torch.Tensor] = {}
+        self.in_force: dict[str, torch.Tensor] = {}
+        self.groups = [f"group{number}" for number in range(NUM_GROUPS - rank)]
+        self._repacks = repacks
+        self.fail_in, self._fail_at = fail_in, fail_at
+
+    def layout(self) -> Layout:
+        return Layout(
+            {}, {BufferId(self.rank, f"{group}.weight"): Buffer(NUMEL, "float32", group) for group in self.groups}
+        )
+
+    def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        self._record("allocate", groups)
+        self.live.update({f"{group}.weight": torch.zeros(NUMEL) for group in groups})
+        return {f"{group}.weight": self.live[f"{group}.weight"] for group in groups}
+
+    def commit(self, groups: Sequence[str]) -> None:
+        self._record("commit", groups)
+        for group in groups:
+            name = f"{group}.weight"
+            self.in_force[group] = self.live.pop(name).clone() if self._repacks else self.live[name]
+
+    def release(self) -> None:
+        self._record("release", ())
+        self.live.clear()
+        self.in_force.clear()
+
+    def _record(self, call: str, groups: Sequence[str]) -> None:
+        self.calls.append(" ".join((call, *groups)))
+        if call == self.fail_in and (self._fail_at in groups or not groups):
+            raise MemoryError(f"no memory for {call}")
+
+
+def value_of(rank: int, group: int) -> float:
+    return float(10 * rank + group)
+
+
+def transfer_of(src_rank: int, dst_rank: int, group: int, link: Link) -> Transfer:
+    src = Place(BufferId(src_rank, "src"), group * NUMEL, (1,))
+    dst = Place(BufferId(dst_rank, f"group{group}.weight"), 0, (1,))
+    return Transfer(f"tensor{group}", (NUMEL,), src, dst, NBYTES, link)
+
+
+def make_plan(link: Link = Link.HOST) -> ReshardPlan:
+    """Groups 0 and 1 in one bucket, the others alone; each rank reads even groups itself, odd ones from the other."""
+    buckets = []
+    for index, groups in enumerate(([0, 1], [2], [3])):
+        transfers = tuple(
+            transfer_of(1 - rank if group % 2 else rank, rank, group, link if group % 2 else Link.SELF)
+            for group in groups
+            for rank in range(NUM_RANKS)
+            if group < NUM_GROUPS - rank
+        )
+        buckets.append(Bucket(index, transfers, tuple(f"group{group}" for group in groups), NBYTES * len(groups)))
+    return ReshardPlan(tuple(buckets), {}, (), "fingerprint")
+
+
+def source_of(rank: int) -> dict[str, torch.Tensor]:
+    values = torch.tensor([value_of(rank, group) for group in range(NUM_GROUPS)])
+    return {"src": values.repeat_interleave(NUMEL)}
+
+
+def in_process_router(rank: int) -> TransportSet:
+    sources = {BufferId(peer, "src"): source_of(peer)["src"] for peer in range(NUM_RANKS)}
+    return TransportSet(rank, [InProcessTransport(rank, sources)], lambda _transfer: InProcessTransport.name)
+
+
+def assert_filled(weights: FakeWeights) -> None:
+    for group in range(NUM_GROUPS - weights.rank):
+        src_rank = 1 - weights.rank if group % 2 else weights.rank
+        assert bool((weights.in_force[f"group{group}"] == value_of(src_rank, group)).all())
+
+
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
+def test_fill_walks_buckets_and_leaves_out_groups_of_other_ranks(rank: int):
+    weights = FakeWeights(rank)
+    assert isinstance(weights, InferenceWeights)
+    container = WeightContainer(weights, make_plan(), in_process_router(rank))
+    assert container.state is ContainerState.EMPTY
+    report = container.fill(source_of(rank))
+    expected = ["allocate group0 group1", "commit group0 group1", "allocate group2", "commit group2"]
+    expected += ["allocate group3", "commit group3"] if rank == 0 else []
+    assert weights.calls == expected
+    assert container.state is ContainerState.FILLED
+    assert container.committed_groups == tuple(weights.groups)
+    assert_filled(weights)
+    from_peer = 2 if rank == 0 else 1
+    assert report.nbytes_by_link == {Link.SELF: 2 * NBYTES, Link.HOST: from_peer * NBYTES, Link.NETWORK: 0}
+    assert report.received_nbytes == from_peer * NBYTES
+    assert report.nbytes_by_transport == {"in_process": (2 + from_peer) * NBYTES}
+    assert set(report.seconds) == {"allocate", "read", "transfer", "write", "commit"}
+    assert min(report.seconds.values()) >= 0 and report.seconds["transfer"] > 0
+
+
+@pytest.mark.parametrize(("repacks", "peak"), [(False, 4 * NBYTES), (True, 2 * NBYTES)])
+def test_peak_counts_buffers_that_are_alive_at_once(repacks: bool, peak: int):
+    container = WeightContainer(FakeWeights(0, repacks=repacks), make_plan(), in_process_router(0))
+    report = container.fill(source_of(0))
+    assert (report.allocated_nbytes, report.peak_nbytes) == (4 * NBYTES, peak)
+
+
+def test_cycles_and_idempotent_release():
+    weights = FakeWeights(0)
+    container = WeightContainer(weights, make_plan(), in_process_router(0))
+    container.release()
+    assert weights.calls == []
+    for _ in range(3):
+        container.fill(source_of(0))
+        assert_filled(weights)
+        with pytest.raises(StateError, match=r"is filled; release\(\) it"):
+            container.fill(source_of(0))
+        container.release()
+        container.release()
+        assert container.state is ContainerState.EMPTY and container.committed_groups == ()
+    assert weights.calls.count("release") == 3
+
+
+def test_observer_sees_filled_buffers_before_they_are_in_force():
+    weights, seen = FakeWeights(0), []
+
+    def observe(bucket: Bucket, buffers: Mapping[str, torch.Tensor]) -> None:
+        assert not any(name.split(".")[0] in weights.in_force for name in buffers)
+        seen.append((bucket.index, {name: flat[0].item() for name, flat in buffers.items()}))
+
+    WeightContainer(weights, make_plan(), in_process_router(0)).fill(source_of(0), observe)
+    assert seen == [
+        (0, {"group0.weight": value_of(0, 0), "group1.weight": value_of(1, 1)}),
+        (1, {"group2.weight": value_of(0, 2)}),
+        (2, {"group3.weight": value_of(1, 3)}),
+    ]
+
+
+@pytest.mark.parametrize("phase", ["allocate", "commit"])
+def test_failure_of_the_engine_is_located_and_can_be_released(phase: str):
+    weights = FakeWeights(0, fail_in=phase, fail_at="group2")
+    container = WeightContainer(weights, make_plan(), in_process_router(0))
+    with pytest.raises(ReshardError, match=rf"rank 0, bucket 1, phase {phase}, groups group2: MemoryError: no memory"):
+        container.fill(source_of(0))
+    assert container.state is ContainerState.PARTIAL
+    assert container.committed_groups == ("group0", "group1")
+    with pytest.raises(StateError, match="is partial"):
+        container.fill(source_of(0))
+    container.release()
+    weights.fail_in = ""
+    container.fill(source_of(0))
+    assert_filled(weights)
+
+
+def test_failing_release_leaves_it_partial():
+    weights = FakeWeights(0, fail_in="release")
+    container = WeightContainer(weights, make_plan(), in_process_router(0))
+    container.fill(source_of(0))
+    with pytest.raises(MemoryError):
+        container.release()
+    assert container.state is ContainerState.PARTIAL
+
+
+def test_errors_of_the_engine_pass_as_they_are():
+    def observe(_bucket: Bucket, _buffers: Mapping[str, torch.Tensor]) -> None:
+        raise WeightError(["tensor0: NaN"])
+
+    container = WeightContainer(FakeWeights(0), make_plan(), in_process_router(0))
+    with pytest.raises(WeightError, match="tensor0: NaN"):
+        container.fill(source_of(0), observe)
+    container.release()
+    with pytest.raises(TransportError, match=r"bucket 0, phase transfer.*there is no buffer"):
+        broken = InProcessTransport(0, {})
+        WeightContainer(FakeWeights(0), make_plan(), TransportSet(0, [broken], lambda _: broken.name)).fill({})
+
+
+def test_plan_that_does_not_complete_every_group_once():
+    plan = make_plan()
+    missing = ReshardPlan(plan.buckets[:1], {}, (), "")
+    with pytest.raises(PlanError) as failure:
+        WeightContainer(FakeWeights(0), missing, in_process_router(0))
+    assert [str(fault).split(" of ")[0] for fault in failure.value.findings] == ["group 'group2'", "group 'group3'"]
+    with pytest.raises(PlanError, match="completed by 2 buckets"):
+        WeightContainer(FakeWeights(1), ReshardPlan(plan.buckets + plan.buckets[1:2], {}, (), ""), in_process_router(1))
+
+
+# Two real ranks: one fails, the other must not wait.
+
+
+FAILURES = (("allocate", "group0"), ("commit", "group3"))
+
+
+def fill_on_rank() -> list[list[object]]:
+    """Each time the engine of rank 0 fails first; then both release and fill again over the same connections."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    buffers = {BufferId(peer, "src"): Buffer(NUM_GROUPS * NUMEL, "float32") for peer in range(NUM_RANKS)}
+    router = TransportSet.connect(rank, buffers, {}, timeout=60)
+    results = []
+    for phase, fail_at in FAILURES:
+        weights = FakeWeights(rank, fail_in=phase if rank == 0 else "", fail_at=fail_at)
+        container = WeightContainer(weights, make_plan(Link.NETWORK), router)
+        start = time.monotonic()
+        try:
+            container.fill(source_of(rank))
+            outcome = "filled"
+        except ReshardError as error:
+            outcome = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - start
+        container.release()
+        weights.fail_in = ""
+        report = container.fill(source_of(rank))
+        assert_filled(weights)
+        results.append([outcome, seconds, report.nbytes_by_transport])
+    router.close()
+    dist.destroy_process_group()
+    return results
+
+
+def test_no_rank_waits_for_one_that_failed():
+    of_rank_0, of_rank_1 = launch(fill_on_rank, 2, timeout=200)
+    assert [own[0].partition(",")[0] for own in of_rank_0] == ["ReshardError: rank 0"] * 2
+    assert "phase allocate" in of_rank_0[0][0] and "phase commit" in of_rank_0[1][0]
+    assert "PeerTransportError" in of_rank_1[0][0] and "rank 0 failed in bucket 0, allocate" in of_rank_1[0][0]
+    assert of_rank_1[1][0] == "filled"  # the last bucket's commit is nobody else's business
+    for _, seconds, nbytes in of_rank_1:
+        assert seconds < 30
+        assert nbytes == {"local": 2 * NBYTES, "shared_memory": 0, "collective": NBYTES}

@@ -1,0 +1,151 @@
+"""Tiny Hugging Face models on disk, and Megatron actors of the same architecture on real ranks.
+
+    path = save_model(directory, "qwen3", tie_word_embeddings=True)      # here: transformers writes a checkpoint
+    with running(path, ActorConfig(...)) as run:                         # on the ranks of tests.launch.launch
+        load_canonical(run, path)                                        # Megatron holds the checkpoint's weights
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from hybrid_engine.config import ActorConfig
+from hybrid_engine.models import ModelTable, table_for
+from hybrid_engine.planning.layout import Place, Shard
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.megatron.build import Actor
+    from hybrid_engine.backends.megatron.train_engine import TrainEngine
+
+# 130 tokens: not a multiple of anything Megatron pads to. head_dim is not hidden_size / num_attention_heads.
+SIZES: dict[str, Any] = {
+    "vocab_size": 130,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DENSE_FLOAT32: dict[str, Any] = {"params_dtype": "float32", "make_vocab_size_divisible_by": 8, "seq_length": 12}
+
+
+def build_hf_model(family: str, **overrides: Any) -> torch.nn.Module:
+    """A transformers model of "llama", "qwen2" or "qwen3", fp32, in which every parameter is random and matters."""
+    import transformers
+
+    sizes = {**SIZES, **overrides}
+    if family == "qwen2" and "head_dim" not in overrides:  # Qwen2 has no head_dim of its own
+        del sizes["head_dim"]
+        sizes["hidden_size"] = 32
+    config_class, model_class = {
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    }[family]
+    model = model_class(config_class(**sizes)).float().eval()
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            base = 1.0 if "norm" in name else 0.0
+            parameter.copy_(base + 0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def save_model(directory: Path, family: str, **overrides: Any) -> Path:
+    """Write such a model as transformers does; returns the directory."""
+    build_hf_model(family, **overrides).save_pretrained(directory)
+    return directory
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    return json.loads((path / "config.json").read_text())
+
+
+def read_canonical(path: Path) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors by name."""
+    return {
+        name: tensor
+        for file in sorted(path.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `running` gives."""
+
+    actor: Actor
+    table: ModelTable
+    config: ActorConfig
+    engine: TrainEngine
+
+
+@contextlib.contextmanager
+def running(path: Path, config: ActorConfig) -> Iterator[Run]:
+    """Megatron's parallel state, model, DDP and optimizer on this rank. Several may follow one another."""
+    with parallel_state_of(config):
+        from hybrid_engine.backends.megatron.build import build_actor
+        from hybrid_engine.backends.megatron.train_engine import TrainEngine
+
+        table = table_for(read_config(path))
+        actor = build_actor(config, table, read_config(path))
+        yield Run(actor, table, config, TrainEngine(actor, table, config.micro_batch_size))
+
+
+@contextlib.contextmanager
+def parallel_state_of(config: ActorConfig) -> Iterator[None]:
+    """The patches, a gloo process group (kept for the next one), and Megatron's parallel state."""
+    import megatron_patches
+
+    megatron_patches.apply()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    from megatron.core import parallel_state
+
+    from hybrid_engine.backends.megatron.build import initialize_parallel_state
+
+    initialize_parallel_state(config)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def load_canonical(run: Run, path: Path) -> None:
+    """Write the checkpoint into Megatron's parameters through the adaptor's records."""
+    canonical, buffers = read_canonical(path), run.engine.weights.buffers()
+    with torch.no_grad():
+        for shard in run.engine.weights.layout().shards:
+            view_of(buffers, shard).copy_(canonical[shard.region.tensor][region_slices(shard)])
+    if run.actor.optimizer is not None:
+        run.actor.optimizer.reload_model_params()
+
+
+def view_of(buffers: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor:
+    """The part of a flat buffer that a record speaks of."""
+    flat, place = buffers[shard.place.buffer.name], shard.place
+    return _strided(flat, place, shard.region.lengths)
+
+
+def region_slices(shard: Shard) -> tuple[slice, ...]:
+    """The record's region, to index the canonical tensor with."""
+    return tuple(slice(low, high) for low, high in zip(shard.region.offsets, shard.region.ends, strict=True))
+
+
+def _strided(flat: torch.Tensor, place: Place, lengths: tuple[int, ...]) -> torch.Tensor:
+    assert flat.dim() == 1 and flat.is_contiguous()
+    return flat.as_strided(lengths, place.strides, flat.storage_offset() + place.offset)

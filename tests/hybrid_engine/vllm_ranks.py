@@ -1,0 +1,280 @@
+"""What the ranks of the vLLM tests do: functions for tests/launch.py that return what the tests assert on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.hybrid_engine import vllm_support as support
+
+PROMPTS = [[2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
+
+MATRIX: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": (support.LLAMA, {}),
+    "llama tied": ({**support.LLAMA, "tie_word_embeddings": True}, {}),
+    "llama one kv head": ({**support.LLAMA, "num_key_value_heads": 1}, {}),
+    "llama vocabulary without padding": ({**support.LLAMA, "vocab_size": 128}, {}),
+    "qwen2": (support.QWEN2, {}),
+    "qwen2 tied": ({**support.QWEN2, "tie_word_embeddings": True, "vocab_size": 100}, {}),
+    "qwen3": (support.QWEN3, {}),
+    "qwen3 tied": ({**support.QWEN3, "tie_word_embeddings": True}, {}),
+    "qwen3 moe": (support.QWEN3_MOE, {}),
+    "qwen3 moe, whole experts": (support.QWEN3_MOE, {"enable_expert_parallel": True}),
+    "mixtral": (support.MIXTRAL, {}),
+    "mixtral, whole experts": (support.MIXTRAL, {"enable_expert_parallel": True}),
+}
+
+
+def _engine(directory: str, config: dict[str, Any], **settings: Any) -> Any:
+    from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings
+
+    chosen = InferenceSettings(directory, max_model_len=64, max_num_seqs=8, kv_cache_bytes=16 << 20, **settings)
+    return InferenceEngine(chosen, support.checkpoint_shapes(config), dist.get_rank())
+
+
+def model_matrix(directory: str, num_tp: int) -> dict[str, dict[str, Any]]:
+    """Every model of MATRIX at this TP size, filled by records and compared with a native load; by model."""
+    dist.init_process_group("gloo")
+    base = Path(directory)
+    host = support.write_config(base / "host", support.QWEN3_MOE)
+    engine = _engine(host, support.QWEN3_MOE, tensor_parallel_size=num_tp)
+    results = {}
+    for index, (name, (config, changes)) in enumerate(MATRIX.items()):
+        weights = support.random_weights(config, seed=index)
+        checkpoint = support.write_checkpoint(base / str(index), config, weights)
+        adaptor = support.adaptor_of(engine, checkpoint, support.checkpoint_shapes(config), **changes)
+        filled = support.fill_by_records(adaptor, weights)
+        layout = adaptor.layout()
+        results[name] = {
+            "differences": support.differences(filled, support.native_parameters(engine, checkpoint, **changes)),
+            "ready": adaptor.ready,
+            "staged": adaptor.staged,
+            "padding": {
+                buffer_id.name: [(extent.start, extent.stop) for extent in buffer.padding]
+                for buffer_id, buffer in layout.buffers.items()
+                if buffer.padding
+            },
+            "unread": sorted(set(layout.tensors) - {shard.region.tensor for shard in layout.shards}),
+        }
+    engine.shutdown()
+    dist.destroy_process_group()
+    return results
+
+
+def native_answers(directory: str, checkpoint: str, num_tp: int) -> tuple[list[Any], list[Any]]:
+    """Greedy completions and prompt log-probabilities of a natively loaded vLLM in this process, which then ends."""
+    engine = _native_engine(directory, checkpoint, num_tp)
+    engine.adaptor.require_ready = lambda: None
+    answers = _answers(engine)
+    engine.shutdown()
+    return answers
+
+
+def _native_engine(directory: str, checkpoint: str, num_tp: int) -> Any:
+    """An InferenceEngine around vLLM's own loader: its weights come from the checkpoint."""
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    from hybrid_engine.backends.vllm import loader
+
+    capturing_loader = loader._loader_class()
+
+    class NativeLoader(capturing_loader):
+        """Captures, then loads the checkpoint as vLLM does."""
+
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            super().load_weights(model, model_config)
+            self.load_config.load_format = "safetensors"
+            DefaultModelLoader(self.load_config).load_weights(model, model_config)
+
+    original, loader._loader_class = loader._loader_class, lambda: NativeLoader
+    formats = _registered_formats()
+    formats.pop(loader.LOAD_FORMAT, None)
+    try:
+        return _engine(checkpoint, support.QWEN3, tensor_parallel_size=num_tp)
+    finally:
+        loader._loader_class = original
+        formats.pop(loader.LOAD_FORMAT, None)
+
+
+def _registered_formats() -> dict[str, Any]:
+    from vllm.model_executor import model_loader
+
+    return model_loader._LOAD_FORMAT_TO_MODEL_LOADER
+
+
+def _answers(engine: Any) -> tuple[list[Any], list[Any]]:
+    from hybrid_engine.backends.vllm import Sampling
+
+    greedy = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
+    completions = [
+        [(completion.token_ids, completion.logprobs) for completion in row] for row in engine.generate(PROMPTS, greedy)
+    ]
+    return completions, [row.tolist() for row in engine.prompt_logprobs(PROMPTS)]
+
+
+def cycles(directory: str, num_tp: int) -> dict[str, Any]:
+    """Three switches with changing weights on one engine, after a native engine lived in the same process."""
+    from hybrid_engine.backends.vllm import Sampling
+    from hybrid_engine.errors import ConfigError, StateError
+
+    dist.init_process_group("gloo")
+    world, set_num_threads = dist.group.WORLD, torch.set_num_threads
+    base, config = Path(directory), support.QWEN3
+    weights = [support.random_weights(config, seed) for seed in range(3)]
+    checkpoints = [support.write_checkpoint(base / f"weights{i}", config, each) for i, each in enumerate(weights)]
+    native = native_answers(directory, checkpoints[2], num_tp)
+    torch.manual_seed(7)
+    random_state = torch.get_rng_state()
+    engine = _engine(checkpoints[0], config, tensor_parallel_size=num_tp)
+    result: dict[str, Any] = {"native": native, "differences": [], "errors": []}
+
+    def expect(error: type[Exception], call: Any) -> None:
+        try:
+            call()
+        except error as caught:
+            result["errors"].append(str(caught))
+
+    sampling = Sampling(n=2, max_tokens=8, ignore_eos=True)
+    expect(StateError, lambda: engine.generate(PROMPTS, sampling))
+    for values, checkpoint in zip(weights, checkpoints, strict=True):
+        filled = support.fill_by_records(engine.adaptor, values)
+        engine.reset_caches()
+        result["differences"] += support.differences(filled, support.native_parameters(engine, checkpoint))
+    result["answers"] = _answers(engine)
+    engine.manual_seed(5)
+    result["sample"] = [[c.token_ids for c in row] for row in engine.generate(PROMPTS, sampling)]
+    engine.manual_seed(5)
+    result["sample again"] = [[c.token_ids for c in row] for row in engine.generate(PROMPTS, sampling)]
+    result["empty"] = engine.generate([], sampling)
+    expect(ConfigError, lambda: engine.generate([[], [1] * 60, [500]], sampling))
+    resident = engine.memory_bytes()
+    engine.release()
+    result["memory"] = (resident, engine.memory_bytes())
+    expect(StateError, lambda: engine.generate(PROMPTS, sampling))
+    groups = sorted({buffer.group for buffer in engine.adaptor.layout().buffers.values()})
+    expect(StateError, lambda: engine.adaptor.commit(groups[:1]))
+    engine.adaptor.allocate(groups)
+    engine.adaptor.commit(groups[:-1])
+    expect(StateError, lambda: engine.generate(PROMPTS, sampling))
+    support.fill_by_records(engine.adaptor, weights[2])
+    engine.reset_caches()
+    result["answers after release"] = _answers(engine)
+    result["random state kept"] = torch.equal(random_state, torch.get_rng_state())
+    engine.shutdown()
+    engine.shutdown()
+    expect(StateError, lambda: engine.generate(PROMPTS, sampling))
+    dist.barrier()
+    result["process as before"] = dist.group.WORLD is world and torch.set_num_threads is set_num_threads
+    result["left in shm"] = [name for name in os.listdir("/dev/shm") if name.endswith(("cpushm_0", "cpushm_1"))]
+    dist.destroy_process_group()
+    return result
+
+
+def replicas(directory: str) -> dict[str, Any]:
+    """Two replicas: failures on one rank or both, then unequal and missing prompts."""
+    from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, Sampling
+    from hybrid_engine.errors import HybridEngineError
+
+    dist.init_process_group("gloo")
+    rank, config = dist.get_rank(), support.LLAMA
+    path = support.write_config(Path(directory) / "llama", config)
+    shapes = support.checkpoint_shapes(config)
+    lacking = {name: shape for name, shape in shapes.items() if "layers.1.self_attn.k_proj" not in name}
+    misshapen = {**shapes, "model.layers.0.mlp.up_proj.weight": (95, 64)}
+    unknown = support.write_config(Path(directory) / "unknown", {**config, "architectures": ["NoSuchModel"]})
+    result: dict[str, Any] = {"errors": {}}
+
+    def attempt(name: str, where: str, tensors: Any, **settings: Any) -> None:
+        try:
+            InferenceEngine(InferenceSettings(where, max_model_len=64, **settings), tensors, rank)
+        except HybridEngineError as error:
+            result["errors"][name] = (type(error).__name__, str(error))
+
+    attempt("world", path, shapes, data_parallel_size=3)
+    attempt("unknown", unknown, shapes, data_parallel_size=2)
+    attempt("lacking", path, lacking, data_parallel_size=2)
+    attempt("one rank", path, misshapen if rank == 1 else shapes, data_parallel_size=2)
+    engine = _engine(path, config, data_parallel_size=2)
+    result["place"] = (engine.dp_rank, engine.pp_rank, engine.tp_rank)
+    support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
+    sampling = Sampling(n=4, max_tokens=6, ignore_eos=True)
+    result["counts"] = [len(engine.generate(PROMPTS[: 1 + 2 * rank], sampling)) for _ in range(2)]
+    result["none on rank 1"] = len(engine.generate(PROMPTS if rank == 0 else [], sampling))
+    result["sample"] = [completion.token_ids for completion in engine.generate(PROMPTS[:1], sampling)[0]]
+    seeded = Sampling(n=1, max_tokens=6, ignore_eos=True, seed=3)
+    result["seeded"] = engine.generate(PROMPTS[:1], seeded)[0][0].token_ids
+    stopped = Sampling(temperature=0.0, max_tokens=6, stop_token_ids=tuple(range(130)))
+    result["stopped"] = engine.generate(PROMPTS[:1], stopped)[0][0]
+    engine.shutdown()
+    dist.destroy_process_group()
+    return result
+
+
+class _Computing(torch.nn.Module):
+    """Two modules whose loader doubles one tensor and splits it over both, beside one that it copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(4, 4, False), torch.nn.Linear(4, 4, False)
+        self.three = torch.nn.LayerNorm(4)
+        self.calls: list[list[str]] = []
+
+    def load_weights(self, weights: Any) -> None:
+        named = dict(weights)
+        self.calls.append(sorted(named))
+        if "both" in named:
+            self.one.weight.data.copy_((named["both"] * 2)[:4])
+            self.two.weight.data.copy_((named["both"] * 2)[4:])
+        for name in ("weight", "bias"):
+            if name in named:
+                getattr(self.three, name).data.copy_(named[name])
+
+
+def _staged_switch() -> float:
+    """A tensor that cannot be traced goes through the loader: greatest difference from loading it, over two cycles."""
+    from hybrid_engine.backends.vllm import VllmAdaptor
+
+    model, expected = _Computing(), _Computing()
+    adaptor = VllmAdaptor(model, {"both": (8, 4), "weight": (4,), "bias": (4,)}, torch.float32, rank=0)
+    assert adaptor.staged == ("both",)
+    groups = {buffer_id.name: buffer.group for buffer_id, buffer in adaptor.layout().buffers.items()}
+    assert groups["one.weight"] == groups["two.weight"] == groups["staged:both"] != groups["three.weight"]
+    gaps = []
+    for _ in range(2):
+        weights = {"both": torch.randn(8, 4), "weight": torch.randn(4), "bias": torch.randn(4)}
+        expected.load_weights(weights.items())
+        support.fill_by_records(adaptor, weights)
+        assert adaptor.ready and model.calls[-1] == ["both"]
+        pairs = zip(model.parameters(), expected.parameters(), strict=True)
+        gaps += [(ours - theirs).abs().max().item() for ours, theirs in pairs]
+        adaptor.release()
+        assert adaptor.resident_nbytes() == 0
+    return max(gaps)
+
+
+def transformers_oracle(directory: str) -> dict[str, float]:
+    """Greatest difference of vLLM's and transformers' float32 log-probabilities, by model; and `_staged_switch`."""
+    import transformers
+
+    dist.init_process_group("gloo")
+    result: dict[str, float] = {"staged": _staged_switch()}
+    for name in ("QWEN3", "QWEN2"):
+        config = {**getattr(support, name), "torch_dtype": "float32"}
+        weights = support.random_weights(config, 0, torch.float32)
+        path = support.write_checkpoint(Path(directory) / name, config, weights)
+        engine = _engine(path, config, dtype="float32")
+        support.fill_by_records(engine.adaptor, weights)
+        reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        gaps = []
+        for tokens, ours in zip(PROMPTS, engine.prompt_distributions(PROMPTS), strict=True):
+            with torch.no_grad():
+                theirs = reference(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+            gaps.append((ours - theirs).abs().max().item())
+        result[name] = max(gaps)
+        engine.shutdown()
+    dist.destroy_process_group()
+    return result

@@ -1,0 +1,1 @@
+"""Tests of megatron_patches; `gpt` builds the small model that other tests reuse."""

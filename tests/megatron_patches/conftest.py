@@ -1,0 +1,16 @@
+"""Every test of this folder starts and ends with megatron unpatched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import megatron_patches
+
+
+@pytest.fixture(autouse=True)
+def _unpatched() -> Iterator[None]:
+    megatron_patches.revert()
+    yield
+    megatron_patches.revert()

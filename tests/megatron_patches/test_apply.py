@@ -1,0 +1,134 @@
+"""apply() and revert() of the real catalogue: what changes, and that all of it comes back."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import megatron.core
+import pytest
+import torch
+
+import megatron_patches
+from megatron_patches import catalog, errors
+from tests.megatron_patches import snapshot
+
+ALL_GROUPS = ("hooks", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _targets_loaded() -> None:
+    megatron_patches.apply(ALL_GROUPS)
+    megatron_patches.revert()
+
+
+def test_revert_gives_back_every_attribute() -> None:
+    before = snapshot.of_megatron()
+    megatron_patches.apply(ALL_GROUPS)
+    assert len(snapshot.differences(before, snapshot.of_megatron())) > len(catalog.PATCHES)
+    megatron_patches.revert()
+    assert snapshot.differences(before, snapshot.of_megatron()) == set()
+
+
+def test_torch_stays_itself_while_patches_are_applied() -> None:
+    before = snapshot.of_torch()
+    megatron_patches.apply(ALL_GROUPS)
+    assert snapshot.differences(before, snapshot.of_torch()) == set()
+    assert torch.overrides._get_current_function_mode_stack() == []
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.zeros(1, device="cuda" if not torch.cuda.is_available() else "cuda:999")
+
+
+def test_only_megatron_sees_the_redirected_torch() -> None:
+    from megatron.core.transformer import utils
+
+    megatron_patches.apply(("cpu",))
+    assert utils.torch is not torch
+    assert utils.torch.cuda.current_device() == torch.device("cpu")
+    assert utils.torch.zeros(2, device="cuda").device.type == "cpu"
+    assert utils.torch.zeros(2, device="meta").device.type == "meta"
+    assert utils.torch.Tensor is torch.Tensor
+    assert utils.torch.device("cuda", 0) == torch.device("cpu")
+    assert utils.torch.device("meta") == torch.device("meta")
+
+
+def test_apply_and_revert_twice() -> None:
+    before = snapshot.of_megatron()
+    megatron_patches.revert()
+    megatron_patches.apply(ALL_GROUPS)
+    once = snapshot.of_megatron()
+    megatron_patches.apply(ALL_GROUPS)
+    assert snapshot.differences(once, snapshot.of_megatron()) == set()
+    megatron_patches.revert()
+    megatron_patches.revert()
+    assert snapshot.differences(before, snapshot.of_megatron()) == set()
+
+
+@pytest.mark.parametrize("order", [("hooks", "cpu"), ("cpu", "hooks")])
+def test_groups_can_be_applied_one_after_the_other(order: tuple[str, ...]) -> None:
+    before = snapshot.of_megatron()
+    for group in order:
+        megatron_patches.apply([group])
+    assert all(state.num_sites > 0 for state in megatron_patches.states())
+    megatron_patches.revert()
+    assert snapshot.differences(before, snapshot.of_megatron()) == set()
+
+
+def test_default_groups_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert megatron_patches.default_groups() == ("hooks",)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert megatron_patches.default_groups() == ("hooks", "cpu")
+
+
+def test_an_untested_version_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", "0.99.0")
+    before = snapshot.of_megatron()
+    with pytest.raises(
+        errors.UnsupportedVersionError, match=r"0\.99\.0.*0\.16\.1.*pip install megatron-core==0\.16\.1"
+    ):
+        megatron_patches.apply(ALL_GROUPS)
+    assert snapshot.differences(before, snapshot.of_megatron()) == set()
+
+
+def test_an_unknown_group_changes_nothing() -> None:
+    before = snapshot.of_megatron()
+    with pytest.raises(errors.UnknownGroupError, match="gpu"):
+        megatron_patches.apply(["gpu"])
+    assert snapshot.differences(before, snapshot.of_megatron()) == set()
+
+
+def test_modules_imported_later_are_patched_and_given_back() -> None:
+    name = "megatron.core.energy_monitor"
+    sys.modules.pop(name, None)
+    megatron_patches.apply(("cpu",))
+    module = importlib.import_module(name)
+    assert module.torch is not torch
+    assert type(module.__spec__.loader).__module__ != "megatron_patches.registry"
+    megatron_patches.revert()
+    assert module.torch is torch
+    assert not any(type(finder).__module__ == "megatron_patches.registry" for finder in sys.meta_path)
+
+
+def test_functions_taken_over_by_name_are_replaced_there_too() -> None:
+    from megatron.core.optimizer import clip_grads, optimizer
+
+    original = clip_grads.clip_grad_by_total_norm_fp32
+    assert optimizer.clip_grad_by_total_norm_fp32 is original
+    megatron_patches.apply(("cpu",))
+    assert optimizer.clip_grad_by_total_norm_fp32 is clip_grads.clip_grad_by_total_norm_fp32 is not original
+
+
+def test_importing_the_package_needs_neither_megatron_nor_hybrid_engine() -> None:
+    code = (
+        "import sys, megatron_patches\n"
+        "bad = [m for m in sys.modules if m.partition('.')[0] in ('megatron', 'hybrid_engine', 'vllm')]\n"
+        "sys.exit(str(bad) if bad else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_public_names() -> None:
+    assert sorted(megatron_patches.__all__) == megatron_patches.__all__
+    assert all(hasattr(megatron_patches, name) for name in megatron_patches.__all__)

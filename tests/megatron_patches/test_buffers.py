@@ -1,0 +1,162 @@
+"""Buffer records describe the live memory, and the allocator hook decides where it lies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import megatron_patches
+from megatron_patches import BufferRecord, errors
+from tests.launch import launch
+from tests.megatron_patches.gpt import Gpt, GptSpec, build, running, start, stop
+
+SHARDED = GptSpec(num_layers=3, distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=6000)
+SPECS = {
+    "sharded": SHARDED,
+    "replicated": replace(SHARDED, distributed_optimizer=False),
+    "experts": replace(SHARDED, dtype="bf16", num_experts=4, ep=2),
+    "chunks": replace(SHARDED, num_layers=4, pp=2, vpp=2, tied=True),
+}
+
+
+def same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.data_ptr() == right.data_ptr() and left.nbytes == right.nbytes
+
+
+def check_record(record: BufferRecord, gpt: Gpt) -> None:
+    """The record's numbers and views agree with each other and with the model."""
+    names = dict(gpt.chunks[record.chunk_index].named_parameters())
+    assert record.grad_data.shape == (record.numel,)
+    assert record.grad_data.dtype == record.grad_dtype == torch.float32
+    assert record.param_dtype == gpt.spec.params_dtype
+    assert (record.param_data is not None) == gpt.spec.distributed_optimizer
+    assert {slot.param: (slot.start, slot.end, slot.bucket_id) for slot in record.slots} == record.param_index_map
+    assert [bucket.start for bucket in record.buckets] == [0, *(bucket.end for bucket in record.buckets[:-1])]
+    assert record.buckets[-1].end == record.numel
+    position = 0
+    for slot in record.slots:
+        bucket = record.buckets[slot.bucket_id]
+        assert bucket.start <= slot.start < slot.end <= bucket.end
+        assert position <= slot.start
+        position = slot.end
+        assert names[slot.name] is slot.param
+        assert slot.end - slot.start == slot.param.numel()
+        assert same_memory(slot.param.main_grad, record.grad_data[slot.start : slot.end])
+        if record.param_data is not None:
+            assert same_memory(slot.param, record.param_data[slot.start : slot.end])
+    for bucket in record.buckets:
+        assert same_memory(bucket.grad_data, record.grad_data[bucket.start : bucket.end])
+
+
+def check_writes_reach_the_model(records: list[BufferRecord]) -> None:
+    """Numbers written at the recorded places are what the parameters then read."""
+    for record in records:
+        if record.param_data is None:
+            continue
+        record.param_data.copy_(torch.arange(record.numel) % 251)
+        for slot in record.slots:
+            expected = (torch.arange(slot.start, slot.end) % 251).to(slot.param.dtype)
+            assert torch.equal(slot.param.detach().reshape(-1), expected)
+
+
+def check_records() -> dict[str, list[tuple[int, str]]]:
+    """On every rank: check all records of all specs; their (chunk, kind)."""
+    found = {}
+    for name, spec in SPECS.items():
+        with running(spec) as gpt:
+            gpt.train_step()
+            gpt.train_step()
+            records = megatron_patches.iter_buffers(gpt.chunks)
+            for record in records:
+                check_record(record, gpt)
+            slots = [(record.chunk_index, slot.name) for record in records for slot in record.slots]
+            params = [(i, name) for i, chunk in enumerate(gpt.chunks) for name, _ in chunk.named_parameters()]
+            assert sorted(slots) == sorted(params), "each parameter lies in exactly one buffer"
+            check_writes_reach_the_model(records)
+            found[name] = [(record.chunk_index, record.kind) for record in records]
+    return found
+
+
+class RecordingAllocator:
+    """Hands out slices of one big tensor per call and remembers what was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, torch.dtype, str, str]] = []
+        self.tensors: list[torch.Tensor] = []
+
+    def __call__(self, numel: int, dtype: torch.dtype, device: torch.device, kind: str) -> torch.Tensor:
+        self.calls.append((numel, dtype, device.type, kind))
+        self.tensors.append(torch.zeros(numel + 64, dtype=dtype, device=device)[64:])
+        return self.tensors[-1]
+
+
+def train_with_allocator(spec: GptSpec, allocator: RecordingAllocator | None) -> list[float]:
+    megatron_patches.set_buffer_allocator(allocator)
+    try:
+        with running(spec) as gpt:
+            records = megatron_patches.iter_buffers(gpt.chunks)
+            losses = [gpt.train_step() for _ in range(3)]
+            if allocator is not None:
+                check_allocated(records, allocator)
+            return losses
+    finally:
+        megatron_patches.set_buffer_allocator(None)
+
+
+def check_allocated(records: list[BufferRecord], allocator: RecordingAllocator) -> None:
+    """Megatron's flat tensors are the allocator's, in the order they were asked for."""
+    expected = []
+    for record in records:
+        if record.param_data is not None:
+            expected.append((record.param_data, (record.numel, record.param_dtype, "cpu", "param")))
+        expected.append((record.grad_data, (record.numel, record.grad_dtype, "cpu", "grad")))
+    assert allocator.calls == [call for _, call in expected]
+    assert all(tensor is made for (tensor, _), made in zip(expected, allocator.tensors, strict=True))
+
+
+def check_allocator() -> None:
+    """On every rank: training in allocated memory is bitwise the same, whichever group came first."""
+    for spec in (SPECS["experts"], SPECS["replicated"], SPECS["chunks"]):
+        plain = train_with_allocator(spec, None)
+        for order in (("hooks", "cpu"), ("cpu", "hooks")):
+            megatron_patches.revert()
+            for group in order:
+                megatron_patches.apply([group])
+            assert train_with_allocator(spec, RecordingAllocator()) == plain
+    check_bad_allocators()
+
+
+def check_bad_allocators() -> None:
+    bad = {
+        "63,": lambda numel, dtype, device, kind: torch.zeros(63, dtype=dtype),
+        "float64": lambda numel, dtype, device, kind: torch.zeros(numel, dtype=torch.float64),
+        "meta": lambda numel, dtype, device, kind: torch.zeros(numel, dtype=dtype, device="meta"),
+        "False": lambda numel, dtype, device, kind: torch.zeros(2 * numel, dtype=dtype)[::2],
+    }
+    start(SHARDED)
+    for message, allocate in bad.items():
+        with pytest.raises(errors.BufferAllocationError, match=message), megatron_patches.buffer_allocator(allocate):
+            build(SHARDED)
+    assert torch.overrides._get_current_function_mode_stack() == []
+    stop()
+
+
+def run_rank() -> dict[str, list[tuple[int, str]]]:
+    found = check_records()
+    check_allocator()
+    return found
+
+
+@pytest.mark.engines
+def test_records_and_allocator_on_two_ranks() -> None:
+    for found in launch(run_rank, 2):
+        assert found["sharded"] == found["replicated"] == [(0, "dense")]
+        assert found["experts"] == [(0, "dense"), (0, "expert")]
+        assert found["chunks"] == [(0, "dense"), (1, "dense")]
+
+
+def test_a_bare_module_is_refused() -> None:
+    with pytest.raises(errors.UnsupportedModelError, match="chunk 0 is a Linear"):
+        megatron_patches.iter_buffers([torch.nn.Linear(2, 2)])

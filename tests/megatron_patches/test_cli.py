@@ -1,0 +1,32 @@
+"""``python -m megatron_patches list``."""
+
+from __future__ import annotations
+
+import megatron.core
+import pytest
+from typer.testing import CliRunner
+
+from megatron_patches.__main__ import app
+from megatron_patches.catalog import PATCHES, default_groups
+
+
+def test_list_shows_every_patch_and_its_state() -> None:
+    result = CliRunner().invoke(app, ["list"])
+    assert result.exit_code == 0, result.output
+    for patch in PATCHES:
+        for text in (patch.name, f"[{patch.group}]", patch.target, patch.reason):
+            assert text in result.output
+    others = [patch for patch in PATCHES if patch.group not in default_groups()]
+    assert result.output.count("not applied") == len(others)
+
+
+def test_list_without_check_applies_nothing() -> None:
+    result = CliRunner().invoke(app, ["list", "--no-check"])
+    assert result.output.count("not applied") == len(PATCHES)
+
+
+def test_list_says_when_the_patches_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", "0.1.0")
+    result = CliRunner().invoke(app, ["list"])
+    assert result.exit_code == 1
+    assert "0.1.0" in result.output

@@ -1,0 +1,147 @@
+"""The CPU stand-ins one by one; that megatron trains on them is in test_training."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megatron_patches
+from megatron_patches import cpu_torch, errors, gloo
+from tests.launch import launch
+
+
+@pytest.fixture
+def namespace() -> cpu_torch.Namespace:
+    return cpu_torch.torch_on_cpu(torch)
+
+
+def test_a_namespace_hands_reads_and_writes_to_its_base() -> None:
+    base = types.ModuleType("base")
+    base.kept, base.hidden = 1, 2
+    view = cpu_torch.Namespace(base, {"hidden": "override"})
+    assert (view.kept, view.hidden) == (1, "override")
+    base.kept = 3
+    view.added = 4
+    assert (view.kept, base.added, base.hidden) == (3, 4, 2)
+    with pytest.raises(AttributeError):
+        _ = view.no_such_name
+
+
+def test_streams_and_events_do_nothing(namespace: cpu_torch.Namespace) -> None:
+    stream = namespace.cuda.Stream(device="cuda")
+    stream.wait_stream(namespace.cuda.current_stream())
+    with namespace.cuda.stream(stream):
+        event = namespace.cuda.Event(enable_timing=True)
+        event.record(stream)
+        stream.wait_event(event)
+    assert stream.record_event(event) is event
+    assert event.query()
+    assert namespace.cuda.current_stream() is namespace.cuda.default_stream()
+    namespace.cuda.synchronize()
+    namespace.cuda.set_device(3)
+    namespace.cuda.nvtx.range_push("name")
+    namespace.cuda.nvtx.range_pop()
+
+
+def test_cuda_stays_unavailable(namespace: cpu_torch.Namespace) -> None:
+    assert namespace.cuda.is_available is torch.cuda.is_available
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda", 2)])
+def test_factories_put_cuda_on_cpu(namespace: cpu_torch.Namespace, device: object) -> None:
+    assert namespace.empty(3, device=device).device == cpu_torch.CPU
+    assert namespace.tensor([1.0], device=device, pin_memory=True).device == cpu_torch.CPU
+
+
+def test_rng_calls_reach_the_cpu_generator(namespace: cpu_torch.Namespace) -> None:
+    before = torch.get_rng_state()
+    namespace.cuda.manual_seed(7)
+    state = namespace.cuda.get_rng_state()
+    first = torch.rand(4)
+    namespace.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(4), first)
+    assert torch.equal(torch.rand(4, generator=torch.Generator().manual_seed(7)), first)
+    torch.set_rng_state(before)
+
+
+def test_cuda_spelling_holds_only_inside() -> None:
+    tensor = torch.zeros(2, dtype=torch.bfloat16)
+    module = torch.nn.Linear(2, 2)
+    with cpu_torch.CudaSpelling():
+        assert tensor.cuda(non_blocking=True) is tensor
+        assert tensor.type() == "torch.cuda.BFloat16Tensor"
+        assert tensor.type(torch.float32).dtype == torch.float32
+        assert module.cuda() is module
+    assert tensor.type() == "torch.BFloat16Tensor"
+
+
+def test_graph_safe_rng_is_refused() -> None:
+    from megatron.core.tensor_parallel import random
+
+    megatron_patches.apply(["cpu"])
+    with pytest.raises(errors.CpuUnsupportedError, match="use_cudagraphable_rng"):
+        random._get_cuda_rng_state(graph_safe=True)
+
+
+def check_uneven_collectives(dtype: torch.dtype) -> None:
+    """Rank 0 has one row, rank 1 three; the sums and rows arrive where they belong."""
+    rank = dist.get_rank()
+    sizes = [1, 3]
+    mine = torch.full((sizes[rank], 2), float(rank + 1), dtype=dtype)
+    gathered = torch.zeros(4, 2, dtype=dtype)
+    gloo.all_gather(list(gathered.split(sizes)), mine)
+    assert gathered[:, 0].tolist() == [1, 2, 2, 2]
+    everything = torch.arange(4, dtype=dtype)[:, None].expand(4, 2) * (rank + 1)
+    output = torch.zeros(sizes[rank], 2, dtype=dtype)
+    gloo.reduce_scatter(output, list(everything.split(sizes)))
+    assert output[:, 0].tolist() == [[0], [3, 6, 9]][rank]
+    with pytest.raises(errors.CpuUnsupportedError, match="uneven"):
+        gloo.all_gather(list(gathered.split(sizes)), mine, async_op=True)
+
+
+def check_nccl_options_are_dropped() -> None:
+    from megatron.core import parallel_state
+
+    options = {"pipeline_model_parallel_comm_backend": "nccl", "high_priority_stream_groups": ["dp_cp", "tp", "pp"]}
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, **options)
+    assert dist.get_backend(parallel_state.get_pipeline_model_parallel_group()) == "gloo"
+
+
+def check_rng_tracker() -> None:
+    """Ranks draw different numbers inside the tracker and the same outside."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(5)
+    with get_cuda_rng_tracker().fork():
+        inside = torch.rand(1)
+    outside = torch.rand(1)
+    for value, equal in ((inside, False), (outside, True)):
+        parts = [torch.zeros(1), torch.zeros(1)]
+        dist.all_gather(parts, value)
+        assert (parts[0] == parts[1]).item() is equal
+
+
+def check_broadcast_data() -> None:
+    from megatron.core.tensor_parallel import broadcast_data
+
+    sent = torch.arange(6).view(2, 3)
+    data = {"tokens": sent} if dist.get_rank() == 0 else {}
+    assert torch.equal(broadcast_data(["tokens"], data, torch.int64)["tokens"], sent)
+
+
+def run_rank() -> None:
+    megatron_patches.apply(["cpu"])
+    dist.init_process_group("gloo")
+    for dtype in (torch.float32, torch.bfloat16):
+        check_uneven_collectives(dtype)
+    check_nccl_options_are_dropped()
+    check_rng_tracker()
+    check_broadcast_data()
+
+
+@pytest.mark.engines
+def test_collectives_groups_and_rng_on_two_ranks() -> None:
+    launch(run_rank, 2)

@@ -1,0 +1,236 @@
+"""What optimizers hold, in bytes, and when a new weight version is announced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import megatron_patches
+from megatron_patches import OptimizerTensor, errors
+from tests.launch import launch
+from tests.megatron_patches.gpt import Gpt, GptSpec, running
+
+PLAIN = GptSpec()
+SPECS = {
+    "FP32Optimizer": PLAIN,
+    "Float16OptimizerWithFloat16Params": replace(PLAIN, dtype="bf16"),
+    "DistributedOptimizer": replace(PLAIN, dtype="bf16", distributed_optimizer=True),
+    "fp32 DistributedOptimizer": replace(PLAIN, distributed_optimizer=True),
+    "bf16 gradients": replace(PLAIN, dtype="bf16", grad_reduce_in_fp32=False),
+    "experts": replace(PLAIN, dtype="bf16", distributed_optimizer=True, num_experts=4, ep=2),
+}
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """What one rank found: bytes by (kind, key) before and after the first step, and sizes to compare."""
+
+    member_types: list[str]
+    before: dict[tuple[str, str], int]
+    after: dict[tuple[str, str], int]
+    num_params: int
+    num_expert_params: int
+
+
+def bytes_by_kind(tensors: list[OptimizerTensor]) -> dict[tuple[str, str], int]:
+    total: Counter[tuple[str, str]] = Counter()
+    for found in tensors:
+        total[found.kind, found.key] += found.nbytes
+    return dict(total)
+
+
+def check_listing(gpt: Gpt) -> None:
+    """Paths lead to the parameter; no memory is listed twice, and none is the model's."""
+    tensors = megatron_patches.optimizer_tensors(gpt.optimizer)
+    storages = [found.tensor.untyped_storage().data_ptr() for found in tensors]
+    assert len(storages) == len(set(storages))
+    model = {record.grad_data.untyped_storage().data_ptr() for record in megatron_patches.iter_buffers(gpt.chunks)}
+    model |= {param.untyped_storage().data_ptr() for chunk in gpt.chunks for param in chunk.parameters()}
+    assert model.isdisjoint(storages)
+    for found in tensors:
+        param = eval(f"optimizer.{found.path}", {"optimizer": gpt.optimizer})
+        assert param.shape == found.tensor.shape
+        if found.kind == "main_param":
+            assert found.tensor is param
+
+
+def take_inventory(spec: GptSpec) -> Inventory:
+    with running(spec) as gpt:
+        before = bytes_by_kind(megatron_patches.optimizer_tensors(gpt.optimizer))
+        gpt.train_step()
+        check_listing(gpt)
+        params = [param for chunk in gpt.chunks for param in chunk.parameters()]
+        return Inventory(
+            member_types=[type(member).__name__ for member in gpt.optimizer.chained_optimizers],
+            before=before,
+            after=bytes_by_kind(megatron_patches.optimizer_tensors(gpt.optimizer)),
+            num_params=sum(param.numel() for param in params),
+            num_expert_params=sum(param.numel() for param in params if not getattr(param, "allreduce", True)),
+        )
+
+
+def check_nested_chain() -> None:
+    """A chain within a chain: all tensors are found, with paths through both, and one version per step.
+
+    Megatron steps a nested chain only when the inner one has a single member.
+    """
+    from megatron.core.optimizer import ChainedOptimizer
+
+    with running(SPECS["experts"]) as gpt:
+        gpt.train_step()
+        nested = megatron_patches.optimizer_tensors(ChainedOptimizer([gpt.optimizer]))
+        flat = megatron_patches.optimizer_tensors(gpt.optimizer)
+        assert {found.path.partition(".")[0] for found in flat} == {"chained_optimizers[0]", "chained_optimizers[1]"}
+        assert [found.path for found in nested] == [f"chained_optimizers[0].{found.path}" for found in flat]
+        assert all(a.tensor is b.tensor for a, b in zip(nested, flat, strict=True))
+    with running(PLAIN) as gpt:
+        outer = ChainedOptimizer([gpt.optimizer])
+        gpt.forward_backward()
+        assert outer.step()[0]
+        assert megatron_patches.weight_version(outer) == 1
+        assert megatron_patches.weight_version(gpt.optimizer) == 0
+
+
+def check_hooks(spec: GptSpec) -> None:
+    """One call per successful step of the optimizer that was stepped, until removed."""
+    calls = []
+    handle = megatron_patches.add_post_step_hook(lambda optimizer, version: calls.append((optimizer, version)))
+    with running(spec) as gpt:
+        assert megatron_patches.weight_version(gpt.optimizer) == 0
+        gpt.train_step()
+        gpt.train_step()
+        assert calls == [(gpt.optimizer, 1), (gpt.optimizer, 2)]
+        handle.remove()
+        handle.remove()
+        gpt.train_step()
+        assert len(calls) == 2
+        assert megatron_patches.weight_version(gpt.optimizer) == 3
+        check_member_step(gpt)
+
+
+def check_member_step(gpt: Gpt) -> None:
+    """Stepping a member by itself makes it the outermost one."""
+    before = megatron_patches.weight_version(gpt.optimizer)
+    member = gpt.optimizer.chained_optimizers[0]
+    assert megatron_patches.weight_version(member) == 0
+    gpt.forward_backward()
+    member.step()
+    assert megatron_patches.weight_version(member) == 1
+    assert megatron_patches.weight_version(gpt.optimizer) == before
+
+
+def check_skipped_step() -> None:
+    """Infinite gradients under a grad scaler: the step is skipped and makes no version."""
+    with running(replace(PLAIN, dtype="fp16")) as gpt:
+        calls = []
+        handle = megatron_patches.add_post_step_hook(lambda optimizer, version: calls.append(version))
+        gpt.train_step()
+        gpt.forward_backward()
+        gpt.chunks[0].buffers[0].grad_data.fill_(float("inf"))
+        assert gpt.optimizer.step()[0] is False
+        assert megatron_patches.weight_version(gpt.optimizer) == 1
+        gpt.train_step()
+        assert calls == [1, 2]
+        handle.remove()
+
+
+def check_failing_hook() -> None:
+    """A hook's exception reaches the caller; the version counts, and the next step is outermost again."""
+
+    def fail(optimizer: object, version: int) -> None:
+        raise RuntimeError(f"hook saw {version}")
+
+    with running(PLAIN) as gpt:
+        handle = megatron_patches.add_post_step_hook(fail)
+        with pytest.raises(RuntimeError, match="hook saw 1"):
+            gpt.train_step()
+        handle.remove()
+        gpt.train_step()
+        assert megatron_patches.weight_version(gpt.optimizer) == 2
+
+
+def run_rank() -> dict[str, Inventory]:
+    inventories = {name: take_inventory(spec) for name, spec in SPECS.items()}
+    check_nested_chain()
+    overlapped = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    for spec in (*SPECS.values(), replace(PLAIN, **overlapped)):
+        check_hooks(spec)
+    check_skipped_step()
+    check_failing_hook()
+    return inventories
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Inventory]]:
+    return launch(run_rank, 2)
+
+
+def moments(nbytes: int) -> dict[tuple[str, str], int]:
+    return {("moment", "exp_avg"): nbytes, ("moment", "exp_avg_sq"): nbytes}
+
+
+@pytest.mark.engines
+def test_fp32_optimizer_holds_moments_only(ranks: list[dict[str, Inventory]]) -> None:
+    for rank in ranks:
+        found = rank["FP32Optimizer"]
+        assert found.member_types == ["FP32Optimizer"]
+        assert found.before == {}
+        assert found.after == moments(4 * found.num_params)
+
+
+@pytest.mark.engines
+def test_float16_optimizer_holds_whole_main_params_and_moments(ranks: list[dict[str, Inventory]]) -> None:
+    for rank in ranks:
+        found = rank["Float16OptimizerWithFloat16Params"]
+        assert found.member_types == ["Float16OptimizerWithFloat16Params"]
+        assert found.before == {("main_param", "param"): 4 * found.num_params}
+        assert found.after == {**found.before, **moments(4 * found.num_params)}
+
+
+@pytest.mark.engines
+def test_gradients_converted_for_the_main_params_are_listed(ranks: list[dict[str, Inventory]]) -> None:
+    for rank in ranks:
+        found = rank["bf16 gradients"]
+        assert found.after[("main_grad", "grad")] == 4 * found.num_params
+
+
+@pytest.mark.engines
+def test_distributed_optimizer_holds_shards(ranks: list[dict[str, Inventory]]) -> None:
+    num_params = ranks[0]["DistributedOptimizer"].num_params
+    assert all(rank["DistributedOptimizer"].member_types == ["DistributedOptimizer"] for rank in ranks)
+    for key, nbytes in {("main_param", "param"): 4 * num_params, **moments(4 * num_params)}.items():
+        assert sum(rank["DistributedOptimizer"].after[key] for rank in ranks) == nbytes
+    for rank in ranks:
+        assert set(rank["DistributedOptimizer"].before) == {("main_param", "param")}
+
+
+@pytest.mark.engines
+def test_fp32_distributed_optimizer_does_not_list_the_models_params(ranks: list[dict[str, Inventory]]) -> None:
+    assert all(rank["fp32 DistributedOptimizer"].before == {} for rank in ranks)
+    num_params = ranks[0]["fp32 DistributedOptimizer"].num_params
+    for key, nbytes in moments(4 * num_params).items():
+        assert sum(rank["fp32 DistributedOptimizer"].after[key] for rank in ranks) == nbytes
+
+
+@pytest.mark.engines
+def test_chained_optimizer_lists_dense_shards_and_whole_experts(ranks: list[dict[str, Inventory]]) -> None:
+    found = [rank["experts"] for rank in ranks]
+    assert found[0].member_types == ["DistributedOptimizer", "DistributedOptimizer"]
+    dense = found[0].num_params - found[0].num_expert_params
+    experts = sum(inventory.num_expert_params for inventory in found)
+    assert found[0].num_expert_params > 0
+    for key in (("main_param", "param"), *moments(0)):
+        assert sum(inventory.after[key] for inventory in found) == 4 * (dense + experts)
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
+    with pytest.raises(errors.UnsupportedOptimizerError, match=r"the optimizer is a Adam.*supported are"):
+        megatron_patches.optimizer_tensors(optimizer)
+
+
+def test_the_version_of_an_optimizer_never_stepped_is_zero() -> None:
+    assert megatron_patches.weight_version(torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])) == 0

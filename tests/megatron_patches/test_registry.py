@@ -1,0 +1,183 @@
+"""The registry on patches made for the purpose: what it refuses, and how it restores."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from megatron_patches import errors
+from megatron_patches.patch import MISSING, Patch
+from megatron_patches.registry import PatchRegistry
+from tests.megatron_patches import snapshot
+
+TOY = "megatron.toy_for_tests"
+
+
+def make_patch(attr_path: str, build: Callable[[Any], Any] = lambda original: object(), **more: Any) -> Patch:
+    fields = {
+        "name": f"toy.{attr_path}",
+        "group": "hooks",
+        "target": f"{TOY}:{attr_path}",
+        "reason": "a test",
+        "versions": ("0.16.1",),
+        "remove_when": "never",
+        **more,
+    }
+    return Patch(build=build, **fields)
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+    """A module inside megatron with one of everything that can be patched."""
+    module = types.ModuleType(TOY)
+    source = """
+class Parent:
+    def method(self): return "parent"
+
+class Child(Parent):
+    @staticmethod
+    def static(value): return ("static", value)
+    @classmethod
+    def of_class(cls, value): return (cls.__name__, value)
+    @property
+    def prop(self): return "prop"
+
+def function(): return "function"
+value = 1
+"""
+    exec(source, vars(module))
+    for owner in (module.Parent, module.Child, module.function):
+        owner.__module__ = TOY
+    monkeypatch.setitem(sys.modules, TOY, module)
+    yield module
+
+
+def test_missing_targets_and_double_claims_are_listed_together(toy: types.ModuleType) -> None:
+    registry = PatchRegistry(
+        [
+            make_patch("no_such_function"),
+            make_patch("NoClass.method"),
+            make_patch("function"),
+            make_patch("function", name="toy.rival"),
+            make_patch("x", name="toy.no_module", target="megatron.no_such_module:x"),
+        ]
+    )
+    before = dict(vars(toy))
+    with pytest.raises(errors.PatchSetError) as caught:
+        registry.apply(["hooks"])
+    text = "\n".join(caught.value.violations)
+    assert len(caught.value.violations) == 4
+    for expected in ("no_such_function", "NoClass", "no_such_module", "toy.function and toy.rival"):
+        assert expected in text
+    assert dict(vars(toy)) == before
+
+
+def test_a_missing_target_alone(toy: types.ModuleType) -> None:
+    with pytest.raises(errors.MissingTargetError, match="no_such_function"):
+        PatchRegistry([make_patch("no_such_function")]).apply(["hooks"])
+
+
+def test_a_double_claim_alone(toy: types.ModuleType) -> None:
+    patches = [make_patch("function"), make_patch("function", name="toy.rival")]
+    with pytest.raises(errors.TargetConflictError, match="merge the two"):
+        PatchRegistry(patches).apply(["hooks"])
+    assert toy.function() == "function"
+
+
+def test_a_claim_on_what_another_group_has_already_patched(toy: types.ModuleType) -> None:
+    registry = PatchRegistry([make_patch("function"), make_patch("function", name="toy.rival", group="cpu")])
+    registry.apply(["hooks"])
+    with pytest.raises(errors.TargetConflictError):
+        registry.apply(["cpu"])
+    registry.revert()
+    assert toy.function() == "function"
+
+
+def test_an_inherited_attribute_is_deleted_again(toy: types.ModuleType) -> None:
+    registry = PatchRegistry([make_patch("Child.method", lambda original: lambda self: f"new {original(self)}")])
+    registry.apply(["hooks"])
+    assert toy.Child().method() == "new parent"
+    assert toy.Parent().method() == "parent"
+    registry.revert()
+    assert "method" not in vars(toy.Child)
+    assert toy.Child().method() == "parent"
+
+
+def test_an_attribute_that_did_not_exist_is_deleted_again(toy: types.ModuleType) -> None:
+    patch = make_patch("invented", lambda original: original is MISSING, may_be_missing=True)
+    registry = PatchRegistry([patch])
+    registry.apply(["hooks"])
+    assert toy.invented is True
+    registry.revert()
+    assert not hasattr(toy, "invented")
+
+
+def test_descriptors_survive(toy: types.ModuleType) -> None:
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: ("patched", original(*args))
+
+    before = dict(vars(toy.Child))
+    registry = PatchRegistry([make_patch("Child.static", around), make_patch("Child.of_class", around)])
+    registry.apply(["hooks"])
+    assert isinstance(vars(toy.Child)["static"], staticmethod)
+    assert isinstance(vars(toy.Child)["of_class"], classmethod)
+    assert toy.Child.static(1) == toy.Child().static(1) == ("patched", ("static", 1))
+    assert toy.Child.of_class(2) == toy.Child().of_class(2) == ("patched", ("Child", 2))
+    registry.revert()
+    assert all(vars(toy.Child)[name] is value for name, value in before.items())
+
+
+def test_revert_refuses_when_someone_patched_over_us(toy: types.ModuleType) -> None:
+    original = toy.function
+    registry = PatchRegistry([make_patch("function"), make_patch("value")])
+    registry.apply(["hooks"])
+    ours, foreign = toy.function, object()
+    toy.function = foreign
+    with pytest.raises(errors.TargetConflictError, match="replaced by someone else"):
+        registry.revert()
+    assert toy.function is foreign
+    assert toy.value != 1
+    toy.function = ours
+    registry.revert()
+    assert toy.function is original
+
+
+def test_names_taken_over_after_apply_are_given_back(toy: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = toy.function
+    registry = PatchRegistry([make_patch("function")])
+    registry.apply(["hooks"])
+    late = types.ModuleType(f"{TOY}_late")
+    late.borrowed = toy.function
+    monkeypatch.setitem(sys.modules, late.__name__, late)
+    registry.revert()
+    assert late.borrowed is original
+
+
+def test_a_failing_build_changes_nothing(toy: types.ModuleType) -> None:
+    def fail(original: Any) -> Any:
+        raise RuntimeError("cannot build")
+
+    before = snapshot.of_megatron()
+    with pytest.raises(RuntimeError, match="cannot build"):
+        PatchRegistry([make_patch("value"), make_patch("function", fail)]).apply(["hooks"])
+    assert snapshot.differences(before, snapshot.of_megatron()) == set()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"group": "gpu"},
+        {"target": "no_colon"},
+        {"target": "megatron.*:two.steps"},
+        {"reason": ""},
+        {"versions": ()},
+        {"remove_when": ""},
+    ],
+)
+def test_a_bad_record_cannot_be_made(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"patch 'toy\.function'"):
+        make_patch("function", **wrong)
