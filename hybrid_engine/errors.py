@@ -9,10 +9,11 @@
     ├── PlanError            the two layouts do not fit together; lists every fault
     ├── WeightError          a weight's value is not usable (NaN)
     ├── StateError           a call is not allowed in the present state
-    └── ReshardError         a switch failed; says on which ranks, in which phase, and what is where
+    └── ReshardError         a switch failed; says in which phase, and what is where
+        ├── OffloadError     state could not leave the device or come back
+        ├── RemoteError      the cause lies on another rank; carries that rank's message
         └── TransportError   moving bytes failed or timed out; names peer, bucket and phase
-
-A `RemoteError` is what the other ranks raise when the cause lies on a peer: it carries the peer's message.
+            └── PeerTransportError   (also a RemoteError) a peer could not do its part of a bucket
 """
 
 from __future__ import annotations
@@ -101,3 +102,11 @@ class TransportError(ReshardError):
 
 class RemoteError(ReshardError):
     """Another rank failed; the message carries that rank's own error."""
+
+
+class PeerTransportError(TransportError, RemoteError):
+    """A peer could not do its part of a bucket; the message carries the peer's own error."""
+
+
+class OffloadError(ReshardError):
+    """State could not be taken off the device or put back; the message says what is where."""

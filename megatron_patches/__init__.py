@@ -6,7 +6,7 @@
                    ├── optimizers   group "hooks": weight versions after each step; optimizer_tensors lists state
                    └── cpu          group "cpu" (only without CUDA): megatron on CPU tensors and gloo
                          ├── cpu_torch   the `torch` that megatron's modules see
-                         └── gloo        collectives that gloo lacks
+                         └── gloo        the few collectives that gloo refuses
 
 A patch is a record (`patch.Patch`); ``python -m megatron_patches list`` prints them all. Only
 attributes of ``megatron.*`` are ever replaced: torch stays itself. Knows nothing of hybrid_engine.

@@ -3,7 +3,7 @@
 Covers what `GPTModel` with the local layer spec needs to train: dense and MoE, TP, PP, VPP, EP,
 sequence parallel, both optimizers, fp32 and bf16. The caller passes ``use_cpu_initialization=True``
 and turns fusions off. Gloo (torch 2.13) has every collective that megatron calls, coalesced and in
-bf16 too, so none is redirected.
+bf16 too; only gathers and scatters of uneven parts (MoE with tp > 1) are done differently, in `gloo`.
 
 What only CUDA has stays refused: CUDA graphs, fp8, megatron's own CPU offloading.
 """

@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hybrid_engine.errors import HybridEngineError, ReshardError
+from hybrid_engine.errors import HybridEngineError, OffloadError
 from hybrid_engine.memory.elastic import ElasticBuffer, exported_buffer_of
 
 Kind = Literal["param", "grad", "optimizer"]
@@ -32,10 +32,6 @@ Action = Literal["copy", "drop"]
 KINDS: tuple[Kind, ...] = ("param", "grad", "optimizer")
 ACTIONS: tuple[Action, ...] = ("copy", "drop")
 _ALIGNMENT = 16  # bytes; no element is larger
-
-
-class OffloadError(ReshardError):
-    """State could not be taken off the device or put back; the message says what is where."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ Every switch:
     fence                                                       # sources may be overwritten
 """
 
-from hybrid_engine.transports.collective import CollectiveTransport, PeerTransportError
+from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.copies import PhaseClock, RoutedTransport
 from hybrid_engine.transports.in_process import InProcessTransport
 from hybrid_engine.transports.local import LocalTransport
@@ -27,7 +27,6 @@ __all__ = [
     "CollectiveTransport",
     "InProcessTransport",
     "LocalTransport",
-    "PeerTransportError",
     "PhaseClock",
     "RoutedTransport",
     "RunReport",

@@ -22,7 +22,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.errors import RemoteError, TransportError
+from hybrid_engine.errors import PeerTransportError, TransportError
 from hybrid_engine.planning.layout import BufferId
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.transports.copies import PhaseClock, copy_straight, failure_at, strided, synchronize
@@ -32,10 +32,6 @@ _HEADER_NBYTES = 512
 _MESSAGE_ALIGNMENT = 64  # bytes
 _SHORTEST_WAIT = 0.001  # seconds; torch takes a timeout of 0 for "no timeout"
 _ROUNDING = 0.01  # seconds by which a wait may end early: torch counts whole milliseconds
-
-
-class PeerTransportError(TransportError, RemoteError):
-    """A peer could not do its part of a bucket; the message carries the peer's own error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,5 +308,3 @@ def _staging_device(group: dist.ProcessGroup | None) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
-
-__all__ = ["CollectiveTransport", "PeerTransportError"]

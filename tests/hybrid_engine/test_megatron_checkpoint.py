@@ -52,11 +52,11 @@ def save_and_load(paths: dict[str, Path], root: Path) -> dict[str, dict[str, Any
 
 
 def round_trip(path: Path, settings: dict[str, Any], root: Path) -> dict[str, Any]:
-    from hybrid_engine.backends.megatron.checkpoint import load_checkpoint, save_checkpoint
-
     config = ActorConfig(**{**DENSE_FLOAT32, **settings, "optimizer": {"lr": 1e-2}})
     result: dict[str, Any] = {}
     with running(path, config) as run:
+        from hybrid_engine.backends.megatron.checkpoint import load_checkpoint, save_checkpoint
+
         save_checkpoint(root / "untrained", run.actor)
         result["untrained"] = state_of(run)
         for step in range(2):

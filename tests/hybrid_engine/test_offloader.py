@@ -8,7 +8,8 @@ import torch
 
 from hybrid_engine.memory import offloader as offloader_module
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offloader import KINDS, MegatronOffloader, OffloadError, OffloadItem
+from hybrid_engine.errors import OffloadError
+from hybrid_engine.memory.offloader import KINDS, MegatronOffloader, OffloadItem
 
 SIZE = 32
 

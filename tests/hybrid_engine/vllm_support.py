@@ -166,9 +166,9 @@ def second_model(engine: Any, directory: str, **changes: Any) -> tuple[Any, Any]
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    from hybrid_engine.backends.vllm.engine import _inspect_here
+    from hybrid_engine.backends.vllm.guest import register_model_class
 
-    _inspect_here(directory)
+    register_model_class(directory)
     arguments = {**engine._llm_arguments(), "model": directory, "load_format": "safetensors", **changes}
     config = EngineArgs(
         **{key: value for key, value in arguments.items() if key != "worker_cls"}

@@ -14,29 +14,26 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
-import logging
-import os
-import random
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.backends.vllm.adaptor import VllmAdaptor
-from hybrid_engine.backends.vllm.names import ENGINE_TOKEN
+from hybrid_engine.backends.vllm.guest import (
+    check_world,
+    destroy_groups,
+    own_shared_memory,
+    raised_everywhere,
+    register_model_class,
+    set_environment,
+)
+from hybrid_engine.backends.vllm.random_state import get_state, random_state_kept, seeded_state, set_state
 from hybrid_engine.backends.vllm.settings import Completion, InferenceSettings, Sampling
-from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
-from hybrid_engine.errors import ConfigError, RemoteError, StateError, UnknownModelError, Violation
-
-logger = logging.getLogger(__name__)
+from hybrid_engine.backends.vllm.version import require_vllm
+from hybrid_engine.errors import ConfigError, StateError, Violation
 
 _DEFAULT_CPU_KV_CACHE = 256 << 20
-_SHM = Path("/dev/shm")
 
 
 class InferenceEngine:
@@ -58,25 +55,24 @@ class InferenceEngine:
         Weights are zero and `generate` refuses until all groups were committed once. The process's random state and
         its process groups are as before. Raises DependencyError, ConfigError, ModelError or ParameterMismatchError.
         """
-        require_vllm()
-        _check_world(settings, rank)
+        check_world(settings, rank)
         self.settings = settings
         self.rank = rank
         tp, pp = settings.tensor_parallel_size, settings.pipeline_parallel_size
         self.tp_rank, self.pp_rank, self.dp_rank = rank % tp, rank // tp % pp, rank // (tp * pp)
-        self._device_type = "cuda" if torch.cuda.is_available() else "cpu"
         self._adaptor: VllmAdaptor | None = None
         self._kv_cache_asleep = False
-        set_environment(settings, rank)
-        with _random_state_kept():
+        with raised_everywhere("checking vLLM and the model"):
+            self._device_type = self._check_vllm()
+        with random_state_kept():
             try:
                 self._llm: Any = self._build(tensors)
             except BaseException:
-                _destroy_groups()
+                destroy_groups()
                 raise
             # At collection or exit vLLM would end the default process group, which is the caller's; see `shutdown`.
             self._llm.llm_engine.engine_core._finalizer.detach()
-            self._generator_state = _seeded_state(settings.seed + self.dp_rank)
+            self._generator_state = seeded_state(settings.seed + self.dp_rank)
         if self._device_type == "cuda" and self._sleep_mode:
             self.adaptor.memory = _SleepMode(self)
 
@@ -112,8 +108,8 @@ class InferenceEngine:
 
     def manual_seed(self, seed: int) -> None:
         """Start the sampler's generator anew; replica d gets seed + d. Makes a resumed run draw as the first did."""
-        with _random_state_kept():
-            self._generator_state = _seeded_state(seed + self.dp_rank)
+        with random_state_kept():
+            self._generator_state = seeded_state(seed + self.dp_rank)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -166,7 +162,7 @@ class InferenceEngine:
         core.scheduler.shutdown()
         del core, llm
         gc.unfreeze()  # vLLM froze the collector's generations at start-up
-        _destroy_groups()
+        destroy_groups()
         gc.collect()
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -181,17 +177,24 @@ class InferenceEngine:
         chosen = self.settings.enforce_eager
         return self._device_type == "cpu" if chosen is None else chosen
 
+    def _check_vllm(self) -> str:
+        """Import vLLM, which must be the tested one and know the model; returns its device type."""
+        require_vllm()
+        set_environment(self.settings, self.rank)
+        register_model_class(self.settings.model_dir)
+        from vllm.platforms import current_platform
+
+        return current_platform.device_type
+
     def _build(self, tensors: Mapping[str, tuple[int, ...]]) -> Any:
-        with _own_shared_memory(), self._stance():
+        with own_shared_memory(), self._stance():
             from vllm import LLM
 
             from hybrid_engine.backends.vllm.loader import capturing
 
-            _inspect_here(self.settings.model_dir)
-
             def capture(model: torch.nn.Module, model_config: Any) -> VllmAdaptor:
                 dtype = getattr(torch, self.settings.dtype)
-                with _raised_everywhere("tracing vLLM's loader"):
+                with raised_everywhere("tracing vLLM's loader"):
                     self._adaptor = VllmAdaptor(model, tensors, dtype, self.rank, model_config.dtype)
                 return self._adaptor
 
@@ -244,10 +247,10 @@ class InferenceEngine:
         if self._kv_cache_asleep:
             raise StateError("the KV cache's memory is released: call wake_kv_cache() before generating")
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        with _random_state_kept(), self._stance():
-            _set_state(self._generator_state)
+        with random_state_kept(), self._stance():
+            set_state(self._generator_state)
             outputs = llm.generate(requests, params, use_tqdm=False)
-            self._generator_state = _get_state()
+            self._generator_state = get_state()
         return outputs
 
     def _score(self, token_ids: Sequence[Sequence[int]], num_logprobs: int) -> list[Any]:
@@ -272,39 +275,6 @@ class InferenceEngine:
             raise ConfigError(violations)
 
 
-def _inspect_here(model_dir: str) -> None:
-    """Register the model's class itself: by name, vLLM would import itself again in a subprocess to look at it.
-
-    Raises UnknownModelError when vLLM has no such architecture.
-    """
-    from vllm import ModelRegistry
-
-    architectures = json.loads(Path(model_dir, "config.json").read_text()).get("architectures", [])
-    known = [name for name in architectures if name in ModelRegistry.models]
-    if not known:
-        raise UnknownModelError(
-            f"{model_dir}/config.json: vLLM {TESTED_VERSION} has no model for architectures {architectures}; it names "
-            "them as transformers does, e.g. LlamaForCausalLM"
-        )
-    for name in known:
-        registered = ModelRegistry.models[name]
-        if hasattr(registered, "module_name"):
-            ModelRegistry.register_model(name, registered.load_model_cls())
-
-
-def _destroy_groups() -> None:
-    """End vLLM's process groups; its own way of doing this also ends the default group, which is the caller's."""
-    from vllm import envs
-    from vllm.distributed import parallel_state
-
-    envs.disable_envs_cache()
-    parallel_state.destroy_model_parallel()
-    if parallel_state._WORLD is not None:
-        parallel_state._WORLD.destroy()
-        parallel_state._WORLD = None
-        parallel_state._NODE_COUNT = None
-
-
 class _SleepMode:
     """vLLM's sleep mode as the adaptor's `DeviceMemory`: level 2 gives weights and KV cache back, addresses stay."""
 
@@ -317,79 +287,6 @@ class _SleepMode:
 
     def restore(self) -> None:
         self._engine.llm.wake_up(tags=["weights"])
-
-
-def set_environment(settings: InferenceSettings, rank: int) -> None:
-    """Set what vLLM reads from the environment, where the user has not: call before vLLM is first imported."""
-    defaults = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": settings.log_level,
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(dist.get_world_size()),
-    }
-    for key, value in defaults.items():
-        os.environ.setdefault(key, value)
-
-
-def _check_world(settings: InferenceSettings, rank: int) -> None:
-    if not dist.is_initialized():
-        raise StateError("no process group: call torch.distributed.init_process_group (or Megatron's) first")
-    violations = []
-    if settings.num_ranks != dist.get_world_size():
-        violations.append(
-            Violation(
-                "data_parallel_size x pipeline_parallel_size x tensor_parallel_size",
-                f"{settings.data_parallel_size} x {settings.pipeline_parallel_size} x {settings.tensor_parallel_size} "
-                f"= {settings.num_ranks}, but there are {dist.get_world_size()} ranks",
-                "Let their product be the world size",
-            )
-        )
-    if not Path(settings.model_dir, "config.json").is_file():
-        problem = f"{settings.model_dir} has no config.json"
-        violations.append(Violation("model_dir", problem, "Give a directory with the Hugging Face config"))
-    if rank != dist.get_rank() or os.environ.get("RANK", str(rank)) != str(rank):
-        problem = f"{rank}, but the process group says {dist.get_rank()} and RANK is {os.environ.get('RANK')}"
-        violations.append(Violation("rank", problem, "Launch with torchrun and pass dist.get_rank()"))
-    if violations:
-        raise ConfigError(violations)
-
-
-@contextlib.contextmanager
-def _raised_everywhere(phase: str) -> Iterator[None]:
-    """Let every rank learn of an error inside: the others raise RemoteError instead of waiting for this one."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    reports: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    if failed := {rank: report for rank, report in enumerate(reports) if report is not None}:
-        raise RemoteError("\n".join(f"{phase} failed on rank {rank}: {report}" for rank, report in failed.items()))
-
-
-@contextlib.contextmanager
-def _own_shared_memory() -> Iterator[None]:
-    """Give the shared memory that vLLM makes inside a name of this engine, and take the names away at the end.
-
-    All ranks have mapped it then. Without names nothing stays in /dev/shm, whatever becomes of the processes.
-    """
-    token = [secrets.token_hex(8)]
-    dist.broadcast_object_list(token)
-    os.environ[ENGINE_TOKEN] = token[0]
-    try:
-        yield
-        dist.barrier()
-    finally:
-        del os.environ[ENGINE_TOKEN]
-        for path in _SHM.glob(f"*{token[0]}*"):
-            path.unlink(missing_ok=True)
 
 
 def _sampling_params(sampling: Sampling) -> Any:
@@ -417,35 +314,3 @@ def _completion(choice: Any) -> Completion:
         tuple(position[token].logprob for position, token in zip(logprobs, tokens, strict=False)),
         str(choice.finish_reason),
     )
-
-
-def _get_state() -> tuple[Any, ...]:
-    """The random state of this process: Python, numpy, torch and the current device."""
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
-
-
-def _set_state(state: tuple[Any, ...]) -> None:
-    python, numpy, cpu, cuda = state
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)
-
-
-def _seeded_state(seed: int) -> tuple[Any, ...]:
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    return _get_state()
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Whatever vLLM draws or seeds inside, training draws as if it had not: dropout and data order stay bitwise."""
-    state = _get_state()
-    try:
-        yield
-    finally:
-        _set_state(state)

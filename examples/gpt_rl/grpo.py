@@ -1,0 +1,74 @@
+"""Group relative policy optimization: advantages and losses, as pure functions of tensors.
+
+Shapes: P prompts, n samples of each, B = P * n sequences, S tokens per sequence; everything fp32.
+Papers: GRPO, arXiv 2402.03300 section 4.1 (group-normalised advantages, KL in the loss); PPO, arXiv 1707.06347 eq. 7
+(clipped ratio); the KL estimator "k3", http://joschu.net/blog/kl-approx.html.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+Batch = Mapping[str, torch.Tensor]
+Loss = tuple[torch.Tensor, dict[str, torch.Tensor]]
+
+
+def group_advantages(rewards: torch.Tensor, epsilon: float = 1e-4) -> torch.Tensor:
+    """Rewards [P, n] minus the mean of their group, over its standard deviation. Groups that agree get zeros."""
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    return centred / (rewards.std(dim=1, correction=0, keepdim=True) + epsilon)
+
+
+def mean_weights(mask: torch.Tensor) -> torch.Tensor:
+    """Weights [B, S] with which summing over tokens and averaging over sequences is the mean over all of the mask.
+
+    Micro batches hold different numbers of tokens; with weights made from the whole batch, the average of their losses
+    is the loss of the batch, however it was split. Raises ValueError when the mask [B, S] is empty.
+    """
+    count = mask.sum()
+    if count == 0:
+        raise ValueError("no token to learn from: the mask is empty")
+    return mask * (mask.shape[0] / count)
+
+
+def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Scalar: values [b, S] summed over tokens and averaged over sequences with weights of `mean_weights`."""
+    return (values * weights).sum(dim=1).mean()
+
+
+def kl_estimate(log_probs: torch.Tensor, ref_log_probs: torch.Tensor) -> torch.Tensor:
+    """Estimate per token of KL(policy || reference) from tokens the policy drew; never negative."""
+    difference = ref_log_probs - log_probs
+    return difference.exp() - difference - 1
+
+
+def cross_entropy(micro_batch: Batch, log_probs: torch.Tensor) -> Loss:
+    """The warm-up's loss: mean negative log-probability of the demonstrations' tokens.
+
+    Reads `weights` [b, S]; `log_probs` [b, S] are those of the labels, with gradient.
+    """
+    loss = -weighted_mean(log_probs, micro_batch["weights"])
+    return loss, {"loss": loss.detach()}
+
+
+def policy_loss(clip_ratio: float, kl_coefficient: float) -> Callable[[Batch, torch.Tensor], Loss]:
+    """The loss of GRPO: clipped policy gradient plus `kl_coefficient` times the KL to the reference.
+
+    The function returned reads `weights`, `old_log_probs`, `ref_log_probs`, all [b, S], and `advantages` [b]. It
+    reports loss, policy_loss, kl, and clip_fraction: the share of tokens whose ratio was outside 1 +- clip_ratio.
+    """
+
+    def loss_function(micro_batch: Batch, log_probs: torch.Tensor) -> Loss:
+        weights, advantages = micro_batch["weights"], micro_batch["advantages"][:, None]
+        ratio = (log_probs - micro_batch["old_log_probs"]).exp()
+        clipped = ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
+        policy = -weighted_mean(torch.minimum(ratio * advantages, clipped * advantages), weights)
+        kl = weighted_mean(kl_estimate(log_probs, micro_batch["ref_log_probs"]), weights)
+        loss = policy + kl_coefficient * kl
+        is_outside = (ratio != clipped).float()
+        report = {"loss": loss, "policy_loss": policy, "kl": kl, "clip_fraction": weighted_mean(is_outside, weights)}
+        return loss, {name: value.detach() for name, value in report.items()}
+
+    return loss_function

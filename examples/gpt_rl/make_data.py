@@ -1,0 +1,73 @@
+"""Writes the problems: python -m examples.gpt_rl.make_data
+
+Sums of two numbers from 0 to 99 in fixed width, "07+35=" with the answer "042": 10,000 problems, of which some are
+held out and some are for training. Every training problem has a demonstration by a pupil who usually forgets to carry
+(042 becomes 032). A model that imitates the pupil greedily makes the same mistake, but now and then samples the right
+answer: what the reward then picks out. The same seed gives the same files, byte for byte.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from examples.gpt_rl.task import Problem
+
+LIMIT = 100  # operands are below this
+NUM_HELD_OUT = 256
+NUM_TRAIN = 4096
+FORGETS_TO_CARRY = 0.7  # share of demonstrations
+SEED = 2026
+
+
+def make_problems(seed: int = SEED) -> dict[str, list[Problem]]:
+    """The problems of each file. No sum is in both."""
+    generator = random.Random(seed)
+    pairs = [(left, right) for left in range(LIMIT) for right in range(LIMIT)]
+    generator.shuffle(pairs)
+    held_out, train = pairs[:NUM_HELD_OUT], pairs[NUM_HELD_OUT : NUM_HELD_OUT + NUM_TRAIN]
+    return {
+        "train.jsonl": [_demonstrated(left, right, generator) for left, right in train],
+        "held_out.jsonl": [_problem(left, right) for left, right in held_out],
+    }
+
+
+def sum_without_carry(left: int, right: int) -> int:
+    """Column by column, each sum's last digit: 7 + 5 is 2, and 17 + 25 is 32."""
+    return (left // 10 + right // 10) % 10 * 10 + (left + right) % 10
+
+
+def to_json_lines(problems: Sequence[Problem]) -> str:
+    """One object a line, without fields that are None."""
+    rows = ({k: v for k, v in dataclasses.asdict(problem).items() if v is not None} for problem in problems)
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def _problem(left: int, right: int, demonstration: str | None = None) -> Problem:
+    return Problem(f"{left:02d}+{right:02d}=", f"{left + right:03d}", demonstration)
+
+
+def _demonstrated(left: int, right: int, generator: random.Random) -> Problem:
+    forgets = generator.random() < FORGETS_TO_CARRY
+    shown = sum_without_carry(left, right) if forgets else left + right
+    return _problem(left, right, f"{shown:03d}")
+
+
+def main(
+    directory: Annotated[Path, typer.Option(help="Where to write.")] = Path(__file__).parent / "data",
+) -> None:
+    """Write train.jsonl and held_out.jsonl."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, problems in make_problems().items():
+        (directory / name).write_text(to_json_lines(problems))
+        print(f"{directory / name}: {len(problems)} problems")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,226 @@
+"""Settings of a run: `rl_config`, beside the engine's `model`, `actor_config` and `generate_config`, in one YAML file.
+
+Paths in the file are relative to it. Everything that is wrong is reported at once, before any process group exists.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+import yaml
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from examples.gpt_rl import task
+from hybrid_engine import HybridConfig, load_config
+from hybrid_engine.errors import ConfigError, Violation
+
+SHARED_SEED_SECTIONS = ("actor_config", "generate_config")
+
+
+class _Section(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class WarmUpConfig(_Section):
+    """`rl_config.warm_up`: supervised steps on the demonstrations."""
+
+    steps: PositiveInt = 300
+    """Optimizer steps."""
+    batch_size: PositiveInt = 128
+    """Demonstrations per step."""
+    learning_rate: PositiveFloat = 2e-3
+    """Reached after a twentieth of the steps, falling linearly to a tenth of it over the second half."""
+
+
+class RLConfig(_Section):
+    """`rl_config`: the task and GRPO."""
+
+    data: Path
+    """Directory with train.jsonl and held_out.jsonl."""
+    seed: int = 0
+    """Of everything: weights, batches, samples. Sections without a `seed` of their own take this one."""
+    iterations: PositiveInt = 30
+    """Rollouts; each is followed by `epochs` x `minibatches` optimizer steps."""
+    warm_up: WarmUpConfig = WarmUpConfig()
+    """See below."""
+    prompts_per_iteration: PositiveInt = 64
+    """Problems sampled for a rollout."""
+    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    """Completions of each: the group over which rewards are normalised."""
+    max_tokens: PositiveInt = 5
+    """Longest completion, in tokens, with its end token."""
+    temperature: PositiveFloat = 1.0
+    """Of sampling. Log-probabilities are the model's own, so other values than 1 make the ratio approximate."""
+    epochs: PositiveInt = 1
+    """Times each completion is learned from."""
+    minibatches: PositiveInt = 2
+    """Optimizer steps per epoch."""
+    learning_rate: PositiveFloat = 3e-4
+    """Constant."""
+    clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """PPO's epsilon: a token whose probability changed by more than this share is not pushed further."""
+    kl_coefficient: NonNegativeFloat = 0.01
+    """Weight of the KL to the model after the warm-up."""
+    evaluate_every: PositiveInt = 1
+    """Iterations between two measurements of held-out accuracy; the last iteration is always measured."""
+    checkpoint_every: PositiveInt = 10
+    """Iterations between two checkpoints; there is one at the end and when the run is interrupted, too."""
+
+    @property
+    def batch_size(self) -> int:
+        """Completions per iteration."""
+        return self.prompts_per_iteration * self.samples_per_prompt
+
+
+class Settings(pydantic.BaseModel):
+    """A whole, checked configuration."""
+
+    model_config = pydantic.ConfigDict(frozen=True)
+
+    engine: HybridConfig
+    rl: RLConfig
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a resumed run must have in common with the one it continues: all but how long it runs and logs."""
+        free = {"iterations", "evaluate_every", "checkpoint_every", "data"}
+        values = {"engine": self.engine.model_dump(exclude={"model"}), "rl": self.rl.model_dump(exclude=free)}
+        return json.loads(json.dumps(values, default=str, sort_keys=True))
+
+
+def load_settings(
+    source: str | Path, world_size: int, iterations: int | None = None, seed: int | None = None
+) -> Settings:
+    """Read and check a YAML file.
+
+    Args:
+        source: the file.
+        world_size: number of ranks.
+        iterations, seed: in place of the file's.
+
+    Raises ConfigError with every violation, those of the engine's sections included.
+    """
+    path = Path(source)
+    values = _read_yaml(path)
+    violations: list[Violation] = []
+    rl = _parse_rl(values.pop("rl_config", None) or {}, path.parent, {"iterations": iterations, "seed": seed}, violations)
+    if rl is not None:
+        for name in SHARED_SEED_SECTIONS:
+            section = values.setdefault(name, {})
+            if isinstance(section, Mapping) and (seed is not None or "seed" not in section):
+                values[name] = {**section, "seed": rl.seed}
+    if isinstance(values.get("model"), str):
+        values["model"] = str(_relative_to(path.parent, values["model"]))
+    try:
+        engine = load_config(values, world_size)
+    except ConfigError as error:
+        raise ConfigError([*error.findings, *violations]) from None
+    if rl is not None:
+        violations.extend(_violations(engine, rl, world_size))
+    if violations:
+        raise ConfigError(violations)
+    return Settings(engine=engine, rl=rl)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError([Violation("--config", f"{path}: {error.strerror}", "Name a YAML file")]) from None
+    except yaml.YAMLError as error:
+        raise ConfigError([Violation("--config", f"{path} is not YAML: {error}", "Correct the file")]) from None
+    if not isinstance(values, dict):
+        raise ConfigError([Violation("--config", f"{path} holds no sections", "See examples/gpt_rl/configs")])
+    return values
+
+
+def _relative_to(directory: Path, path: str) -> Path:
+    return (directory / path).resolve()
+
+
+def _parse_rl(
+    values: Any, directory: Path, overrides: Mapping[str, Any], violations: list[Violation]
+) -> RLConfig | None:
+    """The section with command-line values in place; adds violations and gives None when it is wrong."""
+    if not isinstance(values, Mapping):
+        violations.append(Violation("rl_config", f"is {values!r}", "Make it a section of keys and values"))
+        return None
+    merged = {**values, **{key: value for key, value in overrides.items() if value is not None}}
+    if isinstance(merged.get("data"), str):
+        merged["data"] = _relative_to(directory, merged["data"])
+    try:
+        return RLConfig.model_validate(merged)
+    except pydantic.ValidationError as error:
+        violations.extend(_violation_of(item) for item in error.errors())
+        return None
+
+
+def _violation_of(item: Mapping[str, Any]) -> Violation:
+    key = ".".join(("rl_config", *map(str, item["loc"])))
+    if item["type"] == "extra_forbidden":
+        section = WarmUpConfig if "warm_up" in item["loc"] else RLConfig
+        return Violation(key, "unknown key", f"Known keys: {', '.join(section.model_fields)}")
+    if item["type"] == "missing":
+        return Violation(key, "is missing", "Add it")
+    return Violation(key, f"{item['msg']}, found {item.get('input')!r}", "Correct the value")
+
+
+def _violations(engine: HybridConfig, rl: RLConfig, world_size: int) -> Iterator[Violation]:
+    """What cannot go together."""
+    actor = engine.actor_config
+    model_ranks = (
+        actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size * actor.context_parallel_size
+    )
+    multiple = actor.micro_batch_size * (world_size // model_ranks)
+    reason = f"no multiple of micro_batch_size {actor.micro_batch_size} x {world_size // model_ranks} data parallel ranks"
+    if rl.warm_up.batch_size % multiple:
+        problem = f"{rl.warm_up.batch_size} is {reason}"
+        yield Violation("rl_config.warm_up.batch_size", problem, f"Use a multiple of {multiple}")
+    if rl.batch_size % (rl.minibatches * multiple):
+        problem = f"{rl.batch_size} completions in {rl.minibatches} minibatches: {reason}"
+        yield Violation("rl_config.minibatches", problem, "Change it, prompts_per_iteration or samples_per_prompt")
+    vocab_size = engine.hf_config().get("vocab_size")
+    if vocab_size != task.VOCAB_SIZE:
+        problem = f"vocab_size {vocab_size} in {engine.model / 'config.json'}, but the task has {task.VOCAB_SIZE} tokens"
+        yield Violation("model", problem, f"Set vocab_size to {task.VOCAB_SIZE}")
+    yield from _data_violations(engine, rl)
+
+
+def _data_violations(engine: HybridConfig, rl: RLConfig) -> Iterator[Violation]:
+    files = [rl.data / name for name in ("train.jsonl", "held_out.jsonl")]
+    missing = [path.name for path in files if not path.is_file()]
+    if missing:
+        problem = f"no {' and no '.join(missing)} in {rl.data}"
+        yield Violation("rl_config.data", problem, "Run python -m examples.gpt_rl.make_data")
+        return
+    try:
+        train, held_out = (task.load_problems(path) for path in files)
+    except ConfigError as error:
+        yield from error.findings
+        return
+    if shared := {problem.prompt for problem in train} & {problem.prompt for problem in held_out}:
+        problem = f"{len(shared)} held-out prompts are in train.jsonl, e.g. {min(shared)!r}"
+        yield Violation("rl_config.data", problem, "Keep the two apart")
+    if any(problem.demonstration is None for problem in train):
+        yield Violation("rl_config.data", "train.jsonl has problems without a demonstration", "Give every one")
+    if rl.prompts_per_iteration > len(train):
+        problem = f"{rl.prompts_per_iteration}, but train.jsonl has {len(train)} problems"
+        yield Violation("rl_config.prompts_per_iteration", problem, f"Use {len(train)} or fewer")
+    yield from _length_violations(engine, rl, [*train, *held_out])
+
+
+def _length_violations(engine: HybridConfig, rl: RLConfig, problems: list[task.Problem]) -> Iterator[Violation]:
+    prompt = max(len(problem.prompt) for problem in problems)
+    response = max(len(problem.demonstration or problem.answer) + 1 for problem in problems)
+    needed = prompt + max(response, rl.max_tokens)
+    seq_length = engine.actor_config.seq_length
+    if seq_length < needed - 1:  # the last token is only predicted
+        problem = f"{seq_length}, but a prompt of {prompt} tokens and its response need {needed - 1}"
+        yield Violation("actor_config.seq_length", problem, f"Use {needed - 1} or more")
+    max_model_len = engine.generate_config.max_model_len
+    if max_model_len is not None and max_model_len < prompt + rl.max_tokens:
+        problem = f"{max_model_len}, but prompt and completion reach {prompt + rl.max_tokens} tokens"
+        yield Violation("generate_config.max_model_len", problem, f"Use {prompt + rl.max_tokens} or more")

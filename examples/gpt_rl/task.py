@@ -1,0 +1,72 @@
+"""The task: characters as tokens, problems in JSON lines, and a reward that code checks.
+
+To train on something else, replace the data, `CHARACTERS` and `reward`; nothing else knows what the text means.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybrid_engine.errors import ConfigError, Violation
+
+CHARACTERS = "0123456789+="
+END = len(CHARACTERS)  # ends a completion
+PADDING = len(CHARACTERS) + 1  # fills rows of a batch up; no loss is taken there
+VOCAB_SIZE = len(CHARACTERS) + 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt, the right answer and, for the warm-up, a response to imitate, which may be wrong.
+
+    `prompt`, `answer` and `demonstration` are text over `CHARACTERS`.
+    """
+
+    prompt: str
+    answer: str
+    demonstration: str | None = None
+
+
+def encode(text: str) -> list[int]:
+    """Token ids of a text. Raises KeyError naming a character that is no token."""
+    unknown = sorted(set(text) - set(CHARACTERS))
+    if unknown:
+        raise KeyError(f"{text!r} has characters that are no tokens: {''.join(unknown)!r}; tokens are {CHARACTERS!r}")
+    return [CHARACTERS.index(character) for character in text]
+
+
+def encode_response(text: str) -> list[int]:
+    """Token ids of a response, with the end token."""
+    return [*encode(text), END]
+
+
+def decode(token_ids: Sequence[int]) -> str | None:
+    """The text of a completion, or None when it is not finished or holds something that is no character."""
+    if not token_ids or token_ids[-1] != END or any(token >= END for token in token_ids[:-1]):
+        return None
+    return "".join(CHARACTERS[token] for token in token_ids[:-1])
+
+
+def reward(problem: Problem, token_ids: Sequence[int]) -> float:
+    """1 for exactly the right answer, else 0."""
+    return float(decode(token_ids) == problem.answer)
+
+
+def load_problems(path: Path) -> list[Problem]:
+    """Problems of a JSON lines file. Raises ConfigError naming every line that is none."""
+    problems, violations = [], []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            problem = Problem(**json.loads(line))
+            encode(problem.prompt + problem.answer + (problem.demonstration or ""))
+        except (ValueError, TypeError, KeyError) as error:
+            remedy = "Give prompt, answer and perhaps demonstration, over the task's characters"
+            violations.append(Violation(f"{path}:{number}", str(error.args[0] if error.args else error), remedy))
+        else:
+            problems.append(problem)
+    if violations:
+        raise ConfigError(violations)
+    return problems

@@ -1,0 +1,127 @@
+"""Being a guest: vLLM in a process, on process groups and on a host that belong to somebody else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hybrid_engine.backends.vllm.names import ENGINE_TOKEN
+from hybrid_engine.backends.vllm.settings import InferenceSettings
+from hybrid_engine.backends.vllm.version import TESTED_VERSION
+from hybrid_engine.errors import ConfigError, RemoteError, StateError, UnknownModelError, Violation
+
+_SHM = Path("/dev/shm")
+
+
+def set_environment(settings: InferenceSettings, rank: int) -> None:
+    """Set what vLLM reads from the environment, where the user has not: call before vLLM is first imported."""
+    defaults = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": settings.log_level,
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(dist.get_world_size()),
+    }
+    for key, value in defaults.items():
+        os.environ.setdefault(key, value)
+
+
+def check_world(settings: InferenceSettings, rank: int) -> None:
+    """Raise unless there is a process group of the size that the settings need, and `rank` is this rank in it."""
+    if not dist.is_initialized():
+        raise StateError("no process group: call torch.distributed.init_process_group (or Megatron's) first")
+    violations = []
+    if settings.num_ranks != dist.get_world_size():
+        violations.append(
+            Violation(
+                "data_parallel_size x pipeline_parallel_size x tensor_parallel_size",
+                f"{settings.data_parallel_size} x {settings.pipeline_parallel_size} x {settings.tensor_parallel_size} "
+                f"= {settings.num_ranks}, but there are {dist.get_world_size()} ranks",
+                "Let their product be the world size",
+            )
+        )
+    if rank != dist.get_rank() or os.environ.get("RANK", str(rank)) != str(rank):
+        problem = f"{rank}, but the process group says {dist.get_rank()} and RANK is {os.environ.get('RANK')}"
+        violations.append(Violation("rank", problem, "Launch with torchrun and pass dist.get_rank()"))
+    if violations:
+        raise ConfigError(violations)
+
+
+@contextlib.contextmanager
+def raised_everywhere(phase: str) -> Iterator[None]:
+    """Let every rank learn of an error inside: the others raise RemoteError instead of waiting for this one."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    reports: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    if failed := {rank: report for rank, report in enumerate(reports) if report is not None}:
+        raise RemoteError("\n".join(f"{phase} failed on rank {rank}: {report}" for rank, report in failed.items()))
+
+
+@contextlib.contextmanager
+def own_shared_memory() -> Iterator[None]:
+    """Give the shared memory that vLLM makes inside a name of this engine, and take the names away at the end.
+
+    All ranks have mapped it then. Without names nothing stays in /dev/shm, whatever becomes of the processes.
+    """
+    token = [secrets.token_hex(8)]
+    dist.broadcast_object_list(token)
+    os.environ[ENGINE_TOKEN] = token[0]
+    try:
+        yield
+        dist.barrier()
+    finally:
+        del os.environ[ENGINE_TOKEN]
+        for path in _SHM.glob(f"*{token[0]}*"):
+            path.unlink(missing_ok=True)
+
+
+def register_model_class(model_dir: str) -> None:
+    """Register the model's class itself: by name, vLLM would import itself again in a subprocess to look at it.
+
+    Raises ConfigError without a config.json and UnknownModelError when vLLM has no such architecture.
+    """
+    from vllm import ModelRegistry
+
+    path = Path(model_dir, "config.json")
+    if not path.is_file():
+        problem = f"{model_dir} has no config.json"
+        raise ConfigError([Violation("model_dir", problem, "Give a directory with the Hugging Face config")])
+    architectures = json.loads(path.read_text()).get("architectures", [])
+    known = [name for name in architectures if name in ModelRegistry.models]
+    if not known:
+        raise UnknownModelError(
+            f"{path}: vLLM {TESTED_VERSION} has no model for architectures {architectures}; it names "
+            "them as transformers does, e.g. LlamaForCausalLM"
+        )
+    for name in known:
+        registered = ModelRegistry.models[name]
+        if hasattr(registered, "module_name"):
+            ModelRegistry.register_model(name, registered.load_model_cls())
+
+
+def destroy_groups() -> None:
+    """End vLLM's process groups; its own way of doing this also ends the default group, which is the caller's."""
+    from vllm import envs
+    from vllm.distributed import parallel_state
+
+    envs.disable_envs_cache()
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+        parallel_state._NODE_COUNT = None
