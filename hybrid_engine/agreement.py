@@ -1,8 +1,15 @@
-"""All ranks leave a phase together: either all succeeded or all raise."""
+"""All ranks leave a phase together: either all succeeded or all raise.
+
+with agreement.phase("commit"):
+    ...                             # may fail on one rank only
+# here on every rank, or an error on every rank: the own one where it happened, RemoteError elsewhere
+"""
 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -22,6 +29,16 @@ class Agreement:
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Leave the block on all ranks or raise on all ranks. No other collective of this group inside."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        self.settle(name, error)
 
     def settle(self, phase: str, error: Exception | None) -> None:
         """Return when no rank failed. Otherwise raise: `error` where it happened, RemoteError elsewhere."""

@@ -1,19 +1,19 @@
 """The exceptions of the engine.
 
-    HybridEngineError
-    ├── ConfigError          a configuration is impossible; lists every violation with key and remedy
-    ├── DependencyError      a package is missing or has a version that was not tested
-    ├── ModelError           the model cannot be mapped
-    │   ├── UnknownModelError      no name table for the architecture
-    │   └── ParameterMismatchError a parameter has no counterpart, or another shape
-    ├── PlanError            the two layouts do not fit together; lists every fault
-    ├── WeightError          a weight's value is not usable (NaN)
-    ├── StateError           a call is not allowed in the present state
-    └── ReshardError         a switch failed; says in which phase, and what is where
-        ├── OffloadError     state could not leave the device or come back
-        ├── RemoteError      the cause lies on another rank; carries that rank's message
-        └── TransportError   moving bytes failed or timed out; names peer, bucket and phase
-            └── PeerTransportError   (also a RemoteError) a peer could not do its part of a bucket
+HybridEngineError
+├── ConfigError          a configuration is impossible; lists every violation with key and remedy
+├── DependencyError      a package is missing or has a version that was not tested
+├── ModelError           the model cannot be mapped
+│   ├── UnknownModelError      no name table for the architecture
+│   └── ParameterMismatchError a parameter has no counterpart, or another shape
+├── PlanError            the two layouts do not fit together; lists every fault
+├── WeightError          a weight's value is not usable (NaN)
+├── StateError           a call is not allowed in the present state
+└── ReshardError         a switch failed; says in which phase, and what is where
+    ├── OffloadError     state could not leave the device or come back
+    ├── RemoteError      the cause lies on another rank; carries that rank's message
+    └── TransportError   moving bytes failed or timed out; names peer, bucket and phase
+        └── PeerTransportError   (also a RemoteError) a peer could not do its part of a bucket
 """
 
 from __future__ import annotations

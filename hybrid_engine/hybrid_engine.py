@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from hybrid_engine.agreement import Agreement
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.sharding_manager import ReshardReport, ShardingManager, State
@@ -20,6 +21,7 @@ class HybridEngine:
         train: a `TrainEngine`.
         inference: an `InferenceEngine`.
         config: the checked configuration.
+        agreement: of all ranks; made here when there is none.
 
     All methods are collective. Example, as an RL loop uses it:
 
@@ -29,7 +31,7 @@ class HybridEngine:
             engine.train.train_step(batch, loss_function)
     """
 
-    def __init__(self, train: Any, inference: Any, config: HybridConfig) -> None:
+    def __init__(self, train: Any, inference: Any, config: HybridConfig, agreement: Agreement | None = None) -> None:
         self.train = train
         self.inference = inference
         self.sharding = ShardingManager(
@@ -39,6 +41,7 @@ class HybridEngine:
             offloader=MegatronOffloader(train.offload_items),
             version=lambda: train.version,
             config=config.generate_config,
+            agreement=agreement,
         )
 
     def rollout_context(self) -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -157,6 +157,7 @@ class ShardingManager:
         offloader: takes training state off the device and back.
         version: gives the number of optimizer steps the training weights have taken.
         config: which kinds to offload, transport, bucket size, timeout.
+        agreement: of all ranks; made here when there is none.
 
     Knows neither Megatron nor vLLM. The plan is made once, here; a later switch that finds another layout raises.
     """
@@ -169,6 +170,7 @@ class ShardingManager:
         offloader: MegatronOffloader,
         version: Callable[[], int],
         config: GenerateConfig,
+        agreement: Agreement | None = None,
     ) -> None:
         self.training = training
         self.inference = inference
@@ -176,7 +178,7 @@ class ShardingManager:
         self.offloader = offloader
         self.version = version
         self.config = config
-        self.agreement = Agreement(config.timeout_seconds)
+        self.agreement = agreement or Agreement(config.timeout_seconds)
         self.state = State.TRAIN
         self.last_report: ReshardReport | None = None
         self.reports: dict[str, ReshardReport] = {}
@@ -186,8 +188,12 @@ class ShardingManager:
         self._tally = _Tally()
         self.rank = dist.get_rank()
         self.transfer_group = dist.new_group(timeout=timedelta(seconds=config.timeout_seconds))
+        with self._phase("layout"):
+            handles = export_handles(self.rank, training.buffers())
+            setup = _RankSetup(host_id(), training.layout(), inference.layout(), handles)
+        setups = self.agreement.gather(setup)
         with self._phase("plan"):
-            self.container = self._connect()
+            self.container = self._connect(setups)
         with self._phase("release"):
             self.inference.release()
 
@@ -310,23 +316,16 @@ class ShardingManager:
     def _phase(self, name: str) -> Iterator[None]:
         """Time a phase and end it with all ranks agreeing that it succeeded."""
         started = time.perf_counter()
-        error: Exception | None = None
-        try:
+        with self.agreement.phase(name):
             yield
-        except Exception as caught:
-            error = caught
-        self.agreement.settle(name, error)
         self._tally.seconds[name] = self._tally.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def _note_peak(self) -> None:
         on_device = _resident_nbytes(self.offloader) + self._tally.inference
         self._tally.peak = max(self._tally.peak, on_device)
 
-    def _connect(self) -> WeightContainer:
-        """Exchange layouts and buffer handles once, plan, and connect the transports."""
-        handles = export_handles(self.rank, self.training.buffers())
-        own = _RankSetup(host_id(), self.training.layout(), self.inference.layout(), handles)
-        setups: list[_RankSetup] = self.agreement.gather(own)
+    def _connect(self, setups: Sequence[_RankSetup]) -> WeightContainer:
+        """Plan and connect the transports, from what all ranks told each other."""
         source = Layout.merge(setup.training for setup in setups)
         destination = Layout.merge(setup.inference for setup in setups)
         hosts = [setup.host for setup in setups]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_patches
+from hybrid_engine.agreement import Agreement
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import ConfigError, StateError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
@@ -37,22 +38,30 @@ class ActorHybridWorker:
     def __init__(self, config: HybridConfig) -> None:
         self.config = config
         self._created_process_group = _initialize_process_group(config.generate_config.timeout_seconds)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        megatron_patches.apply()
-        from hybrid_engine.backends.megatron import build
-        from hybrid_engine.backends.megatron.train_engine import TrainEngine
-        from hybrid_engine.backends.vllm import InferenceEngine
+        try:
+            self._build(Agreement(config.generate_config.timeout_seconds))
+        except BaseException:
+            self.shutdown()
+            raise
 
-        hf_config = config.hf_config()
-        self.table = table_for(hf_config)
-        build.initialize_parallel_state(config.actor_config)
-        actor = build.build_actor(config.actor_config, self.table, hf_config)
-        self.actor = actor
-        self.train: TrainEngine = TrainEngine(actor, self.table, config.actor_config.micro_batch_size)
-        self.inference: InferenceEngine = InferenceEngine(
-            inference_settings(config, self.world_size), self.table.shapes, self.rank
-        )
-        self.engine = HybridEngine(self.train, self.inference, config)
+    def _build(self, agreement: Agreement) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        with agreement.phase("building the training engine"):
+            megatron_patches.apply()
+            from hybrid_engine.backends.megatron import build
+            from hybrid_engine.backends.megatron.train_engine import TrainEngine
+
+            actor_config, hf_config = self.config.actor_config, self.config.hf_config()
+            self.table = table_for(hf_config)
+            build.initialize_parallel_state(actor_config)
+            self.actor = build.build_actor(actor_config, self.table, hf_config)
+            self.train: TrainEngine = TrainEngine(self.actor, self.table, actor_config.micro_batch_size)
+        with agreement.phase("building the inference engine"):
+            from hybrid_engine.backends.vllm import InferenceEngine
+
+            settings = inference_settings(self.config, self.world_size)
+            self.inference: InferenceEngine = InferenceEngine(settings, self.table.shapes, self.rank)
+        self.engine = HybridEngine(self.train, self.inference, self.config, agreement)
 
     @property
     def sharding(self) -> ShardingManager:
@@ -115,8 +124,9 @@ class ActorHybridWorker:
         checkpoint.load_checkpoint(directory, self.actor)
 
     def shutdown(self) -> None:
-        """End vLLM, and the process group if it was created here."""
-        self.inference.shutdown()
+        """End vLLM, and the process group if it was created here; idempotent."""
+        if "inference" in vars(self):
+            self.inference.shutdown()
         if self._created_process_group and dist.is_initialized():
             dist.destroy_process_group()
 

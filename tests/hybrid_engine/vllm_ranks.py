@@ -256,6 +256,34 @@ def _staged_switch() -> float:
     return max(gaps)
 
 
+def memory(directory: str) -> dict[str, Any]:
+    """Resident memory of a rank in MB, over three releases and switches, and the bytes of its weights."""
+    dist.init_process_group("gloo")
+    config = {
+        **support.LLAMA,
+        "hidden_size": 512,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 6,
+        "vocab_size": 4096,
+    }
+    engine = _engine(support.write_config(Path(directory) / "large", config), config)
+    weights = support.random_weights(config, 0)
+    result: dict[str, Any] = {"weights": engine.adaptor.nbytes / 1e6, "released": [], "committed": []}
+    for _ in range(3):
+        engine.release()
+        result["released"].append(_resident())
+        support.fill_by_records(engine.adaptor, weights, observed=False)
+        result["committed"].append(_resident())
+    engine.shutdown()
+    dist.destroy_process_group()
+    return result
+
+
+def _resident() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
 def transformers_oracle(directory: str) -> dict[str, float]:
     """Greatest difference of vLLM's and transformers' float32 log-probabilities, by model; and `_staged_switch`."""
     import transformers

@@ -133,11 +133,12 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], weights: Mappin
 
 
 def fill_by_records(
-    adaptor: Any, weights: Mapping[str, torch.Tensor], groups_at_once: int = 3
+    adaptor: Any, weights: Mapping[str, torch.Tensor], groups_at_once: int = 3, observed: bool = True
 ) -> dict[str, torch.Tensor]:
     """Write whole tensors into vLLM through the layout's records alone; returns the loader-layout parameters."""
     seen: dict[str, torch.Tensor] = {}
-    adaptor.observer = lambda name, tensor: seen.__setitem__(name, tensor.detach().clone())
+    if observed:
+        adaptor.observer = lambda name, tensor: seen.__setitem__(name, tensor.detach().clone())
     layout = adaptor.layout()
     shards: dict[str, list[Any]] = {}
     for shard in layout.shards:

@@ -7,8 +7,11 @@ adaptor.py    VllmAdaptor: vLLM's parameters as `InferenceWeights`
   inventory.py  the storages behind the parameters
   records.py    trace + storages -> Layout
   postload.py   what vLLM does to weights after loading
+  heap.py       freed memory goes back to the operating system
 loader.py     the load format through which vLLM hands over its model
-worker.py     vLLM's worker as a guest in our process
+guest.py      environment, shared memory, groups and errors of a guest in somebody else's process
+random_state.py  the sampler's own random state
+worker.py     vLLM's worker as a guest; names.py is what it shares with the engine
 """
 
 from hybrid_engine.backends.vllm.adaptor import VllmAdaptor

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hybrid_engine.backends.vllm import postload
+from hybrid_engine.backends.vllm import heap, postload
 from hybrid_engine.backends.vllm.inventory import Binding, WeightStorage, flat_view, take_inventory
 from hybrid_engine.backends.vllm.records import STAGED, build_layout
 from hybrid_engine.backends.vllm.tracing import trace_loader
@@ -170,6 +170,8 @@ class VllmAdaptor:
             for name in groups:
                 self._commit_group(self._groups[name])
                 self._uncommitted.discard(name)
+        if self.ready and self._device.type == "cpu":
+            heap.trim()
 
     def release(self) -> None:
         """Free all weights; views of live ones stay valid and become usable with the next allocate."""
@@ -186,6 +188,7 @@ class VllmAdaptor:
         elif self._device.type == "cpu":
             for storage in self._live_storages():
                 storage.tensor.untyped_storage().resize_(0)
+            heap.trim()
         else:
             logger.warning("vLLM's sleep mode is off: its %d bytes of weights stay on the device", self.nbytes)
 

@@ -30,7 +30,7 @@ from hybrid_engine.backends.vllm.guest import (
 )
 from hybrid_engine.backends.vllm.random_state import get_state, random_state_kept, seeded_state, set_state
 from hybrid_engine.backends.vllm.settings import Completion, InferenceSettings, Sampling
-from hybrid_engine.backends.vllm.version import require_vllm
+from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.errors import ConfigError, StateError, Violation
 
 _DEFAULT_CPU_KV_CACHE = 256 << 20
@@ -243,6 +243,7 @@ class InferenceEngine:
 
     def _run(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
         llm = self.llm
+        self._check_can_generate()
         self.adaptor.require_ready()
         if self._kv_cache_asleep:
             raise StateError("the KV cache's memory is released: call wake_kv_cache() before generating")
@@ -252,6 +253,18 @@ class InferenceEngine:
             outputs = llm.generate(requests, params, use_tqdm=False)
             self._generator_state = get_state()
         return outputs
+
+    def _check_can_generate(self) -> None:
+        """Refuse what vLLM's CPU backend would answer with a crash; weights can be loaded and compared all the same."""
+        if self._device_type != "cpu":
+            return
+        settings = self.settings
+        if settings.pipeline_parallel_size > 1 or settings.enable_expert_parallel:
+            raise StateError(
+                f"vLLM {TESTED_VERSION} on CPU loads but cannot generate with pipeline_parallel_size="
+                f"{settings.pipeline_parallel_size} and enable_expert_parallel={settings.enable_expert_parallel}: "
+                "use 1 and False, and tensor or data parallelism instead"
+            )
 
     def _score(self, token_ids: Sequence[Sequence[int]], num_logprobs: int) -> list[Any]:
         from vllm import SamplingParams
