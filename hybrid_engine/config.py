@@ -145,17 +145,26 @@ def load_config(source: str | Path | Mapping[str, Any], world_size: int) -> Hybr
         source: a YAML file, or the same as a mapping.
         world_size: number of ranks.
 
-    Raises ConfigError with every violation: unknown keys, wrong types, impossible layouts.
+    Raises ConfigError with every violation: first of all unknown keys and wrong values; then, since these decide what
+    a layout is, of all impossible layouts.
     """
-    values = source if isinstance(source, Mapping) else yaml.safe_load(Path(source).read_text())
     try:
-        config = HybridConfig.model_validate(values)
+        config = HybridConfig.model_validate(_values_of(source))
     except pydantic.ValidationError as error:
         raise ConfigError([_violation_of(item) for item in error.errors()]) from None
     violations = find_violations(config, world_size)
     if violations:
         raise ConfigError(violations)
     return config
+
+
+def _values_of(source: str | Path | Mapping[str, Any]) -> Any:
+    if isinstance(source, Mapping):
+        return source
+    try:
+        return yaml.safe_load(Path(source).read_text())
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError([Violation(str(source), f"cannot be read: {error}", "Name a YAML file")]) from error
 
 
 def find_violations(config: HybridConfig, world_size: int) -> list[Violation]:
@@ -166,6 +175,9 @@ def find_violations(config: HybridConfig, world_size: int) -> list[Violation]:
         dims = table_for(config.hf_config()).dims
     except UnknownModelError as error:
         return [Violation("model", str(error), "Choose a supported model or add a table")]
+    except (ValueError, KeyError, TypeError) as error:
+        problem = f"{config.model / 'config.json'} cannot be used: {error!r}"
+        return [Violation("model", problem, "Name a directory with a complete config.json")]
     return [
         *_training_violations(config.actor_config, dims, world_size),
         *_inference_violations(config.generate_config, config.actor_config, dims, world_size),
@@ -173,11 +185,13 @@ def find_violations(config: HybridConfig, world_size: int) -> list[Violation]:
 
 
 def _violation_of(item: Mapping[str, Any]) -> Violation:
-    key = ".".join(str(part) for part in item["loc"])
+    key = ".".join(str(part) for part in item["loc"]) or "configuration"
     if item["type"] != "extra_forbidden":
         return Violation(key, f"{item['msg']}, found {item.get('input')!r}", "Correct the value")
-    sections = {"actor_config": ActorConfig, "generate_config": GenerateConfig}
-    known = list(sections.get(str(item["loc"][0]), HybridConfig).model_fields)
+    section = HybridConfig
+    for part in item["loc"][:-1]:
+        section = section.model_fields[part].annotation
+    known = list(section.model_fields)
     close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
     remedy = f"Did you mean {close[0]}" if close else f"Known keys: {', '.join(known)}"
     return Violation(key, "unknown key", remedy)
@@ -209,6 +223,7 @@ def _training_violations(actor: ActorConfig, dims: ModelDims, world_size: int) -
         f"TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp} does not divide the world size {world_size}",
         "Choose sizes whose product divides the number of ranks",
     )
+    found.require(cp == 1, "context_parallel_size", f"{cp}: context parallelism is not supported yet", "Use 1")
     _head_violations(found, "tensor_model_parallel_size", tp, dims)
     chunks = pp * (actor.virtual_pipeline_model_parallel_size or 1)
     found.require_divides(chunks, dims.num_layers, "pipeline_model_parallel_size", "the number of layers")

@@ -28,12 +28,16 @@ class _Section(pydantic.BaseModel):
 class WarmUpConfig(_Section):
     """`rl_config.warm_up`: supervised steps on the demonstrations."""
 
-    steps: PositiveInt = 300
-    """Optimizer steps."""
+    max_steps: PositiveInt = 800
+    """Optimizer steps, at most."""
+    target_loss: NonNegativeFloat = 0.27
+    """The warm-up ends when its smoothed loss (nats per token) is below this."""
     batch_size: PositiveInt = 128
     """Demonstrations per step."""
-    learning_rate: PositiveFloat = 2e-3
-    """Reached after a twentieth of the steps, falling linearly to a tenth of it over the second half."""
+    learning_rate: PositiveFloat = 3e-3
+    """Reached in `ramp_steps` equal steps, then constant."""
+    ramp_steps: PositiveInt = 20
+    """See `learning_rate`."""
 
 
 class RLConfig(_Section):
@@ -106,7 +110,9 @@ def load_settings(
     path = Path(source)
     values = _read_yaml(path)
     violations: list[Violation] = []
-    rl = _parse_rl(values.pop("rl_config", None) or {}, path.parent, {"iterations": iterations, "seed": seed}, violations)
+    rl = _parse_rl(
+        values.pop("rl_config", None) or {}, path.parent, {"iterations": iterations, "seed": seed}, violations
+    )
     if rl is not None:
         for name in SHARED_SEED_SECTIONS:
             section = values.setdefault(name, {})
@@ -171,11 +177,11 @@ def _violation_of(item: Mapping[str, Any]) -> Violation:
 def _violations(engine: HybridConfig, rl: RLConfig, world_size: int) -> Iterator[Violation]:
     """What cannot go together."""
     actor = engine.actor_config
-    model_ranks = (
-        actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size * actor.context_parallel_size
-    )
+    model_ranks = actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size * actor.context_parallel_size
     multiple = actor.micro_batch_size * (world_size // model_ranks)
-    reason = f"no multiple of micro_batch_size {actor.micro_batch_size} x {world_size // model_ranks} data parallel ranks"
+    reason = (
+        f"no multiple of micro_batch_size {actor.micro_batch_size} x {world_size // model_ranks} data parallel ranks"
+    )
     if rl.warm_up.batch_size % multiple:
         problem = f"{rl.warm_up.batch_size} is {reason}"
         yield Violation("rl_config.warm_up.batch_size", problem, f"Use a multiple of {multiple}")
@@ -184,7 +190,9 @@ def _violations(engine: HybridConfig, rl: RLConfig, world_size: int) -> Iterator
         yield Violation("rl_config.minibatches", problem, "Change it, prompts_per_iteration or samples_per_prompt")
     vocab_size = engine.hf_config().get("vocab_size")
     if vocab_size != task.VOCAB_SIZE:
-        problem = f"vocab_size {vocab_size} in {engine.model / 'config.json'}, but the task has {task.VOCAB_SIZE} tokens"
+        problem = (
+            f"vocab_size {vocab_size} in {engine.model / 'config.json'}, but the task has {task.VOCAB_SIZE} tokens"
+        )
         yield Violation("model", problem, f"Set vocab_size to {task.VOCAB_SIZE}")
     yield from _data_violations(engine, rl)
 

@@ -15,6 +15,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from hybrid_engine.errors import PlanError
 from hybrid_engine.planning.regions import Region
 
 DTYPE_NBYTES = {
@@ -74,6 +75,8 @@ class Buffer:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_NBYTES:
             raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_NBYTES)}")
+        if empty := [extent for extent in self.padding if extent.start == extent.stop]:
+            raise ValueError(f"padding {empty} is empty; leave it out")
 
     @property
     def itemsize(self) -> int:
@@ -134,18 +137,21 @@ class Layout:
 
     @staticmethod
     def merge(layouts: Iterable[Layout]) -> Layout:
-        """Join the layouts of several ranks. Raises ValueError when two disagree on a tensor or a buffer."""
+        """Join the layouts of several ranks. Raises PlanError with every tensor and buffer on which two disagree."""
         tensors: dict[str, tuple[int, ...]] = {}
         buffers: dict[BufferId, Buffer] = {}
         shards: list[Shard] = []
+        faults: list[str] = []
         for layout in layouts:
             for name, shape in layout.tensors.items():
                 if tensors.setdefault(name, shape) != shape:
-                    raise ValueError(f"{name}: shape {tensors[name]} on one rank, {shape} on another")
+                    faults.append(f"{name}: shape {tensors[name]} on one rank, {shape} on another")
             for buffer_id, buffer in layout.buffers.items():
                 if buffers.setdefault(buffer_id, buffer) != buffer:
-                    raise ValueError(f"{buffer_id}: described twice, differently")
+                    faults.append(f"{buffer_id}: described twice, as {buffers[buffer_id]} and as {buffer}")
             shards.extend(layout.shards)
+        if faults:
+            raise PlanError(faults)
         return Layout(tensors, buffers, tuple(shards))
 
     def shards_by_tensor(self) -> dict[str, list[Shard]]:

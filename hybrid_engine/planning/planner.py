@@ -1,7 +1,7 @@
 """Planning: box intersection of two layouts.
 
-    for every destination shard:                      (tensor by tensor: no state is shared between tensors)
-        for every source rank, nearest first:         self, then same host, then the least loaded of the others
+    for every destination shard:                      (tensor by tensor, in the model's order)
+        for every source rank, nearest first:         self, then same host, then others; the least loaded of each
             move what that rank holds of the part still missing
         anything still missing is a fault
 
@@ -17,7 +17,7 @@ from hybrid_engine.errors import PlanError
 from hybrid_engine.planning.layout import Buffer, BufferId, Layout, Shard
 from hybrid_engine.planning.plan import Bucket, ByteCount, Link, ReshardPlan, Transfer, fingerprint_of
 from hybrid_engine.planning.regions import Region, subtract_all, union
-from hybrid_engine.planning.validation import layout_faults
+from hybrid_engine.planning.validation import layout_faults, shard_fault
 
 DEFAULT_BUCKET_NBYTES = 256 * 1024 * 1024
 
@@ -41,19 +41,20 @@ def plan(
     Raises:
         PlanError: with every fault: bounds, overlaps, gaps, shapes that differ, destination regions that no rank
             holds, source tensors that nobody reads.
+
+    Tensors are taken in the order in which the destination declares them (the model's own).
     """
     faults = [*layout_faults(source, exact=False), *layout_faults(destination, exact=True)]
     faults += _shape_faults(source, destination)
-    if faults:
-        raise PlanError(faults)
+    unusable = _unusable_tensors(source, destination) if faults else set()
     src_by_tensor, dst_by_tensor = source.shards_by_tensor(), destination.shards_by_tensor()
     transfers: dict[str, list[Transfer]] = {}
-    for ordinal, tensor in enumerate(_tensor_order(destination, dst_by_tensor)):
-        tensor_plan = _TensorPlan(source.buffers, hosts, ordinal)
+    senders = _Senders(source.buffers, hosts)
+    for tensor in (name for name in destination.tensors if name in dst_by_tensor and name not in unusable):
+        transfers[tensor] = []
         for shard in dst_by_tensor[tensor]:
-            missing = tensor_plan.fill(shard, src_by_tensor.get(tensor, []))
+            missing = senders.fill(shard, src_by_tensor.get(tensor, []), transfers[tensor])
             faults.extend(_missing_fault(shard, region) for region in missing)
-        transfers[tensor] = tensor_plan.transfers
     unread = tuple(sorted(src_by_tensor.keys() - dst_by_tensor.keys()))
     faults += [
         f"{name}: a training parameter that no inference rank reads"
@@ -72,10 +73,20 @@ def plan(
 
 def _shape_faults(source: Layout, destination: Layout) -> list[str]:
     return [
-        f"{name}: shape {source.tensors[name]} in training, {shape} in inference"
-        for name, shape in destination.tensors.items()
-        if name in source.tensors and source.tensors[name] != shape
+        f"{name}: shape {source.tensors[name]} in training, {destination.tensors[name]} in inference"
+        for name in _tensors_of_two_shapes(source, destination)
     ]
+
+
+def _tensors_of_two_shapes(source: Layout, destination: Layout) -> list[str]:
+    return [name for name, shape in destination.tensors.items() if source.tensors.get(name, shape) != shape]
+
+
+def _unusable_tensors(source: Layout, destination: Layout) -> set[str]:
+    """Tensors whose shards cannot be intersected; their faults have been found already."""
+    return set(_tensors_of_two_shapes(source, destination)) | {
+        shard.region.tensor for layout in (source, destination) for shard in layout.shards if shard_fault(layout, shard)
+    }
 
 
 def _missing_fault(shard: Shard, region: Region) -> str:
@@ -86,52 +97,43 @@ def _missing_fault(shard: Shard, region: Region) -> str:
     )
 
 
-def _tensor_order(destination: Layout, dst_by_tensor: Mapping[str, list[Shard]]) -> list[str]:
-    """Tensors that are read, in the order the destination declares them (the model's own order)."""
-    return [name for name in destination.tensors if name in dst_by_tensor]
+class _Senders:
+    """Chooses who sends: the nearest rank and, among equally near ones, the one asked for fewest bytes so far."""
 
-
-class _TensorPlan:
-    """The transfers of one canonical tensor, with the bytes each source has been asked to send so far."""
-
-    def __init__(self, src_buffers: Mapping[BufferId, Buffer], hosts: Sequence[str], ordinal: int) -> None:
+    def __init__(self, src_buffers: Mapping[BufferId, Buffer], hosts: Sequence[str]) -> None:
         self.src_buffers = src_buffers
         self.hosts = hosts
-        self.ordinal = ordinal
-        self.sent_nbytes = dict.fromkeys(range(len(hosts)), 0)
-        self.transfers: list[Transfer] = []
+        self.sent_nbytes: Counter[int] = Counter()
 
-    def fill(self, dst: Shard, sources: Sequence[Shard]) -> list[Region]:
-        """Add transfers for one destination shard; return the parts that no source holds."""
+    def fill(self, dst: Shard, sources: Sequence[Shard], transfers: list[Transfer]) -> list[Region]:
+        """Append the transfers of one destination shard to `transfers`; return the parts that no source holds."""
         missing = [dst.region]
         for src in sorted(sources, key=lambda shard: self._preference(shard.place.buffer.rank, dst.place.buffer.rank)):
             for region in missing:
                 common = region.intersect(src.region)
                 if common is not None:
-                    self._add(common, src, dst)
+                    transfers.append(self._send(common, src, dst))
             missing = subtract_all(missing, [src.region])
             if not missing:
                 break
         return missing
 
     def _preference(self, src_rank: int, dst_rank: int) -> tuple[int, int, int]:
-        """Sort key: nearest link, then least loaded, then a start that turns from tensor to tensor."""
-        nearness = list(Link).index(self._link(src_rank, dst_rank))
-        return nearness, self.sent_nbytes[src_rank], (src_rank - self.ordinal) % len(self.hosts)
+        """Sort key: nearest link, then least loaded."""
+        return list(Link).index(self._link(src_rank, dst_rank)), self.sent_nbytes[src_rank], src_rank
 
     def _link(self, src_rank: int, dst_rank: int) -> Link:
         if src_rank == dst_rank:
             return Link.SELF
         return Link.HOST if self.hosts[src_rank] == self.hosts[dst_rank] else Link.NETWORK
 
-    def _add(self, region: Region, src: Shard, dst: Shard) -> None:
+    def _send(self, region: Region, src: Shard, dst: Shard) -> Transfer:
         src_id, dst_id = src.place.buffer, dst.place.buffer
         nbytes = region.numel * self.src_buffers[src_id].itemsize
         link = self._link(src_id.rank, dst_id.rank)
         if link is not Link.SELF:
             self.sent_nbytes[src_id.rank] += nbytes
-        transfer = Transfer(region.tensor, region.lengths, src.place_of(region), dst.place_of(region), nbytes, link)
-        self.transfers.append(transfer)
+        return Transfer(region.tensor, region.lengths, src.place_of(region), dst.place_of(region), nbytes, link)
 
 
 def _buckets(
@@ -170,9 +172,7 @@ class _PendingBucket:
         return Bucket(index, in_order, tuple(self.groups), max(self.nbytes.values()))
 
 
-def _clusters(
-    tensors: Iterable[str], destination: Layout, dst_by_tensor: Mapping[str, list[Shard]]
-) -> list[list[str]]:
+def _clusters(tensors: Iterable[str], destination: Layout, dst_by_tensor: Mapping[str, list[Shard]]) -> list[list[str]]:
     """Tensors that must stay in one bucket since they share groups, directly or through others; in order."""
     tensors = list(tensors)
     joined_to = list(range(len(tensors)))  # an earlier tensor of the same cluster; the first points to itself

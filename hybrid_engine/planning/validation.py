@@ -24,10 +24,11 @@ def layout_faults(layout: Layout, *, exact: bool) -> list[str]:
     faults: list[str] = []
     shards_by_buffer: dict[BufferId, list[Shard]] = {buffer_id: [] for buffer_id in sorted(layout.buffers)}
     for shard in layout.shards:
-        region_faults = _region_faults(layout, shard)
-        faults.extend(region_faults)
-        if not region_faults:
+        fault = shard_fault(layout, shard)
+        if fault is None:
             shards_by_buffer[shard.place.buffer].append(shard)
+        else:
+            faults.append(fault)
     for buffer_id, shards in shards_by_buffer.items():
         buffer = layout.buffers[buffer_id]
         out_of_bounds = [fault for shard in shards if (fault := _bounds_fault(buffer, shard))]
@@ -42,16 +43,20 @@ def layout_faults(layout: Layout, *, exact: bool) -> list[str]:
     return faults
 
 
-def _region_faults(layout: Layout, shard: Shard) -> list[str]:
+def shard_fault(layout: Layout, shard: Shard) -> str | None:
+    """Why a shard does not belong to its layout: tensor, region or buffer unknown; None when it does."""
     region, buffer_id = shard.region, shard.place.buffer
     shape = layout.tensors.get(region.tensor)
     if shape is None:
-        return [f"{region.tensor}: rank {buffer_id.rank} has a shard of it, but it is no declared tensor"]
+        return f"{region.tensor}: rank {buffer_id.rank} has a shard of it, but it is no declared tensor"
     if len(shape) != len(region.lengths) or any(end > size for end, size in zip(region.ends, shape, strict=True)):
-        return [f"{region.tensor}: shard [{region.offsets}, {region.ends}) lies outside of shape {shape}"]
+        return (
+            f"{region.tensor}: shard [{region.offsets}, {region.ends}) on rank {buffer_id.rank} "
+            f"lies outside of shape {shape}"
+        )
     if buffer_id not in layout.buffers:
-        return [f"{region.tensor}: its buffer {buffer_id.name!r} on rank {buffer_id.rank} is not declared"]
-    return []
+        return f"{region.tensor}: its {_label(buffer_id)} is not declared"
+    return None
 
 
 def _bounds_fault(buffer: Buffer, shard: Shard) -> str | None:

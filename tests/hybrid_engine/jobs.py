@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_engine import ActorHybridWorker, Sampling, load_config
+from hybrid_engine import ActorHybridWorker, HybridConfig, Sampling, load_config
 from hybrid_engine.planning.layout import Layout
 
 SEQ_LENGTH = 32
@@ -48,8 +48,8 @@ def write_model(directory: Path, family: str, **changes: Any) -> Path:
     return directory
 
 
-def build_worker(model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None) -> ActorHybridWorker:
-    """The worker of this rank, with sizes that keep a test short."""
+def configuration(model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None) -> HybridConfig:
+    """A configuration with sizes that keep a test short."""
     values = {
         "model": str(model),
         "actor_config": {
@@ -62,7 +62,12 @@ def build_worker(model: Path, actor: Mapping[str, Any], generate: Mapping[str, A
         },
         "generate_config": {"max_model_len": 64, "max_num_seqs": 16, "timeout_seconds": 120, **(generate or {})},
     }
-    return ActorHybridWorker(load_config(values, int(os.environ["WORLD_SIZE"])))
+    return load_config(values, int(os.environ["WORLD_SIZE"]))
+
+
+def build_worker(model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None) -> ActorHybridWorker:
+    """The worker of this rank."""
+    return ActorHybridWorker(configuration(model, actor, generate))
 
 
 def batch(seed: int, vocab_size: int = 130, num_sequences: int = 8) -> dict[str, torch.Tensor]:

@@ -46,7 +46,10 @@ PP2 = {"pipeline_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 TIED = {"tie_word_embeddings": True}
 
-ONE_RANK = {"one rank": Case("llama"), "one rank, all biases": Case("llama", {"attention_bias": True, "mlp_bias": True})}
+ONE_RANK = {
+    "one rank": Case("llama"),
+    "one rank, all biases": Case("llama", {"attention_bias": True, "mlp_bias": True}),
+}
 TWO_RANKS = {
     "tp2": Case("llama", {}, TP2),
     "tp2, tied, sequence parallel": Case("qwen2", TIED, {**TP2, "sequence_parallel": True}),
@@ -134,7 +137,9 @@ def rank_views(
 ) -> dict[str, tuple[ModelTable, list[RankView]]]:
     """Case -> (its table, what each rank saw)."""
     cases = ALL_CASES[request.param]
-    paths = {name: save_model(tmp_path_factory.mktemp("model"), case.family, **case.model) for name, case in cases.items()}
+    paths = {
+        name: save_model(tmp_path_factory.mktemp("model"), case.family, **case.model) for name, case in cases.items()
+    }
     results = launch(views_of_rank, request.param, cases, paths)
     return {name: (table_for(read_config(path)), [result[name] for result in results]) for name, path in paths.items()}
 
@@ -253,9 +258,9 @@ def unpacked(megatron: dict[str, np.ndarray], table: ModelTable) -> dict[str, np
 # -- values, and what is pending on them ---------------------------------------------------------------------------
 
 
-def prepared_and_not(path: Path, config: ActorConfig) -> dict[str, Any]:
+def prepared_and_not(path: Path) -> dict[str, Any]:
     """On every rank, after optimizer steps with overlapping gathers: buffers before and after `prepare`."""
-    with running(path, config) as run:
+    with running(path, ActorConfig(**{**DENSE_FLOAT32, **OVERLAP})) as run:
         batch = {"tokens": torch.arange(12).reshape(1, 12) + 12 * run.engine.dp_rank}
         batch["labels"] = batch["tokens"] + 1
         run.engine.set_learning_rate(1e-2)
@@ -277,11 +282,19 @@ def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
     return [name for name in left if not torch.equal(left[name], right[name])]
 
 
-def test_prepare_finishes_pending_gathers(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def about_values(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, str]]]:
+    """What each of two ranks brings back from `prepared_and_not` and from `refusals`."""
+    return launch(prepared_and_not_and_refusals, 2, save_model(tmp_path_factory.mktemp("model"), "qwen3"))
+
+
+def prepared_and_not_and_refusals(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    return prepared_and_not(path), refusals(path)
+
+
+def test_prepare_finishes_pending_gathers(about_values: list[tuple[dict[str, Any], dict[str, str]]]) -> None:
     """Without `prepare` a data parallel replica still holds the other rank's old weights."""
-    path = save_model(tmp_path, "qwen3")
-    config = ActorConfig(**{**DENSE_FLOAT32, **OVERLAP})
-    first, second = launch(prepared_and_not, 2, path, config)
+    first, second = (prepared for prepared, _ in about_values)
     for (stale, ready), (other_stale, other_ready) in zip(first["steps"], second["steps"], strict=True):
         assert differing(stale, other_stale), "the replicas agree before prepare: this test shows nothing"
         assert differing(stale, ready) and differing(other_stale, other_ready)
@@ -330,9 +343,8 @@ def refusals(path: Path) -> dict[str, str]:
     return messages
 
 
-def test_refusals_name_every_parameter(tmp_path: Path) -> None:
-    first, second = launch(refusals, 2, save_model(tmp_path, "qwen3"))
-    for rank, messages in enumerate((first, second)):
+def test_refusals_name_every_parameter(about_values: list[tuple[dict[str, Any], dict[str, str]]]) -> None:
+    for rank, (_, messages) in enumerate(about_values):
         nan = messages["nan"]
         assert "(2)" in nan
         assert f"decoder.layers.1.self_attention.linear_qkv.weight on rank {rank}" in nan

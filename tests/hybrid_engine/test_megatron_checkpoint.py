@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hybrid_engine.config import ActorConfig
+from hybrid_engine.memory.offloader import MegatronOffloader
 from tests.hybrid_engine.tiny_models import DENSE_FLOAT32, running, save_model
 from tests.launch import launch
 
@@ -68,6 +69,7 @@ def round_trip(path: Path, settings: dict[str, Any], root: Path) -> dict[str, An
         result["continued"] = state_of(run)
     with running(path, ActorConfig(**{**config.model_dump(), "seed": 99})) as run:
         load_checkpoint(root / "trained", run.actor)
+        offload_and_back(run)
         result["loaded"] = state_of(run)
         train(run, 2)
         result["resumed"] = state_of(run)
@@ -79,10 +81,19 @@ def round_trip(path: Path, settings: dict[str, Any], root: Path) -> dict[str, An
     return result
 
 
+def offload_and_back(run: Any) -> None:
+    """A loaded state must be able to leave the device like any other."""
+    offloader = MegatronOffloader(run.engine.offload_items)
+    offloader.offload({"param", "grad", "optimizer"})
+    offloader.onload({"param", "grad", "optimizer"})
+
+
 def train(run: Any, step: int) -> None:
     share = BATCH // run.engine.dp_size
     batch = make_batch(step)
-    run.engine.train_step({n: t[run.engine.dp_rank * share :][:share] for n, t in batch.items()}, negative_log_likelihood)
+    run.engine.train_step(
+        {n: t[run.engine.dp_rank * share :][:share] for n, t in batch.items()}, negative_log_likelihood
+    )
 
 
 def state_of(run: Any) -> dict[str, Any]:
@@ -94,7 +105,7 @@ def state_of(run: Any) -> dict[str, Any]:
     tensors = {name: p.detach().clone() for name, p in run.engine.weights.named_parameters()}
     for state in optimizer_tensors(run.actor.optimizer):
         if state.kind != "main_grad":
-            tensors[f"{state.owner}.{state.key}"] = state.tensor.detach().clone()
+            tensors[f"{state.path}.{state.key}"] = state.tensor.detach().clone()
     tensors["generator"] = torch.get_rng_state()
     tensors.update({f"tracker.{name}": s.clone() for name, s in get_cuda_rng_tracker().get_states().items()})
     groups = [{k: v for k, v in group.items() if k != "params"} for group in run.actor.optimizer.param_groups]

@@ -183,16 +183,30 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 @example((torch.arange(6).reshape(2, 3), torch.arange(6).reshape(2, 3), torch.full((2, 3), -1)))
 @example((torch.tensor(7), torch.tensor(7), torch.tensor(-1)))
 def test_boxes_copy_what_torch_copies(copy: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
-    canonical, source, destination = copy
+    assert_boxes_copy(*copy)
+
+
+@pytest.mark.parametrize("shape", [(12,), (3, 4), (2, 3, 2), (3, 1, 4), (2, 1, 2, 3)])
+def test_windows_that_run_over_the_ends_of_rows(shape: Index) -> None:
+    """Every run and every grid of a flattened tensor: few of them are boxes."""
+    canonical = torch.arange(math.prod(shape)).reshape(shape)
+    for start, length in itertools.product(range(12), range(1, 13)):
+        for width, step in itertools.product(range(1, 4), range(1, 7)):
+            if start + length - 1 + (width - 1) * step < 12:
+                source = canonical.as_strided((width, length), (step, 1), start)
+                assert_boxes_copy(canonical, source, torch.full((width, length), -1))
+
+
+def assert_boxes_copy(canonical: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
+    """The boxes write what torch's copy writes, each element in exactly one of them, and stay inside the tensor."""
     boxes = boxes_of_copy(tuple(canonical.shape), view_of(source), view_of(destination))
     written = torch.zeros_like(flat(destination))
     found = flat(destination).clone()
     for box in boxes:
         assert len(box.offsets) == len(box.lengths) == len(box.dst_strides) == canonical.dim()
-        Region("in bounds", box.offsets, box.lengths)
         part = canonical
         for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
-            part = part.narrow(dim, offset, length)
+            part = part.narrow(dim, offset, length)  # raises where the box leaves the tensor
         found.as_strided(box.lengths, box.dst_strides, box.dst_offset).copy_(part)
         written.as_strided(box.lengths, box.dst_strides, box.dst_offset).add_(1)
     destination.copy_(source)

@@ -1,8 +1,8 @@
 """Tiny Hugging Face models on disk, and Megatron actors of the same architecture on real ranks.
 
-    path = save_model(directory, "qwen3", tie_word_embeddings=True)      # here: transformers writes a checkpoint
-    with running(path, ActorConfig(...)) as run:                         # on the ranks of tests.launch.launch
-        load_canonical(run, path)                                        # Megatron holds the checkpoint's weights
+path = save_model(directory, "qwen3", tie_word_embeddings=True)      # here: transformers writes a checkpoint
+with running(path, ActorConfig(...)) as run:                         # on the ranks of tests.launch.launch
+    load_canonical(run, path)                                        # Megatron holds the checkpoint's weights
 """
 
 from __future__ import annotations
@@ -77,11 +77,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def read_canonical(path: Path) -> dict[str, torch.Tensor]:
     """The checkpoint's tensors by name."""
-    return {
-        name: tensor
-        for file in sorted(path.glob("*.safetensors"))
-        for name, tensor in load_file(file).items()
-    }
+    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,24 @@
-"""Saves and loads a Megatron actor with megatron-core's distributed checkpoints, to resume a run where it was.
+"""Saves and loads a Megatron actor, to resume a run in the layout it had.
 
-    directory/
-      metadata.json, common.pt      megatron-core's own
-      .metadata, *.distcp           parameters, main parameters and moments (canonical Megatron names, one file or two
-                                    per rank), generators, weight version
+    directory/rank0000.pt, rank0001.pt, ...    one file per rank: its parameters, optimizer state, generators
 
-Parameters and optimizer state are stored by tensor of the whole model (`fully_reshardable`), so megatron-core can read
-them in another layout; generators are per rank. Sources: Megatron-LM `megatron/training/checkpointing.py`,
-`megatron/core/dist_checkpointing`.
+Not megatron-core's dist_checkpointing, because 0.16.1 cannot give back what it saved with torch's Adam: loading
+`fully_reshardable` ends in KeyError 'step', saving `dp_reshardable` refuses virtual stages ("out of bounds chunk"),
+and DistributedOptimizer loads one step tensor into all parameters, which the next step then counts up once for each.
+A file per rank needs no collective, no forked writer process, and is bitwise what was there.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core import parallel_state
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
@@ -30,14 +27,39 @@ from hybrid_engine.backends.megatron.build import Actor
 from hybrid_engine.errors import StateError
 from megatron_patches import optimizers
 
-_OPTIMIZER_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+@dataclass(frozen=True)
+class _Layout:
+    """What must be the same when a checkpoint is loaded: axis sizes, this rank's coordinates, and chunks."""
+
+    world_size: int
+    tensor_parallel: int
+    pipeline_parallel: int
+    tensor_parallel_rank: int
+    pipeline_parallel_rank: int
+    data_parallel_rank: int
+    num_chunks: int
+    optimizers: str
+
+    @classmethod
+    def of(cls, actor: Actor) -> _Layout:
+        return cls(
+            world_size=dist.get_world_size(),
+            tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
+            pipeline_parallel=parallel_state.get_pipeline_model_parallel_world_size(),
+            tensor_parallel_rank=parallel_state.get_tensor_model_parallel_rank(),
+            pipeline_parallel_rank=parallel_state.get_pipeline_model_parallel_rank(),
+            data_parallel_rank=parallel_state.get_data_parallel_rank(),
+            num_chunks=len(actor.chunks),
+            optimizers=" ".join(type(member).__name__ for member in _members(actor.optimizer)),
+        )
 
 
 def save_checkpoint(directory: str | Path, actor: Actor) -> None:
     """Write parameters, optimizer state, generators and weight version to `directory`. Collective.
 
     Written beside it and renamed at the end, so that `directory` is either whole or as it was before; one that exists
-    is replaced. All training state must be on the device. Needs host memory for one copy of this rank's share.
+    is replaced. All training state must be on the device; nothing is copied in memory. All ranks see one file system.
     """
     directory = Path(directory)
     incomplete = directory.with_name(f"{directory.name}.incomplete")
@@ -45,69 +67,95 @@ def save_checkpoint(directory: str | Path, actor: Actor) -> None:
         shutil.rmtree(incomplete, ignore_errors=True)
         incomplete.mkdir(parents=True)
     dist.barrier()
-    # One writer process per rank: state that is worth more is far beyond what starting a second one costs.
-    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-    dist_checkpointing.save(_sharded_state(actor, is_loading=False), str(incomplete), strategy)
+    torch.save(_state_of(actor), incomplete / _file_name(dist.get_rank()))
     dist.barrier()
     if dist.get_rank() == 0:
         _replace_directory(incomplete, directory)
     dist.barrier()
 
 
+@torch.no_grad()
 def load_checkpoint(directory: str | Path, actor: Actor) -> None:
-    """Take up what `save_checkpoint` wrote; afterwards every tensor is bitwise what it was. Collective.
+    """Take up what `save_checkpoint` wrote; afterwards every value is bitwise what it was.
 
-    Tensors keep their storage where Megatron's optimizers do. Raises StateError when there is no checkpoint, and
-    megatron-core's CheckpointingException when it belongs to another model.
+    Parameters and main parameters keep their storage; moments get a new one. Raises StateError when this rank's file
+    is missing or was written in another layout, naming both.
     """
-    directory = Path(directory)
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(directory)):
-        raise StateError(f"{directory} holds no checkpoint; save_checkpoint writes one")
-    state = dist_checkpointing.load(_sharded_state(actor, is_loading=True), str(directory))
-    for key, chunk in _named_chunks(actor):
-        unwrap_model(chunk).load_state_dict(state[key], strict=True)
-    if actor.optimizer is None:
-        return
-    actor.optimizer.load_state_dict(state["optimizer"])
-    optimizers._versions[actor.optimizer] = state["progress"]["weight_version"]
+    path = Path(directory) / _file_name(dist.get_rank())
+    if not path.is_file():
+        raise StateError(f"no checkpoint of rank {dist.get_rank()}: {path} does not exist")
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    layout = asdict(_Layout.of(actor))
+    if state["layout"] != layout:
+        changed = [
+            f"{key} {state['layout'].get(key)}, now {value}"
+            for key, value in layout.items()
+            if state["layout"].get(key) != value
+        ]
+        raise StateError(f"{path} was written in another layout ({'; '.join(changed)}): resume with the one it had")
+    for chunk, values in zip(actor.chunks, state["chunks"], strict=True):
+        _load_chunk(unwrap_model(chunk), values, path)
+    _load_optimizer(actor.optimizer, state["optimizer"])
     torch.set_rng_state(state["generators"]["torch"])
     get_cuda_rng_tracker().set_states(state["generators"]["tracker"])
 
 
-def _sharded_state(actor: Actor, is_loading: bool) -> dict[str, Any]:
-    """Everything that is saved, as megatron-core's sharded state dict."""
-    state: dict[str, Any] = {key: unwrap_model(chunk).sharded_state_dict() for key, chunk in _named_chunks(actor)}
-    if actor.optimizer is None:
-        return state
-    _create_missing_state(actor.optimizer)
-    state["optimizer"] = actor.optimizer.sharded_state_dict(state, is_loading, metadata=_OPTIMIZER_METADATA)
-    state["progress"] = {"weight_version": optimizers.weight_version(actor.optimizer)}
-    generators = {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}
-    state["generators"] = ShardedObject("generators", generators, (dist.get_world_size(),), (dist.get_rank(),))
-    return state
+def _state_of(actor: Actor) -> dict[str, Any]:
+    """Everything that is saved; views of live memory."""
+    return {
+        "layout": asdict(_Layout.of(actor)),
+        "chunks": [_tensors_only(unwrap_model(chunk).state_dict()) for chunk in actor.chunks],
+        "optimizer": {
+            "members": [member.optimizer.state_dict() for member in _members(actor.optimizer)],
+            "main_params": {t.path: t.tensor for t in _main_params(actor.optimizer)},
+            "grad_scaler": _grad_scaler_state(actor.optimizer),
+            "weight_version": optimizers.weight_version(actor.optimizer),
+        },
+        "generators": {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()},
+    }
 
 
-def _named_chunks(actor: Actor) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Chunks under the keys Megatron-LM gives them."""
-    if len(actor.chunks) == 1:
-        yield "model", actor.chunks[0]
-        return
-    yield from ((f"model{index}", chunk) for index, chunk in enumerate(actor.chunks))
+def _load_chunk(chunk: torch.nn.Module, values: dict[str, Any], path: Path) -> None:
+    result = chunk.load_state_dict(values, strict=False)
+    missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]
+    if missing or result.unexpected_keys:
+        raise StateError(
+            f"{path} belongs to another model: it lacks {missing or 'nothing'} and adds "
+            f"{result.unexpected_keys or 'nothing'}; load it into the model that saved it"
+        )
 
 
-def _create_missing_state(optimizer: MegatronOptimizer) -> None:
-    """Give an Adam that has not stepped the state of step 0: what its first step would start from.
+def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    for member, values in zip(_members(optimizer), state["members"], strict=True):
+        member.optimizer.load_state_dict(values)
+        _own_memory(member.optimizer)
+        if state["grad_scaler"] is not None:
+            member.grad_scaler.load_state_dict(state["grad_scaler"])
+    for main_param in _main_params(optimizer):
+        main_param.tensor.copy_(state["main_params"][main_param.path])
+    optimizers._versions[optimizer] = state["weight_version"]
 
-    Megatron reads the step from the state and asserts that there is one.
-    """
-    for member in _members(optimizer):
-        for group in member.optimizer.param_groups:
-            for parameter in group["params"]:
-                state = member.optimizer.state[parameter]
-                state.setdefault("step", torch.tensor(0.0))
-                for moment in ("exp_avg", "exp_avg_sq"):
-                    if moment not in state:
-                        state[moment] = torch.zeros_like(parameter)
+
+def _own_memory(optimizer: torch.optim.Optimizer) -> None:
+    """Copy the state that was just loaded: what torch.load gives cannot be resized, which offloading does."""
+    for state in optimizer.state.values():
+        state.update({key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)})
+
+
+def _main_params(optimizer: MegatronOptimizer) -> list[optimizers.OptimizerTensor]:
+    """The fp32 copies of parameters, where the optimizer has any."""
+    return [tensor for tensor in optimizers.optimizer_tensors(optimizer) if tensor.kind == "main_param"]
+
+
+def _grad_scaler_state(optimizer: MegatronOptimizer) -> dict[str, Any] | None:
+    """Of fp16 training; Megatron's chained optimizers share one scaler."""
+    scalers = [scaler for member in _members(optimizer) if (scaler := getattr(member, "grad_scaler", None)) is not None]
+    return scalers[0].state_dict() if scalers else None
+
+
+def _tensors_only(state: dict[str, Any]) -> dict[str, Any]:
+    """Without the `_extra_state` of Transformer Engine's layers, which is about fp8 and not always a tensor."""
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def _members(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
@@ -115,6 +163,10 @@ def _members(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
     if isinstance(optimizer, ChainedOptimizer):
         return [leaf for member in optimizer.chained_optimizers for leaf in _members(member)]
     return [optimizer]
+
+
+def _file_name(rank: int) -> str:
+    return f"rank{rank:04d}.pt"
 
 
 def _replace_directory(source: Path, target: Path) -> None:

@@ -1,0 +1,194 @@
+"""What rank 0 shows and writes: terminal, metrics.jsonl, TensorBoard events, reward.png, the final summary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from examples.gpt_rl.run_state import Row, RunDirectory
+
+# heading, width, how a row shows it
+_COLUMNS: tuple[tuple[str, int, str, str], ...] = (
+    ("iter", 4, "iteration", "d"),
+    ("reward", 6, "reward", ".3f"),
+    ("kl", 6, "kl", ".3f"),
+    ("accuracy", 8, "accuracy", ".3f"),
+    ("loss", 7, "loss", ".3f"),
+    ("logp diff", 9, "logprob_diff", ".1e"),
+    ("reshard s", 9, "reshard_seconds", ".3f"),
+    ("share", 6, "reshard_share", ".1%"),
+    ("MB recv", 8, "bytes_received", "MB"),
+    ("MB least", 8, "bytes_least", "MB"),
+    ("peak MB", 8, "peak_bytes", "MB"),
+    ("seconds", 7, "iteration_seconds", ".1f"),
+)
+
+_PHASES = ("generate", "score", "update", "evaluate", "reshard")
+
+
+class Report:
+    """Rank 0's view of a run, as a context manager.
+
+    Args:
+        console: where to show; need not be a terminal (then there is no bar, only rows).
+        directory: of the run.
+        num_iterations: at the end of the bar.
+    """
+
+    def __init__(self, console: Console, directory: RunDirectory, num_iterations: int) -> None:
+        self.console = console
+        self.directory = directory
+        self.num_iterations = num_iterations
+        self.progress = Progress(
+            TextColumn("{task.description:<18}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task: TaskID | None = None
+        self._events: Any = None
+
+    def __enter__(self) -> Report:
+        self.progress.start()
+        self._task = self.progress.add_task("starting engines", total=None)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.progress.stop()
+        if self._events is not None:
+            self._events.close()
+
+    def show_progress(self, what: str, done: int, total: int) -> None:
+        """Move the bar."""
+        assert self._task is not None
+        self.progress.update(self._task, description=what, completed=done, total=total)
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """The engines are ready: show the headings and the rows that an earlier start of this run has written."""
+        self.console.print(header_line(), style="bold", highlight=False, soft_wrap=True)
+        for row in rows:
+            self.console.print(row_line(row), style="dim", highlight=False, soft_wrap=True)
+
+    def add(self, row: Row) -> None:
+        """An iteration has ended: show and write its row."""
+        self.directory.append_row(row)
+        self.console.print(row_line(row), highlight=False, soft_wrap=True)
+        self._write_events(row)
+
+    def finish(self) -> None:
+        """Draw reward.png and print the summary of all rows."""
+        rows = self.directory.rows()
+        if not rows:
+            return
+        plot(rows, self.directory.path / "reward.png")
+        self.console.print(summary_table(rows, self.directory.path))
+
+    def _write_events(self, row: Row) -> None:
+        if self._events is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # what an interrupted run wrote for this iteration and later ones is hidden
+            self._events = SummaryWriter(str(self.directory.path), purge_step=row["iteration"])
+        for name, value in row.items():
+            if isinstance(value, int | float) and name != "iteration":
+                self._events.add_scalar(name, value, row["iteration"])
+        self._events.flush()
+
+
+def header_line() -> str:
+    """The headings over the rows."""
+    return "  ".join(f"{heading:>{width}}" for heading, width, _, _ in _COLUMNS)
+
+
+def row_line(row: Row) -> str:
+    """One iteration in fixed columns; what was not measured is a dash."""
+    return "  ".join(f"{_shown(row.get(key), style):>{width}}" for _, width, key, style in _COLUMNS)
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """What came out of a run: accuracies, their difference, and totals."""
+    measured = [row["accuracy"] for row in rows if row["accuracy"] is not None]
+    total_seconds = sum(row["iteration_seconds"] for row in rows)
+    after_warm_up = [row for row in rows if row["iteration"] > 0]
+    differences = [row["logprob_diff"] for row in rows if row["logprob_diff"] is not None]
+    return {
+        "iterations": rows[-1]["iteration"],
+        "accuracy_after_warm_up": rows[0]["accuracy"],
+        "accuracy": measured[-1],
+        "gain": measured[-1] - rows[0]["accuracy"],
+        "reward": rows[-1]["reward"],
+        "kl": rows[-1]["kl"],
+        "seconds": total_seconds,
+        "reshard_seconds": sum(row["reshard_seconds"] for row in after_warm_up),
+        "reshard_share": sum(row["reshard_seconds"] for row in rows) / total_seconds,
+        "bytes_received": sum(row["bytes_received"] for row in rows),
+        "bytes_least": sum(row["bytes_least"] for row in rows),
+        "peak_bytes": max(row["peak_bytes"] for row in rows),
+        "rss_bytes": max(row["rss_bytes"] for row in rows),
+        "logprob_diff": max(differences, default=None),
+    }
+
+
+def summary_table(rows: Sequence[Row], directory: Path) -> Table:
+    """The summary for the terminal."""
+    result = summary(rows)
+    table = Table(title=f"{result['iterations']} iterations in {result['seconds']:.0f} s", show_header=False)
+    lines = {
+        "held-out accuracy after warm-up": f"{result['accuracy_after_warm_up']:.3f}",
+        "held-out accuracy now": f"{result['accuracy']:.3f} ({result['gain']:+.3f})",
+        "reward, KL to the reference": f"{_shown(result['reward'], '.3f')}, {_shown(result['kl'], '.3f')}",
+        "resharding": f"{result['reshard_seconds']:.2f} s, {result['reshard_share']:.1%} of the time",
+        "bytes received / least possible": f"{result['bytes_received']:,} / {result['bytes_least']:,}",
+        "peak of weights and training state": f"{_shown(result['peak_bytes'], 'MB')} MB a rank",
+        "memory of the largest process": f"{_shown(result['rss_bytes'], 'MB')} MB",
+        "largest log-prob difference": f"{_shown(result['logprob_diff'], '.1e')} (vLLM against Megatron)",
+        "written to": str(directory),
+    }
+    for name, value in lines.items():
+        table.add_row(name, value)
+    return table
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Over iterations: accuracy and reward; KL; where the time goes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(7, 8), sharex=True, layout="constrained")
+    _draw(top, rows, "accuracy", "held-out accuracy (greedy)", "tab:blue", marker="o")
+    _draw(top, rows, "reward", "reward (mean of samples)", "tab:orange")
+    top.axhline(rows[0]["accuracy"], color="tab:blue", linestyle=":", label="after warm-up")
+    top.set_ylim(0, 1)
+    top.legend(loc="lower right")
+    _draw(middle, rows, "kl", "KL to the reference", "tab:green")
+    middle.set_ylabel("nats per token")
+    middle.legend(loc="upper left")
+    timed = [row for row in rows if row["iteration"] > 0]
+    seconds = [[row.get(f"{phase}_seconds", 0.0) for row in timed] for phase in _PHASES]
+    bottom.stackplot([row["iteration"] for row in timed], seconds, labels=_PHASES)
+    bottom.set_ylabel("seconds")
+    bottom.set_xlabel("iteration")
+    bottom.legend(loc="upper left", ncols=len(_PHASES))
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _draw(axes: Any, rows: Sequence[Row], key: str, label: str, colour: str, marker: str = "") -> None:
+    points = [(row["iteration"], row[key]) for row in rows if row[key] is not None]
+    axes.plot([x for x, _ in points], [y for _, y in points], label=label, color=colour, marker=marker, markersize=3)
+
+
+def _shown(value: float | None, style: str) -> str:
+    if value is None:
+        return "-"
+    return f"{value / 1e6:.2f}" if style == "MB" else format(value, style)

@@ -1,0 +1,239 @@
+"""The run itself: warm up, then generate, score, update, evaluate, again and again.
+
+    for row in Trainer(worker, settings, directory).run():
+        ...                                     # rank 0 reports the row of the iteration that has just ended
+
+Every random choice of iteration i follows from the seed and i alone, so that a run taken up from a checkpoint does what
+it would have done without the interruption. All methods are collective.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from examples.gpt_rl import grpo, task
+from examples.gpt_rl.batches import align_log_probs, build_batch, split_minibatches
+from examples.gpt_rl.measure import Tally, combine
+from examples.gpt_rl.run_state import Progress, Row, RunDirectory
+from examples.gpt_rl.settings import Settings
+from hybrid_engine import ActorHybridWorker, Completion, Sampling
+from hybrid_engine.worker import ReferenceModel
+
+OnProgress = Callable[[str, int, int], None]
+
+
+class Interrupted(Exception):
+    """The run was asked to stop before there was anything to keep."""
+
+
+class Trainer:
+    """One rank of a run.
+
+    Args:
+        worker: both engines.
+        settings: the whole configuration.
+        directory: where the run's files are.
+        stop_requested: asked on every rank at each boundary; the run stops when any rank says yes.
+        on_progress: told what is going on as (what, done, of how many).
+    """
+
+    def __init__(
+        self,
+        worker: ActorHybridWorker,
+        settings: Settings,
+        directory: RunDirectory,
+        stop_requested: Callable[[], bool] = lambda: False,
+        on_progress: OnProgress = lambda what, done, total: None,
+    ) -> None:
+        self.worker = worker
+        self.rl = settings.rl
+        self.seq_length = settings.engine.actor_config.seq_length
+        self.directory = directory
+        self.stop_requested = stop_requested
+        self.on_progress = on_progress
+        self.train_problems = task.load_problems(self.rl.data / "train.jsonl")
+        self.held_out = task.load_problems(self.rl.data / "held_out.jsonl")
+        self.policy_loss = grpo.policy_loss(self.rl.clip_ratio, self.rl.kl_coefficient)
+        self.tally = Tally()
+        worker.engine.on_reshard_end(lambda report: self.tally.switches.append(report))
+
+    def run(self) -> Iterator[Row]:
+        """Yield the row of every iteration that ends here, row 0 being the warm-up.
+
+        Ends when all iterations are done, or after the iteration in which a stop was requested, with a checkpoint.
+        Raises Interrupted when that is during the warm-up, of which nothing is kept.
+        """
+        progress = self.directory.progress()
+        progress = self._warm_up() if progress is None else self._take_up(progress)
+        if not any(row["iteration"] == progress.iteration for row in self.directory.rows()):
+            yield self._finish(progress)
+        while progress.iteration < self.rl.iterations and not self._is_stopped():
+            progress = self._iterate(progress.iteration + 1)
+            yield self._finish(progress)
+
+    # -- warm-up and resume -------------------------------------------------------------------------------------------
+
+    def _warm_up(self) -> Progress:
+        """Supervised steps on the demonstrations, a checkpoint, and the reference that it is."""
+        self.tally = Tally()
+        settings, generator = self.rl.warm_up, self._generator(0, "demonstrations")
+        smoothed = None
+        with self.worker.train_context(), self.tally.phase("update"):
+            for step in range(settings.max_steps):
+                self.on_progress("warm-up", step, settings.max_steps)
+                ramp = min(1.0, (step + 1) / settings.ramp_steps)
+                self.worker.train.set_learning_rate(settings.learning_rate * ramp)
+                report = self.worker.update(self._demonstrations(generator), grpo.cross_entropy)
+                smoothed = report["loss"] if smoothed is None else 0.9 * smoothed + 0.1 * report["loss"]
+                if self._is_stopped():
+                    raise Interrupted(f"Stopped in step {step + 1} of the warm-up, which is not kept")
+                if smoothed < settings.target_loss:
+                    break
+        row: Row = {"iteration": 0, "reward": None, "kl": 0.0, "logprob_diff": None}
+        progress = Progress(0, self._with_update(row, {**report, "loss": smoothed}))
+        self._save(progress)
+        self._freeze_reference()
+        return progress
+
+    def _demonstrations(self, generator: random.Random) -> dict[str, torch.Tensor]:
+        """A batch to imitate."""
+        problems = generator.choices(self.train_problems, k=self.rl.warm_up.batch_size)
+        return build_batch(
+            [task.encode(problem.prompt) for problem in problems],
+            [task.encode_response(problem.demonstration or problem.answer) for problem in problems],
+            self.seq_length,
+        )
+
+    def _take_up(self, progress: Progress) -> Progress:
+        """Restore the reference, then the actor, and drop the rows of iterations that are to be done again."""
+        self.tally = Tally()
+        self.on_progress("loading checkpoint", 0, 1)
+        with self.worker.train_context():
+            self.worker.load_checkpoint(self.directory.weights(0))
+            self._freeze_reference()
+            self.worker.load_checkpoint(self.directory.weights(progress.iteration))
+        if self.worker.rank == 0:
+            self.directory.drop_rows_after(progress.iteration)
+        with self.worker.rollout_context():  # where every iteration ends
+            pass
+        return progress
+
+    def _freeze_reference(self) -> None:
+        self.reference = ReferenceModel(self.worker)
+
+    # -- one iteration ------------------------------------------------------------------------------------------------
+
+    def _iterate(self, iteration: int) -> Progress:
+        """Everything up to the checkpoint; `_finish` does the rest."""
+        self.tally = Tally()
+        self.on_progress("generate", iteration, self.rl.iterations)
+        problems = self._generator(iteration, "problems").sample(self.train_problems, self.rl.prompts_per_iteration)
+        with self.worker.rollout_context(), self.tally.phase("generate"):
+            groups = self._generate(problems, iteration)
+        self.on_progress("score", iteration, self.rl.iterations)
+        with self.worker.forward_context(), self.tally.phase("score"):
+            batch, row = self._score(problems, groups)
+        self.on_progress("update", iteration, self.rl.iterations)
+        with self.worker.train_context():
+            with self.tally.phase("update"):
+                report = self._update(batch, iteration)
+            progress = Progress(iteration, self._with_update({"iteration": iteration, **row}, report))
+            is_due = iteration % self.rl.checkpoint_every == 0 or iteration == self.rl.iterations
+            if self._is_stopped() or is_due:
+                self._save(progress)
+        return progress
+
+    def _generate(self, problems: Sequence[task.Problem], iteration: int) -> list[list[Completion]]:
+        """A group of samples for each problem."""
+        sampling = Sampling(
+            n=self.rl.samples_per_prompt,
+            temperature=self.rl.temperature,
+            max_tokens=self.rl.max_tokens,
+            stop_token_ids=(task.END,),
+        )
+        self.worker.inference.manual_seed(self._generator(iteration, "samples").getrandbits(30))
+        return self.worker.generate_sequences([task.encode(problem.prompt) for problem in problems], sampling)
+
+    def _score(
+        self, problems: Sequence[task.Problem], groups: Sequence[Sequence[Completion]]
+    ) -> tuple[dict[str, torch.Tensor], Row]:
+        """The batch to learn from: rewards as advantages, log-probabilities by Megatron, actor and reference."""
+        rewards = torch.tensor(
+            [[task.reward(p, c.token_ids) for c in group] for p, group in zip(problems, groups, strict=True)]
+        )
+        prompts = [task.encode(problem.prompt) for problem in problems for _ in range(self.rl.samples_per_prompt)]
+        completions = [completion for group in groups for completion in group]
+        batch = build_batch(prompts, [completion.token_ids for completion in completions], self.seq_length)
+        batch["advantages"] = grpo.group_advantages(rewards).flatten()
+        batch["old_log_probs"] = self.worker.compute_log_probs(batch)
+        batch["ref_log_probs"] = self.reference.compute_log_probs(batch)
+        sampled = align_log_probs([completion.logprobs for completion in completions], batch["mask"])
+        difference = (sampled - batch["old_log_probs"]).abs()[batch["mask"].bool()]
+        kl = grpo.kl_estimate(batch["old_log_probs"], batch["ref_log_probs"])
+        row = {
+            "reward": rewards.mean().item(),
+            "kl": grpo.weighted_mean(kl, batch["weights"]).item(),
+            "logprob_diff": difference.max().item(),
+            "logprob_diff_mean": difference.mean().item(),
+            "response_tokens": batch["mask"].sum(dim=1).mean().item(),
+        }
+        return batch, row
+
+    def _update(self, batch: dict[str, torch.Tensor], iteration: int) -> dict[str, float]:
+        """All optimizer steps of an iteration; the mean of their reports."""
+        generator = torch.Generator().manual_seed(self._generator(iteration, "minibatches").getrandbits(30))
+        self.worker.train.set_learning_rate(self.rl.learning_rate)
+        reports = [
+            self.worker.update(minibatch, self.policy_loss)
+            for _ in range(self.rl.epochs)
+            for minibatch in split_minibatches(batch, self.rl.minibatches, generator)
+        ]
+        return {name: statistics.fmean(report[name] for report in reports) for name in reports[0]}
+
+    def _finish(self, progress: Progress) -> Row:
+        """Bring the new weights to vLLM, measure, and complete the row."""
+        iteration, row = progress.iteration, dict(progress.row)
+        with self.worker.rollout_context():
+            is_due = iteration % self.rl.evaluate_every == 0 or iteration == self.rl.iterations
+            self.on_progress("evaluate", iteration, self.rl.iterations)
+            with self.tally.phase("evaluate"):
+                row["accuracy"] = self._held_out_accuracy() if is_due else None
+        shares = self.worker.sharding.agreement.gather(self.tally.share())
+        row.update(combine(shares, time.perf_counter() - self.tally.started))
+        row.update({f"{name}_seconds": seconds for name, seconds in self.tally.seconds.items()})
+        return row
+
+    def _held_out_accuracy(self) -> float:
+        """Share of held-out problems that greedy decoding by vLLM gets right."""
+        sampling = Sampling(temperature=0.0, max_tokens=self.rl.max_tokens, stop_token_ids=(task.END,), logprobs=False)
+        prompts = [task.encode(problem.prompt) for problem in self.held_out]
+        answers = self.worker.generate_sequences(prompts, sampling)
+        pairs = zip(self.held_out, answers, strict=True)
+        return statistics.fmean(task.reward(problem, completions[0].token_ids) for problem, completions in pairs)
+
+    # -- helpers ------------------------------------------------------------------------------------------------------
+
+    def _with_update(self, row: Row, report: dict[str, float]) -> Row:
+        """A row with what the optimizer steps reported; the KL of the row is that before the update."""
+        added = {name: value for name, value in report.items() if name != "kl"}
+        return {**row, **added, "weight_version": self.worker.train.version}
+
+    def _save(self, progress: Progress) -> None:
+        """Checkpoint the actor. In the train context."""
+        with self.worker.train_context(), self.tally.phase("checkpoint"):
+            self.worker.save_checkpoint(self.directory.weights(progress.iteration))
+            if self.worker.rank == 0:
+                self.directory.complete_checkpoint(progress)
+
+    def _is_stopped(self) -> bool:
+        """Whether any rank was asked to stop."""
+        return self.worker.sharding.agreement.total(int(self.stop_requested())) > 0
+
+    def _generator(self, iteration: int, purpose: str) -> random.Random:
+        """Random choices of one kind in one iteration."""
+        return random.Random(f"{self.rl.seed}/{iteration}/{purpose}")

@@ -1,0 +1,125 @@
+"""What rank 0 writes and shows."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from examples.gpt_rl import report
+from examples.gpt_rl.measure import Tally, combine, resident_nbytes
+from examples.gpt_rl.run_state import RunDirectory
+from hybrid_engine import ReshardReport
+
+
+def row(iteration: int, **changes: Any) -> dict[str, Any]:
+    seconds = {f"{phase}_seconds": 0.5 for phase in ("generate", "score", "update", "evaluate")}
+    return {
+        "iteration": iteration,
+        "accuracy": 0.3 + iteration / 10,
+        "reward": None if iteration == 0 else 0.25,
+        "kl": 0.01 * iteration,
+        "loss": 0.1,
+        "logprob_diff": None if iteration == 0 else 1e-5,
+        "reshard_seconds": 0.1,
+        "reshard_share": 0.05,
+        "iteration_seconds": 2.0,
+        "bytes_received": 2_000_000,
+        "bytes_least": 2_000_000,
+        "peak_bytes": 5_000_000,
+        "rss_bytes": 800_000_000,
+        "weight_version": 10 + iteration,
+        **seconds,
+        **changes,
+    }
+
+
+def test_rows_are_written_and_shown(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    directory = RunDirectory(tmp_path)
+    with report.Report(Console(file=screen, width=80), directory, 3) as shown:
+        shown.show_progress("warm-up", 1, 10)
+        shown.begin([])
+        for iteration in range(4):
+            shown.add(row(iteration, accuracy=None if iteration == 2 else 0.3 + iteration / 10))
+    shown.finish()
+    assert [json.loads(line)["iteration"] for line in directory.metrics_file.read_text().splitlines()] == [0, 1, 2, 3]
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert list(tmp_path.glob("events.out.tfevents.*"))
+    lines = screen.getvalue().splitlines()
+    assert lines[0] == report.header_line()
+    assert lines[3] == report.row_line(row(2, accuracy=None))
+    assert "0.600 (+0.300)" in screen.getvalue()
+
+
+def test_events_hold_the_rows(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for rows in (range(3), range(2, 4)):  # the second start does iteration 2 again
+        with report.Report(Console(file=io.StringIO()), RunDirectory(tmp_path), 3) as shown:
+            for iteration in rows:
+                shown.add(row(iteration))
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert [event.step for event in events.Scalars("accuracy")] == [0, 1, 2, 3]
+    assert "reward" in events.Tags()["scalars"]
+
+
+def test_columns_line_up() -> None:
+    assert len(report.header_line()) == len(report.row_line(row(0))) == len(report.row_line(row(17)))
+    assert report.row_line(row(0)).split()[:4] == ["0", "-", "0.000", "0.300"]
+
+
+def test_nothing_to_summarise(tmp_path: Path) -> None:
+    screen = io.StringIO()
+    report.Report(Console(file=screen), RunDirectory(tmp_path), 3).finish()
+    assert screen.getvalue() == ""
+
+
+def test_summary() -> None:
+    result = report.summary([row(0), row(1), row(2, accuracy=None)])
+    assert result["gain"] == pytest.approx(0.1)
+    assert result["seconds"] == 6.0
+    assert result["bytes_received"] == result["bytes_least"] == 6_000_000
+    assert result["logprob_diff"] == 1e-5
+
+
+def switch(seconds: float, received: int, peak: int) -> ReshardReport:
+    values: dict[str, Any] = dict.fromkeys(ReshardReport.__dataclass_fields__, 0)
+    return ReshardReport(
+        **{
+            **values,
+            "direction": "train->infer",
+            "seconds_by_phase": {},
+            "seconds": seconds,
+            "bytes_received": received,
+            "bytes_least": received,
+            "peak_bytes": peak,
+        }
+    )
+
+
+def test_shares_of_ranks_combine() -> None:
+    tally = Tally()
+    tally.switches += [switch(0.5, 100, 7), switch(0.25, 20, 9)]
+    share = tally.share()
+    assert (share["reshard_seconds"], share["bytes_received"], share["peak_bytes"]) == (0.75, 120, 9)
+    other = {"reshard_seconds": 1.0, "bytes_received": 5, "bytes_least": 4, "peak_bytes": 3, "rss_bytes": 1}
+    combined = combine([share, other], iteration_seconds=4.0)
+    assert (combined["bytes_received"], combined["bytes_least"]) == (125, 124)
+    assert (combined["reshard_seconds"], combined["reshard_share"], combined["peak_bytes"]) == (1.0, 0.25, 9)
+    assert 10_000_000 < combined["rss_bytes"] <= resident_nbytes() * 2
+
+
+def test_phases_add_up() -> None:
+    tally = Tally()
+    for _ in range(2):
+        with tally.phase("update"):
+            pass
+    with pytest.raises(RuntimeError), tally.phase("score"):
+        raise RuntimeError
+    assert set(tally.seconds) == {"update", "score"}

@@ -1,0 +1,99 @@
+"""Characters, problems, reward, and the committed data."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples.gpt_rl import make_data, task
+from hybrid_engine.errors import ConfigError
+
+EXAMPLE = Path(task.__file__).parent
+SUM = task.Problem("07+35=", "042")
+
+
+@given(st.text(alphabet=task.CHARACTERS))
+def test_text_survives_the_tokens(text: str) -> None:
+    assert task.decode(task.encode_response(text)) == text
+
+
+def test_tokens_fit_the_model() -> None:
+    config = json.loads((EXAMPLE / "model" / "config.json").read_text())
+    ids = [*task.encode(task.CHARACTERS), task.END, task.PADDING]
+    assert sorted(ids) == list(range(task.VOCAB_SIZE)) == list(range(config["vocab_size"]))
+    assert (config["eos_token_id"], config["pad_token_id"]) == (task.END, task.PADDING)
+    assert config["vocab_size"] % 64, "a vocabulary that has to be padded is part of what the example shows"
+    assert config["head_dim"] >= 32, "vLLM's attention on CPU wants no less"
+
+
+def test_unknown_character_is_named() -> None:
+    with pytest.raises(KeyError, match="'x'"):
+        task.encode("1x=")
+
+
+@pytest.mark.parametrize(
+    ("response", "expected"),
+    [
+        (task.encode_response("042"), 1.0),
+        (task.encode_response("032"), 0.0),
+        (task.encode_response("42"), 0.0),
+        (task.encode("042"), 0.0),  # cut off
+        ([*task.encode("042"), task.PADDING], 0.0),
+        ([*task.encode("04"), task.PADDING, task.END], 0.0),
+        ([task.END], 0.0),
+        ([], 0.0),
+    ],
+)
+def test_reward(response: list[int], expected: float) -> None:
+    assert task.reward(SUM, response) == expected
+
+
+def test_load_names_every_bad_line(tmp_path: Path) -> None:
+    lines = ['{"prompt": "1+1=", "answer": "2"}', "no json", '{"prompt": "1-1=", "answer": "0"}', '{"prompt": "1+1="}']
+    path = tmp_path / "train.jsonl"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError) as caught:
+        task.load_problems(path)
+    assert [finding.key for finding in caught.value.findings] == [f"{path}:{number}" for number in (2, 3, 4)]
+
+
+def test_committed_data_is_what_the_script_makes() -> None:
+    made = make_data.make_problems()
+    assert set(made) == {path.name for path in (EXAMPLE / "data").iterdir()}
+    for name, problems in made.items():
+        assert (EXAMPLE / "data" / name).read_text() == make_data.to_json_lines(problems)
+        assert task.load_problems(EXAMPLE / "data" / name) == problems
+
+
+def test_data_holds_prompts_apart_and_answers_right() -> None:
+    made = make_data.make_problems()
+    train, held_out = made["train.jsonl"], made["held_out.jsonl"]
+    prompts = [problem.prompt for problem in [*train, *held_out]]
+    assert len(set(prompts)) == len(prompts)
+    for problem in [*train, *held_out]:
+        left, right = problem.prompt.rstrip("=").split("+")
+        assert int(problem.answer) == int(left) + int(right)
+
+
+def test_demonstrations_usually_forget_to_carry() -> None:
+    train = make_data.make_problems()["train.jsonl"]
+    carrying = [p for p in train if make_data.sum_without_carry(*map(int, p.prompt[:-1].split("+"))) != int(p.answer)]
+    forgotten = sum(problem.demonstration != problem.answer for problem in carrying) / len(carrying)
+    assert forgotten == pytest.approx(make_data.FORGETS_TO_CARRY, abs=0.03)
+    assert all(p.demonstration == p.answer for p in train if p not in carrying)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"), [(7, 5, 2), (17, 25, 32), (12, 34, 46), (99, 99, 88), (50, 50, 0)]
+)
+def test_sum_without_carry(left: int, right: int, expected: int) -> None:
+    assert make_data.sum_without_carry(left, right) == expected
+
+
+def test_another_seed_makes_other_data() -> None:
+    assert make_data.make_problems(seed=random.Random(0).getrandbits(16)) != make_data.make_problems()
