@@ -39,7 +39,14 @@ class TrainingWeights(WeightAdaptor, Protocol):
         ...
 
     def prepare(self) -> None:
-        """Finish whatever is pending on the weights (parameter gathers); afterwards the buffers hold final values."""
+        """Finish whatever is pending on the weights (parameter gathers); afterwards the buffers hold final values.
+
+        Raises ReshardError when the weights no longer lie where `layout` said.
+        """
+        ...
+
+    def check_values(self) -> None:
+        """Raise WeightError naming every parameter that holds a NaN."""
         ...
 
 
@@ -48,7 +55,7 @@ class InferenceWeights(WeightAdaptor, Protocol):
     """The side that is written, group by group (a group is what its engine commits at once, e.g. a module)."""
 
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        """Flat destination buffers of these groups by `BufferId.name`, padding already in place."""
+        """Flat destination buffers of these groups (all of this rank) by `BufferId.name`, padding already in place."""
         ...
 
     def commit(self, groups: Sequence[str]) -> None:

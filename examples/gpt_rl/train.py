@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -104,6 +105,8 @@ class Output:
             os.dup2(log, descriptor)
         os.close(log)
         self.console = Console(file=self._terminal)
+        # torch renames collectives that megatron-core calls in every step
+        warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         for name in ("hybrid_engine", "megatron_patches", "examples"):
@@ -131,7 +134,7 @@ class Output:
         if isinstance(error, RemoteError) or (isinstance(error, ConfigError) and self.rank != 0):
             return
         name = "" if isinstance(error, HybridEngineError) else f"{type(error).__name__}: "
-        text = f"rank {self.rank}: {name}{error}\nrank {self.rank}: more in {self.log_file}"
+        text = f"rank {self.rank}: {name}{error}\nrank {self.rank}: more in {self.log_file} and the logs beside it"
         self.console.print(text, style="red", highlight=False, soft_wrap=True, markup=False)
 
 

@@ -191,6 +191,12 @@ def fail_and_go_on(model: Path) -> dict[str, Any]:
     outcome["transfer"] = (type(transfer.value).__name__, str(transfer.value))
     worker.sharding.container._router.run = run
 
+    home, parameter.data = parameter.data, parameter.data.clone()
+    with pytest.raises(HybridEngineError) as moved, worker.rollout_context():
+        raise AssertionError("entered the rollout with a parameter that lies elsewhere")
+    outcome["moved"] = str(moved.value)
+    parameter.data = home
+
     with worker.train_context():
         worker.update(jobs.batch(seed=1), jobs.cross_entropy)
     with worker.rollout_context():
@@ -216,6 +222,7 @@ def test_failures_reach_every_rank_and_lose_nothing(tmp_path: Path) -> None:
         assert "decoder.layers.1.mlp.linear_fc2.weight on rank 1" in result["nan"][1]
         assert "model.layers.1.mlp.down_proj.weight" in result["nan"][1]
         assert result["state_after_nan"] == "train"
+        assert "decoder.layers.1.mlp.linear_fc2.weight" in result["moved"]
         assert "disk on fire" in result["transfer"][1]
         assert result["completions"] == 2
         assert result["group_ended"]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory import offloader as offloader_module
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory.offloader import KINDS, MegatronOffloader, OffloadItem
 
 SIZE = 32

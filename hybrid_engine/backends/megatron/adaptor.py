@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import unwrap_model
 
-from hybrid_engine.errors import ParameterMismatchError, WeightError
+from hybrid_engine.errors import ParameterMismatchError, ReshardError, WeightError
 from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.models.packing import Packing, Piece, local_pieces, packed_shape
 from hybrid_engine.models.table import ModelTable
@@ -81,11 +81,18 @@ class MegatronAdaptor:
         """Finish parameter gathers that an overlapping distributed optimizer left for the next forward pass.
 
         Without overlap the optimizer's step has gathered already and nothing is done. Collective over data parallel
-        ranks when there is something to gather.
+        ranks when there is something to gather. Raises ReshardError naming every parameter that no longer lies where
+        the layout says: the switch would read what training does not write.
         """
         for chunk in self.model_chunks:
             if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
+        moved = [name for name, parameter in self.named_parameters() if not self._is_home(parameter)]
+        if moved:
+            raise ReshardError(
+                f"{len(moved)} parameters have other storage than when the layout was made, first {', '.join(moved[:5])}. "
+                "Offload through the engine, not by .data or .to(); or build a new engine"
+            )
 
     def check_values(self) -> None:
         """Raise WeightError naming every parameter that holds a NaN. Reads each buffer once."""
@@ -130,6 +137,13 @@ class MegatronAdaptor:
                 storages.tensors[name] = _flat(parameter.data)
                 storages.homes[parameter] = _Home(name, 0)
         return storages
+
+    def _is_home(self, parameter: torch.nn.Parameter) -> bool:
+        home = self._storages.homes.get(parameter)
+        if home is None:
+            return False
+        flat = self._storages.tensors[home.buffer]
+        return parameter.data_ptr() == flat.data_ptr() + home.offset * flat.element_size()
 
     def _shards_of(self, name: str, parameter: torch.nn.Parameter) -> Iterator[Shard]:
         """Raises ValueError when the name has no rule or the shape does not fit the rule."""
