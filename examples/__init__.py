@@ -1,0 +1,1 @@
+"""Examples; each is a package of its own."""

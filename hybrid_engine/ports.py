@@ -12,7 +12,10 @@ elements. Nothing here knows Megatron or vLLM.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -67,6 +70,32 @@ class InferenceWeights(WeightAdaptor, Protocol):
         ...
 
 
+@dataclass
+class PhaseClock:
+    """Seconds by phase, summed up until `take`.
+
+    read: find the sources, pack them; transfer: bytes cross from rank to rank, and copies that go straight from
+    source to destination; write: unpack into destinations. On CUDA a phase that only queues work ends before the work
+    does, and the next phase that waits has its time.
+    """
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("read", "transfer", "write"), 0.0))
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the `with` block to phase `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        """The sums since the last call, which start again at zero."""
+        taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
+        return taken
+
+
 class Transport(Protocol):
     """Moves bytes. Every rank calls `run` with its share of the same bucket, in the same order.
 
@@ -76,6 +105,7 @@ class Transport(Protocol):
     """
 
     name: str
+    clock: PhaseClock
 
     def run(
         self,
@@ -85,6 +115,10 @@ class Transport(Protocol):
         destination: Mapping[str, torch.Tensor],
     ) -> None:
         """Carry out `transfers` (those of bucket number `bucket` that read from or write to this rank)."""
+        ...
+
+    def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
+        """In place of `run`, by a rank that failed elsewhere: peers that wait for this rank fail with `reason`."""
         ...
 
     def close(self) -> None:

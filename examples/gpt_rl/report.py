@@ -117,7 +117,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """What came out of a run: accuracies, their difference, and totals."""
     measured = [row["accuracy"] for row in rows if row["accuracy"] is not None]
     total_seconds = sum(row["iteration_seconds"] for row in rows)
-    after_warm_up = [row for row in rows if row["iteration"] > 0]
+    reshard_seconds = sum(row["reshard_seconds"] for row in rows)
     differences = [row["logprob_diff"] for row in rows if row["logprob_diff"] is not None]
     return {
         "iterations": rows[-1]["iteration"],
@@ -127,8 +127,8 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
         "reward": rows[-1]["reward"],
         "kl": rows[-1]["kl"],
         "seconds": total_seconds,
-        "reshard_seconds": sum(row["reshard_seconds"] for row in after_warm_up),
-        "reshard_share": sum(row["reshard_seconds"] for row in rows) / total_seconds,
+        "reshard_seconds": reshard_seconds,
+        "reshard_share": reshard_seconds / total_seconds,
         "bytes_received": sum(row["bytes_received"] for row in rows),
         "bytes_least": sum(row["bytes_least"] for row in rows),
         "peak_bytes": max(row["peak_bytes"] for row in rows),

@@ -87,11 +87,16 @@ class Settings(pydantic.BaseModel):
 
     engine: HybridConfig
     rl: RLConfig
+    world_size: int
 
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run must have in common with the one it continues: all but how long it runs and logs."""
         free = {"iterations", "evaluate_every", "checkpoint_every", "data"}
-        values = {"engine": self.engine.model_dump(exclude={"model"}), "rl": self.rl.model_dump(exclude=free)}
+        values = {
+            "world_size": self.world_size,
+            **self.engine.model_dump(exclude={"model"}),
+            "rl_config": self.rl.model_dump(exclude=free),
+        }
         return json.loads(json.dumps(values, default=str, sort_keys=True))
 
 
@@ -128,7 +133,7 @@ def load_settings(
         violations.extend(_violations(engine, rl, world_size))
     if violations:
         raise ConfigError(violations)
-    return Settings(engine=engine, rl=rl)
+    return Settings(engine=engine, rl=rl, world_size=world_size)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from examples.gpt_rl.run_state import RunDirectory
 from examples.gpt_rl.settings import Settings, load_settings
 from hybrid_engine.errors import ConfigError, HybridEngineError, RemoteError, Violation
 
-logger = logging.getLogger("examples.gpt_rl")
+_SECONDS_FOR_OTHERS = 20  # to say what went wrong, before a rank that only heard of it does
 
 
 def main(
@@ -127,12 +128,13 @@ class Output:
     def fail(self, error: Exception) -> None:
         """Say what went wrong here; the traceback goes to the log.
 
-        An error of the project is the same on all ranks or known from its own rank, so the others stay silent.
+        Where another rank says it (a wrong configuration is the same on all, a RemoteError is about a peer), wait for
+        that: the launcher ends all ranks as soon as one has failed.
         """
         traceback.print_exception(error, file=sys.stderr)
         sys.stderr.flush()
         if isinstance(error, RemoteError) or (isinstance(error, ConfigError) and self.rank != 0):
-            return
+            time.sleep(_SECONDS_FOR_OTHERS)
         name = "" if isinstance(error, HybridEngineError) else f"{type(error).__name__}: "
         text = f"rank {self.rank}: {name}{error}\nrank {self.rank}: more in {self.log_file} and the logs beside it"
         self.console.print(text, style="red", highlight=False, soft_wrap=True, markup=False)

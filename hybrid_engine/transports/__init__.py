@@ -15,10 +15,9 @@ Every switch:
     fence                                                       # sources may be overwritten
 """
 
+from hybrid_engine.ports import PhaseClock
 from hybrid_engine.transports.collective import CollectiveTransport
-from hybrid_engine.transports.copies import PhaseClock, RoutedTransport
-from hybrid_engine.transports.in_process import InProcessTransport
-from hybrid_engine.transports.local import LocalTransport
+from hybrid_engine.transports.pull import InProcessTransport, LocalTransport
 from hybrid_engine.transports.router import PREFERENCES, RunReport, TransportSet, choose_transport, export_handles
 from hybrid_engine.transports.shared_memory import SharedMemoryTransport
 
@@ -28,7 +27,6 @@ __all__ = [
     "InProcessTransport",
     "LocalTransport",
     "PhaseClock",
-    "RoutedTransport",
     "RunReport",
     "SharedMemoryTransport",
     "TransportSet",

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from hybrid_engine.errors import PeerTransportError, TransportError
 from hybrid_engine.planning.layout import BufferId
 from hybrid_engine.planning.plan import Transfer
-from hybrid_engine.transports.copies import PhaseClock, copy_straight, failure_at, strided, synchronize
+from hybrid_engine.ports import PhaseClock
+from hybrid_engine.transports.copies import copy_straight, failure_at, strided, synchronize
 
 _HEADER = struct.Struct("<qqH")  # bucket, bytes of the message, length of the failure's text (0: the pieces are good)
 _HEADER_NBYTES = 512

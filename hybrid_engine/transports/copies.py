@@ -1,55 +1,14 @@
-"""What all transports share: the strided copy, the clock of the phases, and errors that say where they happened."""
+"""What all transports share: the strided copy, and errors that say where they happened."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from hybrid_engine.errors import TransportError
 from hybrid_engine.planning.layout import Place
 from hybrid_engine.planning.plan import Transfer
-from hybrid_engine.ports import Transport
-
-
-@dataclass
-class PhaseClock:
-    """Seconds by phase, summed up until `take`.
-
-    read: find the sources, pack them; transfer: bytes cross from rank to rank, and copies that go straight from
-    source to destination; write: unpack into destinations. On CUDA a phase that only queues work ends before the work
-    does, and the next phase that waits has its time.
-    """
-
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("read", "transfer", "write"), 0.0))
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the `with` block to phase `name`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - start
-
-    def take(self) -> dict[str, float]:
-        """The sums since the last call, which start again at zero."""
-        taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
-        return taken
-
-
-class RoutedTransport(Transport, Protocol):
-    """What `TransportSet` asks of a transport besides `ports.Transport`."""
-
-    clock: PhaseClock
-
-    def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
-        """In place of `run`, by a rank that failed elsewhere: peers that wait for this rank fail with `reason`."""
-        ...
 
 
 def strided(flat: torch.Tensor, lengths: tuple[int, ...], place: Place) -> torch.Tensor:
@@ -92,7 +51,8 @@ def failure_at(
 ) -> TransportError:
     """The TransportError for `error`, which happened at one transfer (with `peer`, where one is to blame)."""
     if isinstance(error, KeyError):
-        problem = f"there is no buffer {error}"
+        missing = error.args[0]
+        problem = f"there is no buffer {getattr(missing, 'name', missing)!r}"
     elif isinstance(error, TransportError):
         problem = str(error)
     else:

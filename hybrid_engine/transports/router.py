@@ -13,14 +13,14 @@ from hybrid_engine.errors import ConfigError, TransportError, Violation
 from hybrid_engine.memory.elastic import BufferHandle, export_tensor
 from hybrid_engine.planning.layout import Buffer, BufferId
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
+from hybrid_engine.ports import Transport
 from hybrid_engine.transports.collective import CollectiveTransport
-from hybrid_engine.transports.copies import RoutedTransport
-from hybrid_engine.transports.local import LocalTransport
+from hybrid_engine.transports.pull import LocalTransport
 from hybrid_engine.transports.shared_memory import SharedMemoryTransport
 
 LOCAL, SHARED_MEMORY, COLLECTIVE = LocalTransport.name, SharedMemoryTransport.name, CollectiveTransport.name
 PREFERENCES = ("auto", SHARED_MEMORY, COLLECTIVE)
-CONFIG_KEY = "transport"
+CONFIG_KEY = "generate_config.transport"
 
 
 def choose_transport(transfer: Transfer, exported: Set[BufferId], preference: str = "auto") -> str:
@@ -71,7 +71,7 @@ class TransportSet:
     def __init__(
         self,
         rank: int,
-        transports: Sequence[RoutedTransport],
+        transports: Sequence[Transport],
         choose: Callable[[Transfer], str],
     ) -> None:
         """Args:
@@ -103,7 +103,7 @@ class TransportSet:
             preference: auto, shared_memory or collective.
             timeout: seconds a bucket may wait for peers.
         """
-        transports: list[RoutedTransport] = [LocalTransport(rank), SharedMemoryTransport(rank, handles)]
+        transports: list[Transport] = [LocalTransport(rank), SharedMemoryTransport(rank, handles)]
         if dist.is_available() and dist.is_initialized():
             dtypes = {buffer_id: buffer.dtype for buffer_id, buffer in source_buffers.items()}
             transports.append(CollectiveTransport(rank, dtypes, group, timeout=timeout))

@@ -12,12 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.errors import ConfigError, HybridEngineError, RemoteError, TransportError
+from hybrid_engine.errors import ConfigError, HybridEngineError, PeerTransportError, RemoteError, TransportError
 from hybrid_engine.memory.elastic import ElasticBuffer, allocate_elastic
 from hybrid_engine.planning.layout import Buffer, BufferId, Place
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.transports import (
-    PeerTransportError,
     SharedMemoryTransport,
     TransportSet,
     choose_transport,
@@ -281,7 +280,7 @@ def test_check_reports_every_transfer_that_no_transport_carries():
     plan = ReshardPlan((Bucket(0, transfers, (), 0),), {}, (), "")
     with pytest.raises(ConfigError) as failure:
         TransportSet.connect(0, SOURCE_BUFFERS, {}, preference="shared_memory").check(plan, set())
-    assert [violation.key for violation in failure.value.findings] == ["transport", "transport"]
+    assert [violation.key for violation in failure.value.findings] == ["generate_config.transport"] * 2
     assert "across hosts" in str(failure.value) and "not exported" in str(failure.value)
     with pytest.raises(ConfigError, match=r"collective, which is absent.*Initialise torch.distributed"):
         TransportSet.connect(0, SOURCE_BUFFERS, {}).check(plan, set())

@@ -90,7 +90,7 @@ class MegatronAdaptor:
         moved = [name for name, parameter in self.named_parameters() if not self._is_home(parameter)]
         if moved:
             raise ReshardError(
-                f"{len(moved)} parameters have other storage than when the layout was made, first {', '.join(moved[:5])}. "
+                f"{len(moved)} parameters lie elsewhere than when the layout was made, first {', '.join(moved[:4])}. "
                 "Offload through the engine, not by .data or .to(); or build a new engine"
             )
 

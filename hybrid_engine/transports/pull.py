@@ -1,0 +1,83 @@
+"""Transports in which the destination rank copies straight from where the source lies. No packing, no staging.
+
+    LocalTransport          the source is on the same rank
+    SharedMemoryTransport   the source is a peer's mapped memory (shared_memory.py)
+    InProcessTransport      the twin for tests: every rank's sources are at hand in one process
+
+The source rank does nothing while it is read, so nobody waits for anybody. The caller fences: before the first bucket,
+until all sources hold final values; after the last one, before an owner overwrites or releases its buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hybrid_engine.planning.layout import BufferId
+from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.ports import PhaseClock
+from hybrid_engine.transports.copies import copy_straight
+
+
+class PullTransport:
+    """What they share; a subclass says where the sources are."""
+
+    name: str
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.clock = PhaseClock()
+
+    def run(
+        self,
+        bucket: int,
+        transfers: Sequence[Transfer],
+        source: Mapping[str, torch.Tensor],
+        destination: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Copy the transfers that write to this rank; see `ports.Transport`."""
+        pulls = [transfer for transfer in transfers if transfer.dst_rank == self.rank]
+        with self.clock.phase("read"):
+            sources = self._find_sources(bucket, pulls, source)
+        with self.clock.phase("transfer"):
+            copy_straight(self.name, bucket, pulls, lambda transfer: sources[transfer.src.buffer], destination)
+
+    def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
+        """Nothing to do: no rank waits for another."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _find_sources(
+        self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor]
+    ) -> Mapping[BufferId, torch.Tensor]:
+        """Flat source tensors by buffer. Raises TransportError."""
+        raise NotImplementedError
+
+
+class LocalTransport(PullTransport):
+    """Copies within a rank, on any device."""
+
+    name = "local"
+
+    def _find_sources(
+        self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor]
+    ) -> Mapping[BufferId, torch.Tensor]:
+        return {BufferId(self.rank, name): flat for name, flat in source.items()}
+
+
+class InProcessTransport(PullTransport):
+    """Plays one of several ranks that live in one process; for tests and dry runs."""
+
+    name = "in_process"
+
+    def __init__(self, rank: int, sources: Mapping[BufferId, torch.Tensor]) -> None:
+        """`sources`: flat source buffers of all ranks."""
+        super().__init__(rank)
+        self._sources = sources
+
+    def _find_sources(
+        self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor]
+    ) -> Mapping[BufferId, torch.Tensor]:
+        return self._sources
