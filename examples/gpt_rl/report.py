@@ -51,6 +51,7 @@ class Report:
             TimeElapsedColumn(),
             console=console,
             transient=True,
+            refresh_per_second=4,  # rank 0 has other things to do
             disable=not console.is_terminal,
         )
         self._task: TaskID | None = None

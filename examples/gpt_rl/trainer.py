@@ -131,14 +131,14 @@ class Trainer:
     def _iterate(self, iteration: int) -> Progress:
         """Everything up to the checkpoint; `_finish` does the rest."""
         self.tally = Tally()
-        self.on_progress("generate", iteration, self.rl.iterations)
+        self.on_progress("generate", iteration - 1, self.rl.iterations)
         problems = self._generator(iteration, "problems").sample(self.train_problems, self.rl.prompts_per_iteration)
         with self.worker.rollout_context(), self.tally.phase("generate"):
             groups = self._generate(problems, iteration)
-        self.on_progress("score", iteration, self.rl.iterations)
+        self.on_progress("score", iteration - 1, self.rl.iterations)
         with self.worker.forward_context(), self.tally.phase("score"):
             batch, row = self._score(problems, groups)
-        self.on_progress("update", iteration, self.rl.iterations)
+        self.on_progress("update", iteration - 1, self.rl.iterations)
         with self.worker.train_context():
             with self.tally.phase("update"):
                 report = self._update(batch, iteration)

@@ -41,7 +41,7 @@ def start(*arguments: Any) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 120) -> str:
+def finish(process: subprocess.Popen[str], timeout: float = 200) -> str:
     """Everything printed; the processes are gone afterwards, whatever happened."""
     try:
         return process.communicate(timeout=timeout)[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,38 +12,23 @@ import torch.distributed as dist
 
 from hybrid_engine import ActorHybridWorker, HybridConfig, Sampling, load_config
 from hybrid_engine.planning.layout import Layout
+from tests.hybrid_engine import vllm_support
+from tests.hybrid_engine.tiny_models import region_slices, token_batch, view_of
 
 SEQ_LENGTH = 32
 GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False},
-    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True},
-    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False},
+    "qwen3": vllm_support.QWEN3,
+    "qwen2": {**vllm_support.QWEN2, "tie_word_embeddings": True},
+    "llama": vllm_support.LLAMA,
 }
 
 
 def write_model(directory: Path, family: str, **changes: Any) -> Path:
     """A directory with the config.json of a small model: 4 layers, 4 heads over 2 KV heads, a vocabulary to pad."""
-    config = {
-        "hidden_size": 128,
-        "intermediate_size": 192,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 130,
-        "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "torch_dtype": "float32",
-        **FAMILIES[family],
-        **changes,
-    }
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "torch_dtype": "float32"}
+    vllm_support.write_config(directory, {**FAMILIES[family], **sizes, **changes})
     return directory
 
 
@@ -70,16 +54,15 @@ def build_worker(model: Path, actor: Mapping[str, Any], generate: Mapping[str, A
     return ActorHybridWorker(configuration(model, actor, generate))
 
 
-def batch(seed: int, vocab_size: int = 130, num_sequences: int = 8) -> dict[str, torch.Tensor]:
-    """Random tokens and the labels that follow them; the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(vocab_size, (num_sequences, SEQ_LENGTH + 1), generator=generator)
-    return {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+def batch(seed: int) -> dict[str, torch.Tensor]:
+    """A global batch of eight sequences."""
+    return token_batch(seed, num_sequences=8, length=SEQ_LENGTH)
 
 
 def cross_entropy(
     micro_batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """A loss whose report still hangs on the graph."""
     loss = -log_probs.mean()
     return loss, {"loss": loss}
 
@@ -92,11 +75,8 @@ def canonical_weights(worker: ActorHybridWorker) -> dict[str, torch.Tensor]:
     layout = Layout.merge(rank_layout for rank_layout, _ in everyone)
     weights = {name: torch.full(shape, torch.nan) for name, shape in layout.tensors.items()}
     for shard in layout.shards:
-        flat = everyone[shard.place.buffer.rank][1][shard.place.buffer.name]
-        region = tuple(slice(low, high) for low, high in zip(shard.region.offsets, shard.region.ends, strict=True))
-        weights[shard.region.tensor][region] = flat.as_strided(
-            shard.region.lengths, shard.place.strides, shard.place.offset
-        )
+        _, buffers = everyone[shard.place.buffer.rank]
+        weights[shard.region.tensor][region_slices(shard)] = view_of(buffers, shard)
     return weights
 
 

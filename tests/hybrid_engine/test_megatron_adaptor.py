@@ -110,18 +110,11 @@ def view_of_rank(case: Case, path: Path) -> RankView:
 
 
 def megatron_tensors(chunk: torch.nn.Module) -> Iterator[MegatronTensor]:
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
+    from megatron.core.dist_checkpointing.mapping import is_main_replica
 
-    def tensors_in(tree: Any) -> Iterator[ShardedTensor]:
-        if isinstance(tree, ShardedTensor):
-            yield tree
-        elif isinstance(tree, dict | list):
-            for value in tree.values() if isinstance(tree, dict) else tree:
-                yield from tensors_in(value)
+    from tests.megatron_patches.gpt import sharded_tensors
 
-    sharded = chunk.sharded_state_dict()
-    apply_factories(sharded)
-    for tensor in tensors_in(sharded):
+    for tensor in sharded_tensors(chunk):
         yield MegatronTensor(
             key=tensor.key,
             global_shape=tuple(tensor.global_shape),

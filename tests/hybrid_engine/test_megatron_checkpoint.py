@@ -10,12 +10,18 @@ import torch
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.memory.offloader import MegatronOffloader
-from tests.hybrid_engine.tiny_models import DENSE_FLOAT32, running, save_model
+from hybrid_engine.worker import share_of
+from tests.hybrid_engine.tiny_models import (
+    DENSE_FLOAT32,
+    negative_log_likelihood,
+    running,
+    save_model,
+    token_batch,
+)
 from tests.launch import launch
 
 pytestmark = pytest.mark.engines
 
-BATCH, LENGTH = 4, 12
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 BFLOAT16 = {"params_dtype": "bfloat16"}
@@ -33,18 +39,6 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**PP2, "virtual_pipeline_model_parallel_size": 2},
     ),
 }
-
-
-def make_batch(step: int) -> dict[str, torch.Tensor]:
-    rows = torch.randint(0, 130, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(step))
-    return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
-
-
-def negative_log_likelihood(
-    _batch: dict[str, torch.Tensor], log_probs: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = -log_probs.mean()
-    return loss, {"loss": loss.detach()}
 
 
 def save_and_load(paths: dict[str, Path], root: Path) -> dict[str, dict[str, Any]]:
@@ -89,11 +83,8 @@ def offload_and_back(run: Any) -> None:
 
 
 def train(run: Any, step: int) -> None:
-    share = BATCH // run.engine.dp_size
-    batch = make_batch(step)
-    run.engine.train_step(
-        {n: t[run.engine.dp_rank * share :][:share] for n, t in batch.items()}, negative_log_likelihood
-    )
+    batch = token_batch(step, num_sequences=4, length=12)
+    run.engine.train_step(share_of(run.engine, batch), negative_log_likelihood)
 
 
 def state_of(run: Any) -> dict[str, Any]:

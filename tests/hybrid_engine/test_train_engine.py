@@ -10,7 +10,16 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.config import ActorConfig
-from tests.hybrid_engine.tiny_models import DENSE_FLOAT32, build_hf_model, load_canonical, running, save_model
+from hybrid_engine.worker import share_of
+from tests.hybrid_engine.tiny_models import (
+    DENSE_FLOAT32,
+    build_hf_model,
+    load_canonical,
+    negative_log_likelihood,
+    running,
+    save_model,
+    token_batch,
+)
 from tests.launch import launch
 
 pytestmark = pytest.mark.engines
@@ -68,17 +77,9 @@ NUM_STEPS = 3
 
 def make_batch() -> dict[str, torch.Tensor]:
     """A whole batch; token 129 is the last before Megatron's padding."""
-    rows = torch.randint(0, 130, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(3))
-    rows[0, 0] = rows[0, 5] = 129
-    return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
-
-
-def negative_log_likelihood(
-    _batch: dict[str, torch.Tensor], log_probs: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The report shares the loss's memory, as an unsuspecting user's would."""
-    loss = -log_probs.mean()
-    return loss, {"loss": loss.detach()}
+    batch = token_batch(3, BATCH, LENGTH)
+    batch["tokens"][0, 0] = batch["tokens"][0, 5] = batch["labels"][0, 4] = 129
+    return batch
 
 
 def run_layouts(layouts: dict[str, tuple[str, dict[str, Any]]], paths: dict[str, Path]) -> dict[str, dict[str, Any]]:
@@ -91,8 +92,7 @@ def run_layout(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     with running(path, config) as run:
         load_canonical(run, path)
         engine, batch = run.engine, make_batch()
-        share = BATCH // engine.dp_size
-        mine = {name: tensor[engine.dp_rank * share :][:share] for name, tensor in batch.items()}
+        mine = share_of(engine, batch)
         logits = engine.logits(mine["tokens"])
         log_probs = engine.log_probs(mine)
         reports = []

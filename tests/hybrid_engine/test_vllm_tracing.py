@@ -12,6 +12,7 @@ from hybrid_engine.backends.vllm.records import STAGED, build_layout
 from hybrid_engine.backends.vllm.tracing import Trace, trace_loader
 from hybrid_engine.errors import ModelError, ParameterMismatchError
 from hybrid_engine.planning.layout import Extent, Layout
+from tests.hybrid_engine.tiny_models import region_slices, view_of
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 SHAPES = {"a": (4, 6), "b": (4, 6)}
@@ -43,11 +44,9 @@ def _stack(model: Model, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _fill(model: Model, layout: Layout, weights: dict[str, torch.Tensor]) -> None:
+    buffers = {name: flat_view(parameter.data) for name, parameter in model.named_parameters()}
     for shard in layout.shards:
-        region, place = shard.region, shard.place
-        box = tuple(slice(low, high) for low, high in zip(region.offsets, region.ends, strict=True))
-        flat = flat_view(model.get_parameter(place.buffer.name).data)
-        flat.as_strided(region.lengths, place.strides, place.offset).copy_(weights[region.tensor][box])
+        view_of(buffers, shard).copy_(weights[shard.region.tensor][region_slices(shard)])
 
 
 def _transposed_halves(model: Model, weights: dict[str, torch.Tensor]) -> None:

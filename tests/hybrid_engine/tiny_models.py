@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.models import ModelTable, table_for
-from hybrid_engine.planning.layout import Place, Shard
+from hybrid_engine.planning.layout import Shard
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.megatron.build import Actor
@@ -134,7 +134,8 @@ def load_canonical(run: Run, path: Path) -> None:
 def view_of(buffers: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor:
     """The part of a flat buffer that a record speaks of."""
     flat, place = buffers[shard.place.buffer.name], shard.place
-    return _strided(flat, place, shard.region.lengths)
+    assert flat.dim() == 1 and flat.is_contiguous()
+    return flat.as_strided(shard.region.lengths, place.strides, flat.storage_offset() + place.offset)
 
 
 def region_slices(shard: Shard) -> tuple[slice, ...]:
@@ -142,6 +143,16 @@ def region_slices(shard: Shard) -> tuple[slice, ...]:
     return tuple(slice(low, high) for low, high in zip(shard.region.offsets, shard.region.ends, strict=True))
 
 
-def _strided(flat: torch.Tensor, place: Place, lengths: tuple[int, ...]) -> torch.Tensor:
-    assert flat.dim() == 1 and flat.is_contiguous()
-    return flat.as_strided(lengths, place.strides, flat.storage_offset() + place.offset)
+def token_batch(seed: int, num_sequences: int, length: int) -> dict[str, torch.Tensor]:
+    """Random tokens and the labels that follow them, [num_sequences, length]; the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(SIZES["vocab_size"], (num_sequences, length + 1), generator=generator)
+    return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+
+
+def negative_log_likelihood(
+    _batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The report shares the loss's memory, as an unsuspecting user's would."""
+    loss = -log_probs.mean()
+    return loss, {"loss": loss.detach()}

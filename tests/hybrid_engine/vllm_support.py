@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.hybrid_engine.tiny_models import region_slices, view_of
+
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -149,14 +151,7 @@ def fill_by_records(
         buffers = adaptor.allocate(batch)
         with torch.no_grad():
             for shard in (shard for group in batch for shard in shards.get(group, ())):
-                box = tuple(
-                    slice(low, low + length)
-                    for low, length in zip(shard.region.offsets, shard.region.lengths, strict=True)
-                )
-                flat = buffers[shard.place.buffer.name]
-                flat.as_strided(shard.region.lengths, shard.place.strides, shard.place.offset).copy_(
-                    weights[shard.region.tensor][box]
-                )
+                view_of(buffers, shard).copy_(weights[shard.region.tensor][region_slices(shard)])
         adaptor.commit(batch)
     adaptor.observer = None
     return seen

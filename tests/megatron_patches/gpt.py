@@ -212,9 +212,7 @@ def fill_weights(model: GPTModel, seed: int) -> None:
 
     Norm weights lie around 1, all others around 0.
     """
-    sharded = model.sharded_state_dict()
-    apply_factories(sharded)
-    for tensor in _sharded_tensors(sharded):
+    for tensor in sharded_tensors(model):
         generator = torch.Generator().manual_seed(seed + zlib.crc32(tensor.key.encode()))
         full = torch.randn(tensor.global_shape, generator=generator) * 0.1
         if "norm" in tensor.key:
@@ -224,15 +222,19 @@ def fill_weights(model: GPTModel, seed: int) -> None:
         tensor.data.detach().copy_(region.reshape(tensor.local_shape))
 
 
-def _sharded_tensors(tree: Any) -> Iterator[ShardedTensor]:
+def sharded_tensors(model: torch.nn.Module) -> Iterator[ShardedTensor]:
+    """What Megatron itself says of this rank's part of every weight: global shape, offset, replica, live values."""
+    sharded = model.sharded_state_dict()
+    apply_factories(sharded)
+    yield from _sharded_tensors_in(sharded)
+
+
+def _sharded_tensors_in(tree: Any) -> Iterator[ShardedTensor]:
     if isinstance(tree, ShardedTensor):
         yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _sharded_tensors(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _sharded_tensors(value)
+    elif isinstance(tree, (dict, list, tuple)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _sharded_tensors_in(value)
 
 
 def wrap_ddp(spec: GptSpec, config: TransformerConfig, chunks: list[GPTModel]) -> list[DistributedDataParallel]:
