@@ -33,7 +33,7 @@ ENV_STARTS := $(shell $(PY) -c 'print("yes")' 2>/dev/null)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env rl test lint format lock clean clean-env force
+.PHONY: help env rl test lint format docs lock clean clean-env force
 
 help: ## Show this help
 	@echo 'make TARGET [VARIABLE=value ...]'; echo
@@ -65,6 +65,9 @@ lint: $(ENV_READY) ## Check style and formatting
 format: $(ENV_READY) ## Fix style and formatting in place
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+docs: $(ENV_READY) ## Make docs/configuration.md from the configuration's sources
+	$(PY) docs/make_configuration.py > docs/configuration.md
 
 lock: ## Resolve requirements-cpu.in into requirements-cpu.txt again (needs uv)
 	@sed '/^[^#]/,$$d' requirements-cpu.txt > requirements-cpu.txt.new

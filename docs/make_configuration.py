@@ -1,6 +1,6 @@
 """Prints docs/configuration.md from the configuration models.
 
-Run `python docs/make_configuration.py > docs/configuration.md` after a change; a test compares.
+Run `make docs` after a change; a test compares.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.errors import HybridEngineError
 
 if TYPE_CHECKING:
+    from hybrid_engine.backends.megatron.train_engine import TrainEngine
     from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling
     from hybrid_engine.hybrid_engine import HybridEngine
     from hybrid_engine.sharding_manager import ReshardReport, ShardingManager, State
@@ -47,6 +48,7 @@ _LAZY = {
     "Sampling": "hybrid_engine.backends.vllm",
     "ShardingManager": "hybrid_engine.sharding_manager",
     "State": "hybrid_engine.sharding_manager",
+    "TrainEngine": "hybrid_engine.backends.megatron.train_engine",
 }
 
 __version__ = "0.1.0"
@@ -63,6 +65,7 @@ __all__ = [
     "Sampling",
     "ShardingManager",
     "State",
+    "TrainEngine",
     "load_config",
 ]
 

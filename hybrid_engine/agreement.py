@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.errors import HybridEngineError, RemoteError
+from hybrid_engine.errors import HybridEngineError, RemoteError, ReshardError
 
 
 class Agreement:
@@ -41,33 +41,48 @@ class Agreement:
         self.settle(name, error)
 
     def settle(self, phase: str, error: Exception | None) -> None:
-        """Return when no rank failed. Otherwise raise: `error` where it happened, RemoteError elsewhere."""
-        failed = torch.tensor([error is not None], dtype=torch.uint8)
+        """Return when no rank failed. Otherwise raise on all of them.
+
+        Where it happened: `error` itself if it is one of this project's, else a ReshardError from it. Elsewhere:
+        RemoteError with the messages of the ranks that failed.
+        """
+        if self._reduce(phase, int(error is not None), dist.ReduceOp.MAX, error) == 0:
+            return
+        own = None if error is None else f"{type(error).__name__}: {error}"
+        messages = self.gather(own, phase)
+        if isinstance(error, HybridEngineError):
+            raise error
+        if error is not None:
+            raise ReshardError(f"{phase}: {own}") from error
+        causes = "\n".join(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message)
+        raise RemoteError(f"{phase} failed on {sum(m is not None for m in messages)} rank(s):\n{causes}")
+
+    def gather(self, value: object, phase: str = "gather") -> list:
+        """`value` of every rank, by rank; for set-up and results, not for switches. Raises RemoteError."""
+        values: list = [None] * dist.get_world_size(self.group)
+        with self._lost_rank(phase):
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def total(self, value: int) -> int:
+        """Sum over all ranks. Raises RemoteError."""
+        return self._reduce("total", value, dist.ReduceOp.SUM)
+
+    def _reduce(
+        self, phase: str, value: int, operation: dist.ReduceOp.RedOpType, error: Exception | None = None
+    ) -> int:
+        tensor = torch.tensor([value], dtype=torch.int64)
+        with self._lost_rank(phase, error):
+            dist.all_reduce(tensor, op=operation, group=self.group)
+        return int(tensor)
+
+    @contextmanager
+    def _lost_rank(self, phase: str, error: Exception | None = None) -> Iterator[None]:
+        """What torch.distributed raises about a rank that is gone, as RemoteError; `error` is this rank's own."""
         try:
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.group)
+            yield
         except RuntimeError as lost:
             raise RemoteError(
                 f"{phase}: a rank ended or gave no sign for {self.timeout_seconds:g} s ({lost}); see its log. "
                 "The job cannot go on"
             ) from (error or lost)
-        if not failed:
-            return
-        messages: list[str | None] = [None] * dist.get_world_size(self.group)
-        own = None if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(messages, own, group=self.group)
-        if isinstance(error, HybridEngineError):
-            raise error
-        causes = "\n".join(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message)
-        raise RemoteError(f"{phase} failed on {sum(m is not None for m in messages)} rank(s):\n{causes}") from error
-
-    def gather(self, value: object) -> list:
-        """`value` of every rank, by rank; for set-up, not for switches."""
-        values: list = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
-
-    def total(self, value: int) -> int:
-        """Sum over all ranks."""
-        tensor = torch.tensor([value], dtype=torch.int64)
-        dist.all_reduce(tensor, group=self.group)
-        return int(tensor)

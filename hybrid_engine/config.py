@@ -120,7 +120,7 @@ class GenerateConfig(_Section):
     check_nan: bool = True
     """Read every weight once before a switch and refuse NaN."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
-    """Longest wait for a peer."""
+    """Longest wait for a peer, also for a replica that generates longer than another."""
 
 
 class HybridConfig(_Section):
@@ -172,15 +172,16 @@ def find_violations(config: HybridConfig, world_size: int) -> list[Violation]:
     if not (config.model / "config.json").is_file():
         return [Violation("model", f"{config.model} has no config.json", "Name a Hugging Face model directory")]
     try:
-        dims = table_for(config.hf_config()).dims
+        table = table_for(config.hf_config())
     except UnknownModelError as error:
         return [Violation("model", str(error), "Choose a supported model or add a table")]
     except (ValueError, KeyError, TypeError) as error:
         problem = f"{config.model / 'config.json'} cannot be used: {error!r}"
         return [Violation("model", problem, "Name a directory with a complete config.json")]
     return [
-        *_training_violations(config.actor_config, dims, world_size),
-        *_inference_violations(config.generate_config, config.actor_config, dims, world_size),
+        *(Violation("model", f"{what} is not built here", "Bring your own model") for what in table.not_built),
+        *_training_violations(config.actor_config, table.dims, world_size),
+        *_inference_violations(config.generate_config, config.actor_config, table.dims, world_size),
     ]
 
 
@@ -233,7 +234,6 @@ def _training_violations(actor: ActorConfig, dims: ModelDims, world_size: int) -
         "virtual stages without pipeline parallelism",
         "Use a pipeline_model_parallel_size above 1 or leave it out",
     )
-    found.require(cp == 1, "context_parallel_size", f"{cp}: context parallelism is not supported yet", "Use 1")
     _expert_violations(found, "expert_model_parallel_size", actor.expert_model_parallel_size)
     _expert_violations(found, "expert_tensor_parallel_size", actor.expert_tensor_parallel_size or 1)
     if actor.sequence_parallel:

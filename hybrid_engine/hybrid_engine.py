@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hybrid_engine.agreement import Agreement
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.sharding_manager import ReshardReport, ShardingManager, State
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.megatron.train_engine import TrainEngine
+    from hybrid_engine.backends.vllm import InferenceEngine
 
 
 class HybridEngine:
@@ -21,6 +25,7 @@ class HybridEngine:
         train: a `TrainEngine`.
         inference: an `InferenceEngine`.
         config: the checked configuration.
+        offloader: of the training engine's state; made here when there is none.
         agreement: of all ranks; made here when there is none.
 
     All methods are collective. Example, as an RL loop uses it:
@@ -31,14 +36,21 @@ class HybridEngine:
             engine.train.train_step(batch, loss_function)
     """
 
-    def __init__(self, train: Any, inference: Any, config: HybridConfig, agreement: Agreement | None = None) -> None:
+    def __init__(
+        self,
+        train: TrainEngine,
+        inference: InferenceEngine,
+        config: HybridConfig,
+        offloader: MegatronOffloader | None = None,
+        agreement: Agreement | None = None,
+    ) -> None:
         self.train = train
         self.inference = inference
         self.sharding = ShardingManager(
             training=train.weights,
             inference=inference.adaptor,
             caches=inference,
-            offloader=MegatronOffloader(train.offload_items),
+            offloader=offloader or MegatronOffloader(train.offload_items),
             version=lambda: train.version,
             config=config.generate_config,
             agreement=agreement,

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from hybrid_engine.agreement import Agreement
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.errors import ReshardError, StateError
+from hybrid_engine.errors import PlanError, ReshardError, StateError
 from hybrid_engine.memory.elastic import BufferHandle, host_id
 from hybrid_engine.memory.offloader import KINDS as KIND_ORDER
 from hybrid_engine.memory.offloader import MegatronOffloader, OffloadReport
@@ -87,8 +87,8 @@ class ReshardReport:
         direction: "train->infer" and the like.
         version: optimizer steps the weights had taken.
         seconds: wall-clock time of the whole switch.
-        seconds_by_phase: offload, onload, prepare, check, fill (of which allocate, read, transfer, write, commit),
-            release, resume; each with its wait for the slowest rank.
+        seconds_by_phase: layout and plan (in the first report), offload, onload, prepare, check, fill (of which
+            allocate, read, transfer, write, commit), release, resume; each with its wait for the slowest rank.
         bytes_received: from other ranks. bytes_own: copied inside this rank. bytes_least: no plan receives less.
         bytes_offloaded, bytes_onloaded: between device and host.
         peak_bytes: training and inference state on the device at once, at its highest during the switch.
@@ -159,7 +159,8 @@ class ShardingManager:
         config: which kinds to offload, transport, bucket size, timeout.
         agreement: of all ranks; made here when there is none.
 
-    Knows neither Megatron nor vLLM. The plan is made once, here; a later switch that finds another layout raises.
+    Knows neither Megatron nor vLLM. The plan is made once, here; a later switch that finds the training weights
+    elsewhere raises (`TrainingWeights.prepare`).
     """
 
     def __init__(
@@ -181,21 +182,24 @@ class ShardingManager:
         self.agreement = agreement or Agreement(config.timeout_seconds)
         self.state = State.TRAIN
         self.last_report: ReshardReport | None = None
-        self.reports: dict[str, ReshardReport] = {}
         self._start_hooks: list[Callable[[State, State], None]] = []
         self._end_hooks: list[Callable[[ReshardReport], None]] = []
         self._context_state: State | None = None
         self._tally = _Tally()
         self.rank = dist.get_rank()
-        self.transfer_group = dist.new_group(timeout=timedelta(seconds=config.timeout_seconds))
+        self.transfer_group = self._make_transfer_group()
         with self._phase("layout"):
             handles = export_handles(self.rank, training.buffers())
             setup = _RankSetup(host_id(), training.layout(), inference.layout(), handles)
         setups = self.agreement.gather(setup)
         with self._phase("plan"):
             self.container = self._connect(setups)
+        if len(set(self.agreement.gather(self.plan.fingerprint))) > 1:
+            raise PlanError(["the ranks made different plans: they do not run the same code or configuration"])
         with self._phase("release"):
             self.inference.release()
+        with self._phase("onload"):
+            self.offloader.onload(KINDS)
 
     def on_reshard_start(self, hook: Callable[[State, State], None]) -> Callable[[State, State], None]:
         """Call `hook(from_state, to_state)` before every switch; usable as a decorator."""
@@ -226,12 +230,15 @@ class ShardingManager:
     def enter(self, target: State) -> ReshardReport | None:
         """Switch to `target`; None when it is the present state already.
 
-        Raises on all ranks when any rank fails. Then the state before is restored, unless the message says not.
+        Raises on all ranks when any rank fails. Then the state before is restored (IDLE, when the inference weights
+        were lost on the way, or when the message says that restoring failed too); every later switch starts from what
+        is really there. When only an end hook failed, the switch itself stands.
         """
         if target is self.state:
             return None
         before, started = self.state, time.perf_counter()
-        self._tally = _Tally()
+        if self.last_report is not None:
+            self._tally = _Tally()  # the first report also tells what planning took
         with self._phase("start hooks"):
             for hook in self._start_hooks:
                 hook(before, target)
@@ -249,6 +256,7 @@ class ShardingManager:
         return report
 
     def _switch(self, before: State, target: State) -> None:
+        self._note_peak()
         if before is State.INFER:
             self._release_inference()
         if target is State.INFER:
@@ -296,21 +304,26 @@ class ShardingManager:
         self._note_peak()
 
     def _restore(self, before: State, target: State, error: Exception) -> None:
-        """After a failed switch: drop what was filled and bring back what `before` needs."""
+        """After a failed switch: drop what was filled and bring back what `before` needs.
+
+        Inference weights are gone by then, so INFER itself is not restored. Nothing of training is ever lost.
+        """
+        self.state = State.IDLE
+        restored = State.IDLE if before is State.INFER else before
         try:
-            self.container.release()
-            # inference weights are gone: INFER cannot be restored, but nothing of training is lost
-            self.state = State.IDLE if before is State.INFER else before
-            wanted = self._resident_kinds(self.state)
-            self.offloader.offload(KINDS - wanted)
-            self.offloader.onload(wanted)
+            with self.agreement.phase("restore"):
+                self.container.release()
+                wanted = self._resident_kinds(restored)
+                self.offloader.offload(KINDS - wanted)
+                self.offloader.onload(wanted)
         except Exception as restore_error:
             away = [kind for kind in KIND_ORDER if self.offloader.is_offloaded(kind)]
             raise ReshardError(
                 f"switch {before.value}->{target.value} failed ({error}) and so did the way back ({restore_error}); "
-                f"in host memory: {', '.join(away) or 'nothing'}; inference weights are released"
+                f"in host memory: {', '.join(away) or 'nothing'}; inference weights are released; state is idle"
             ) from error
-        logger.error("[Reshard] %s->%s failed; state is %s: %s", before.value, target.value, self.state.value, error)
+        self.state = restored
+        logger.error("[Reshard] %s->%s failed; state is %s: %s", before.value, target.value, restored.value, error)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -324,6 +337,16 @@ class ShardingManager:
         on_device = _resident_nbytes(self.offloader) + self._tally.inference
         self._tally.peak = max(self._tally.peak, on_device)
 
+    def _make_transfer_group(self) -> dist.ProcessGroup:
+        """A group of its own for the collective transport: after a timeout it is dead."""
+        on_gpu = any(tensor.is_cuda for tensor in self.training.buffers().values())
+        timeout = timedelta(seconds=self.config.timeout_seconds)
+        return dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=timeout)
+
+    def close(self) -> None:
+        """Give back the transports' mappings and staging memory; no switch is possible afterwards. Idempotent."""
+        self.router.close()
+
     def _connect(self, setups: Sequence[_RankSetup]) -> WeightContainer:
         """Plan and connect the transports, from what all ranks told each other."""
         source = Layout.merge(setup.training for setup in setups)
@@ -331,7 +354,7 @@ class ShardingManager:
         hosts = [setup.host for setup in setups]
         self.plan = plan(source, destination, hosts, bucket_nbytes=self.config.bucket_mb * 1024**2)
         all_handles = {buffer: handle for setup in setups for buffer, handle in setup.handles.items()}
-        router = TransportSet.connect(
+        self.router = TransportSet.connect(
             self.rank,
             source.buffers,
             all_handles,
@@ -339,8 +362,8 @@ class ShardingManager:
             preference=self.config.transport,
             timeout=self.config.timeout_seconds,
         )
-        router.check(self.plan, exported=all_handles)
-        return WeightContainer(self.inference, self.plan, router)
+        self.router.check(self.plan, exported=all_handles)
+        return WeightContainer(self.inference, self.plan, self.router)
 
     def _report(self, direction: str, seconds: float) -> ReshardReport:
         tally, filled = self._tally, direction.endswith(State.INFER.value)
@@ -357,7 +380,7 @@ class ShardingManager:
             bytes_onloaded=tally.onloaded,
             peak_bytes=tally.peak,
         )
-        self.last_report = self.reports[direction] = report
+        self.last_report = report
         return report
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -15,11 +16,12 @@ import torch.distributed as dist
 import megatron_patches
 from hybrid_engine.agreement import Agreement
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.errors import ConfigError, StateError, Violation
+from hybrid_engine.errors import ConfigError, DependencyError, StateError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.models import table_for
 from hybrid_engine.sharding_manager import ShardingManager, State
+from megatron_patches.errors import PatchSetError
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.megatron.train_engine import Batch, LossFunction, TrainEngine
@@ -46,22 +48,26 @@ class ActorHybridWorker:
 
     def _build(self, agreement: Agreement) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        with agreement.phase("checking what is installed"):
+            _require_installed()
+            hf_config = self.config.hf_config()
+            self.table = table_for(hf_config)
         with agreement.phase("building the training engine"):
-            megatron_patches.apply()
             from hybrid_engine.backends.megatron import build
             from hybrid_engine.backends.megatron.train_engine import TrainEngine
 
-            actor_config, hf_config = self.config.actor_config, self.config.hf_config()
-            self.table = table_for(hf_config)
-            build.initialize_parallel_state(actor_config)
+            actor_config = self.config.actor_config
+            build.initialize_parallel_state(actor_config, self.config.generate_config.timeout_seconds)
             self.actor = build.build_actor(actor_config, self.table, hf_config)
             self.train: TrainEngine = TrainEngine(self.actor, self.table, actor_config.micro_batch_size)
+            offloader = MegatronOffloader(self.train.offload_items)
+            offloader.offload()  # vLLM looks at the memory that is free while it starts
         with agreement.phase("building the inference engine"):
             from hybrid_engine.backends.vllm import InferenceEngine
 
             settings = inference_settings(self.config, self.world_size)
-            self.inference: InferenceEngine = InferenceEngine(settings, self.table.shapes, self.rank)
-        self.engine = HybridEngine(self.train, self.inference, self.config, agreement)
+            self.inference: InferenceEngine = InferenceEngine(settings, self.table.shapes, self.rank, agreement)
+        self.engine = HybridEngine(self.train, self.inference, self.config, offloader, agreement)
 
     @property
     def sharding(self) -> ShardingManager:
@@ -89,48 +95,61 @@ class ActorHybridWorker:
 
         Returns, on every rank, a list of `n` completions for each prompt, in the order of `prompts`.
         """
-        self._require(State.INFER)
-        engine = self.inference
+        self.require(State.INFER)
+        engine, agreement = self.inference, self.sharding.agreement
         num_replicas = engine.settings.data_parallel_size
-        mine = prompts[engine.dp_rank :: num_replicas]
-        completions = engine.generate(mine, sampling)
+        with agreement.phase("generate"):
+            engine.check_prompts(prompts, sampling.max_tokens)  # all of them everywhere: no replica starts in vain
+            completions = engine.generate(prompts[engine.dp_rank :: num_replicas], sampling)
         reports_back = engine.tp_rank == 0 and engine.pp_rank == 0
-        shares = self.sharding.agreement.gather((engine.dp_rank, completions) if reports_back else None)
+        shares = agreement.gather((engine.dp_rank, completions) if reports_back else None)
         by_replica = dict(share for share in shares if share is not None)
         return [by_replica[i % num_replicas][i // num_replicas] for i in range(len(prompts))]
 
     def compute_log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probability [B, S] fp32 of every label under the training weights. In train or forward context."""
-        self._require(State.TRAIN, State.FORWARD)
+        self.require(State.TRAIN, State.FORWARD)
         return whole_log_probs(self.train, batch)
 
     def update(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
         """One optimizer step on the batch; see `TrainEngine.train_step`. In `train_context`."""
-        self._require(State.TRAIN)
+        self.require(State.TRAIN)
         return self.train.train_step(share_of(self.train, batch), loss_function)
 
     def save_checkpoint(self, directory: str | Path) -> None:
         """Write parameters, optimizer state and generators below `directory`. In `train_context`."""
-        self._require(State.TRAIN)
+        self.require(State.TRAIN)
         from hybrid_engine.backends.megatron import checkpoint
 
-        checkpoint.save_checkpoint(directory, self.actor)
+        self.train.weights.prepare()
+        checkpoint.save_checkpoint(directory, self.actor, self.sharding.agreement)
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Take up what `save_checkpoint` wrote. In `train_context`."""
-        self._require(State.TRAIN)
+        """Take up what `save_checkpoint` wrote, on all ranks or on none. In `train_context`."""
+        self.require(State.TRAIN)
         from hybrid_engine.backends.megatron import checkpoint
 
-        checkpoint.load_checkpoint(directory, self.actor)
+        checkpoint.load_checkpoint(directory, self.actor, self.sharding.agreement)
 
     def shutdown(self) -> None:
-        """End vLLM, and the process group if it was created here; idempotent."""
+        """End vLLM, Megatron's groups, and the process group if it was created here; idempotent.
+
+        Another worker may be built afterwards. This one keeps its configuration and Megatron's weights, nothing else.
+        """
+        if "engine" in vars(self):
+            self.engine.sharding.close()
+            del self.engine
         if "inference" in vars(self):
             self.inference.shutdown()
+        if "train" in vars(self) and dist.is_initialized():
+            from hybrid_engine.backends.megatron import build
+
+            build.destroy_parallel_state()
         if self._created_process_group and dist.is_initialized():
             dist.destroy_process_group()
 
-    def _require(self, *states: State) -> None:
+    def require(self, *states: State) -> None:
+        """Raise StateError unless the present state is one of these."""
         if self.sharding.state not in states:
             wanted = " or ".join(f"{state.value} context" for state in states).replace("infer", "rollout")
             raise StateError(f"the engine is in state {self.sharding.state.value}; call this in the {wanted}")
@@ -140,10 +159,11 @@ class ReferenceModel:
     """A frozen copy of the actor's present weights, off the device except while it scores.
 
     Args:
-        worker: gives layout and weights; in train or forward state now.
+        worker: gives layout and weights; in train or forward state now, for the weights must be on the device.
     """
 
     def __init__(self, worker: ActorHybridWorker) -> None:
+        worker.require(State.TRAIN, State.FORWARD)
         from hybrid_engine.backends.megatron import build
         from hybrid_engine.backends.megatron.train_engine import TrainEngine
 
@@ -151,13 +171,14 @@ class ReferenceModel:
         model = build.build_reference(actor_config, worker.table, worker.config.hf_config())
         self.engine = TrainEngine(model, worker.table, actor_config.micro_batch_size)
         self.engine.copy_weights_from(worker.train)
-        self.actor = model
+        self._agreement = worker.sharding.agreement
         self._offloader = MegatronOffloader(self.engine.offload_items)
         self._offloader.offload({"param"})
 
     def compute_log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probability [B, S] fp32 of every label under the frozen weights. Collective; in any state."""
-        self._offloader.onload({"param"})
+        with self._agreement.phase("onload of the reference"):
+            self._offloader.onload({"param"})
         try:
             return whole_log_probs(self.engine, batch)
         finally:
@@ -185,6 +206,17 @@ def inference_settings(config: HybridConfig, world_size: int) -> InferenceSettin
     )
 
 
+def _require_installed() -> None:
+    """Check both engines' versions and patch megatron-core, before anything is built. Raises DependencyError."""
+    from hybrid_engine.backends.vllm import require_vllm
+
+    require_vllm()
+    try:
+        megatron_patches.apply()
+    except PatchSetError as error:
+        raise DependencyError(str(error)) from error
+
+
 def share_of(engine: TrainEngine, batch: Batch) -> Batch:
     """This data parallel rank's consecutive part of a global batch."""
     num_sequences = batch["tokens"].shape[0]
@@ -200,7 +232,8 @@ def share_of(engine: TrainEngine, batch: Batch) -> Batch:
 def whole_log_probs(engine: TrainEngine, batch: Batch) -> torch.Tensor:
     """Score a global batch: each data parallel rank its share, the result on every rank."""
     own = engine.log_probs(share_of(engine, batch))
-    return own if engine.dp_size == 1 else engine.gather_over_data_parallel(own)
+    whole = own if engine.dp_size == 1 else engine.gather_over_data_parallel(own)
+    return whole.to(batch["tokens"].device)
 
 
 def _initialize_process_group(timeout_seconds: float) -> bool:
@@ -213,7 +246,13 @@ def _initialize_process_group(timeout_seconds: float) -> bool:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=datetime.timedelta(seconds=timeout_seconds)
-    )
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    # torchrun's store outlives a group: under its own keys a second one would find the first one's addresses
+    own_store = dist.PrefixStore(f"hybrid_engine/{next(_group_numbers)}", store)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=own_store, rank=rank, world_size=world_size, timeout=timeout)
     return True
+
+
+_group_numbers = itertools.count()

@@ -21,12 +21,13 @@ from megatron_patches.buffers import (
     iter_buffers,
     set_buffer_allocator,
 )
-from megatron_patches.catalog import apply, default_groups, revert, states
+from megatron_patches.catalog import apply, default_groups, hooks_applied, revert, states
 from megatron_patches.optimizers import (
     HookHandle,
     OptimizerTensor,
     add_post_step_hook,
     optimizer_tensors,
+    set_weight_version,
     weight_version,
 )
 from megatron_patches.patch import Patch
@@ -43,10 +44,12 @@ __all__ = [
     "apply",
     "buffer_allocator",
     "default_groups",
+    "hooks_applied",
     "iter_buffers",
     "optimizer_tensors",
     "revert",
     "set_buffer_allocator",
+    "set_weight_version",
     "states",
     "weight_version",
 ]

@@ -167,9 +167,17 @@ _allocator: BufferAllocator | None = None
 def set_buffer_allocator(allocate: BufferAllocator | None) -> None:
     """Let `allocate` make the flat tensors of every buffer built from now on; None: Megatron itself.
 
-    Takes effect while the "hooks" patches are applied; buffers that exist already do not change.
+    Buffers that exist already do not change. Raises BufferAllocationError while the "hooks" patches are
+    not applied: Megatron would not ask `allocate`.
     """
+    from megatron_patches.catalog import hooks_applied  # the catalog imports this module
+
     global _allocator
+    if allocate is not None and not hooks_applied():
+        raise BufferAllocationError(
+            'Megatron asks for an allocator only while the "hooks" patches are applied; '
+            "call megatron_patches.apply() before"
+        )
     _allocator = allocate
 
 
@@ -207,6 +215,11 @@ class _Redirected(TorchFunctionMode):
     def _flat_tensor(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if self._buffer.nccl_ub:
             raise BufferAllocationError("nccl_ub registers megatron's own allocation; turn it off to use an allocator")
+        if len(self._made) == len(self._expected()):
+            raise BufferAllocationError(
+                f"megatron allocates one more flat tensor ({self._buffer.numel} elements of {dtype}) after "
+                f"{self._made}, which the allocator has no kind for; build this buffer without an allocator"
+            )
         kind = self._expected()[len(self._made)]
         tensor = self._allocate(self._buffer.numel, dtype, device, kind)
         _check_flat(tensor, self._buffer.numel, dtype, device, kind)

@@ -37,6 +37,11 @@ def revert() -> None:
     _registry.revert()
 
 
+def hooks_applied() -> bool:
+    """Whether Megatron asks for buffers and announces weight versions now: all of group "hooks" is applied."""
+    return all(state.num_sites > 0 for state in states() if state.patch.group == "hooks")
+
+
 def states() -> list[PatchState]:
     """Every patch with the number of places where it is applied now."""
     return _registry.states()

@@ -196,8 +196,21 @@ def add_post_step_hook(hook: PostStepHook) -> HookHandle:
 
 
 def weight_version(optimizer: MegatronOptimizer) -> int:
-    """Number of successful outermost steps of `optimizer` seen so far; 0 for one never seen."""
+    """Number of successful outermost steps of `optimizer`, on top of `set_weight_version`; 0 for one never seen.
+
+    Counts only while the "hooks" patches are applied (`hooks_applied`).
+    """
     return _versions.get(optimizer, 0)
+
+
+def set_weight_version(optimizer: MegatronOptimizer, version: int) -> None:
+    """Go on counting from `version`, for weights that a checkpoint brought back. Calls no hook.
+
+    Raises ValueError when `version` is negative.
+    """
+    if version < 0:
+        raise ValueError(f"a weight version counts steps and cannot be {version}; pass 0 or more")
+    _versions[optimizer] = version
 
 
 @contextlib.contextmanager

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from packaging.version import Version
+
 from megatron_patches.errors import (
     MissingMegatronError,
     MissingTargetError,
@@ -180,19 +182,19 @@ class PatchRegistry:
 
 def _check_versions(patches: Sequence[Patch]) -> None:
     """Compare the installed megatron-core with every patch's tested versions."""
-    tested = sorted({version for patch in patches for version in patch.versions})
+    tested = sorted({version for patch in patches for version in patch.versions}, key=Version)
     try:
         core = importlib.import_module("megatron.core")
     except ModuleNotFoundError as error:
         if error.name not in ("megatron", "megatron.core"):
             raise
         raise MissingMegatronError([f"megatron-core is not installed; {_INSTALL_HINT}{tested[-1]}"]) from error
-    refused = [patch.name for patch in patches if core.__version__ not in patch.versions]
-    if refused:
+    num_refused = sum(core.__version__ not in patch.versions for patch in patches)
+    if num_refused:
         raise UnsupportedVersionError(
             [
-                f"megatron-core {core.__version__} is installed, but {len(refused)} patches were tested only with "
-                f"{', '.join(tested)} ({', '.join(refused)}); {_INSTALL_HINT}{tested[-1]}"
+                f"megatron-core {core.__version__} is installed; the {num_refused} patches of this package were "
+                f"tested with {', '.join(tested)}; {_INSTALL_HINT}{tested[-1]}"
             ]
         )
 

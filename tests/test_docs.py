@@ -1,13 +1,25 @@
-"""The documents that are made from the sources are what the sources make."""
+"""The documents say what the sources say, and their links lead somewhere."""
 
 from __future__ import annotations
 
+import re
 import runpy
 
+import pytest
+
 from tests.launch import REPO_ROOT
+
+PAGES = ["README.md", *(str(path.relative_to(REPO_ROOT)) for path in sorted(REPO_ROOT.glob("[deph]*/**/*.md")))]
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
     made = runpy.run_path(str(REPO_ROOT / "docs" / "make_configuration.py"))["page"]()
     written = (REPO_ROOT / "docs" / "configuration.md").read_text()
-    assert written == made, "run: python docs/make_configuration.py > docs/configuration.md"
+    assert written == made, "run: make docs"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_relative_links_lead_somewhere(page: str) -> None:
+    path = REPO_ROOT / page
+    links = re.findall(r"\]\(([^)#:]+)\)", path.read_text())
+    assert [link for link in links if not (path.parent / link).exists()] == []

@@ -7,7 +7,7 @@ the input norms are fused into the linear layers that follow them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,23 @@ def _family_table(config: Mapping[str, Any], traits: Traits) -> ModelTable:
         rules=_rules(dims),
         shapes=_shapes(dims, traits),
         megatron_settings=_megatron_settings(config, dims, traits),
+        not_built=tuple(_not_built(config, traits)),
     )
+
+
+def _not_built(config: Mapping[str, Any], traits: Traits) -> Iterator[str]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type != "default":
+        yield f"rotary scaling of type {rope_type!r}"
+    if config.get("hidden_act", "silu") != "silu":
+        yield f"hidden_act {config['hidden_act']!r}"
+    if config.get("use_sliding_window"):
+        yield "use_sliding_window"
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        yield f"partial_rotary_factor {config['partial_rotary_factor']}"
+    if traits.output_bias != traits.mlp_bias:
+        yield "biases in only one of attention and MLP, where Megatron has one switch for both"
 
 
 def _rules(dims: ModelDims) -> tuple[Rule, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,14 +40,17 @@ class ModelTable:
         dims: sizes.
         rules: Megatron side.
         shapes: canonical name -> shape, in checkpoint order. Tied heads are not in it.
-        megatron_settings: keyword arguments of megatron-core's TransformerConfig and GPTModel that the architecture
-            determines; the adaptor checks the live model against them, and a model can be built from them.
+        megatron_settings: keyword arguments of megatron-core's TransformerConfig that the architecture determines, for
+            building a model.
+        not_built: settings of the config that a model built here would not have, one sentence each. The layout of a
+            model that somebody else built does not depend on them.
     """
 
     dims: ModelDims
     rules: tuple[Rule, ...]
     shapes: Mapping[str, tuple[int, ...]]
     megatron_settings: Mapping[str, Any]
+    not_built: tuple[str, ...] = ()
 
     def match(self, name: str) -> Match | None:
         """The rule for a Megatron parameter name, or None when the architecture has no such parameter."""
@@ -66,8 +69,3 @@ Table = Callable[[Mapping[str, Any]], ModelTable]
 def in_layer(*names: str) -> tuple[str, ...]:
     """Names below a decoder layer."""
     return tuple(_LAYER + name for name in names)
-
-
-def layer_names(pattern: str, num_layers: int) -> Iterator[str]:
-    """`pattern` with every layer number."""
-    return (pattern.format(layer=layer) for layer in range(num_layers))

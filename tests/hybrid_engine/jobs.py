@@ -73,7 +73,8 @@ def canonical_weights(worker: ActorHybridWorker) -> dict[str, torch.Tensor]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     layout = Layout.merge(rank_layout for rank_layout, _ in everyone)
-    weights = {name: torch.full(shape, torch.nan) for name, shape in layout.tensors.items()}
+    dtype = next(iter(own[1].values())).dtype
+    weights = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in layout.tensors.items()}
     for shard in layout.shards:
         _, buffers = everyone[shard.place.buffer.rank]
         weights[shard.region.tensor][region_slices(shard)] = view_of(buffers, shard)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hybrid_engine import ActorHybridWorker, ReferenceModel
+from hybrid_engine.errors import ConfigError, HybridEngineError, StateError
 from hybrid_engine.worker import share_of
 from tests.hybrid_engine import jobs
 from tests.hybrid_engine.tiny_models import running
@@ -18,21 +22,46 @@ from tests.launch import launch
 
 TP2 = {"tensor_model_parallel_size": 2}
 TP2PP2 = {**TP2, "pipeline_model_parallel_size": 2}
+BF16 = {"params_dtype": "bfloat16"}
 
-# float32 logits of about 1 in size: different kernels and orders of summation
-LOGITS_ATOL = 5e-5
+# log-probabilities against transformers in float32: other kernels and orders of summation; rounding, in bfloat16
+LOGITS_ATOL = {"float32": 5e-5, "bfloat16": 0.25}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training layout, an inference layout, and whether weights must cross from rank to rank between them."""
+
+    family: str
+    num_ranks: int
+    actor: dict[str, Any]
+    generate: dict[str, Any]
+    moves: bool = True
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "qwen3-tp2-sequence-parallel-to-dp2": Case(
+        "qwen3", 2, {**TP2, "sequence_parallel": True}, {"infer_tensor_parallel_size": 1, "bucket_mb": 1}
+    ),
+    "qwen2-tied-tp2pp2-to-tp2dp2": Case("qwen2", 4, TP2PP2, {"infer_tensor_parallel_size": 2}),
+    "qwen3-tp2pp2-to-dp4-by-messages": Case("qwen3", 4, TP2PP2, {"transport": "collective", "bucket_mb": 1}),
+    "llama-bf16-dp2-to-tp2-one-kv-head": Case(
+        "llama", 2, BF16, {"infer_tensor_parallel_size": 2}, moves=False, model={"num_key_value_heads": 1}
+    ),
+}
 
 
 def switch_and_compare(model: Path, actor: dict[str, Any], generate: dict[str, Any]) -> dict[str, Any]:
     """Three updates with a switch after each; what differed where."""
     worker = jobs.build_worker(model, actor, generate)
-    result: dict[str, Any] = {"different": [], "bytes": [], "logits": []}
+    result: dict[str, Any] = {"different": [], "bytes": [], "logits": [], "digests": []}
     tokens = jobs.batch(seed=99)["tokens"]
     for version in range(3):
         with worker.train_context():
             worker.update(jobs.batch(seed=version), jobs.cross_entropy)
             weights = jobs.canonical_weights(worker)
-            megatron = worker.train.logits(tokens)[..., : worker.table.dims.vocab_size]
+            megatron = worker.train.logits(tokens)
         seen: dict[str, torch.Tensor] = {}
         worker.inference.adaptor.observer = lambda name, tensor, seen=seen: seen.update({name: tensor.clone()})
         with worker.rollout_context():
@@ -41,9 +70,10 @@ def switch_and_compare(model: Path, actor: dict[str, Any], generate: dict[str, A
         checkpoint = write_checkpoint(model.parent / f"checkpoint{version}", config, weights)
         result["different"] += differences(seen, native_parameters(worker.inference, checkpoint))
         result["num_parameters"] = len(seen)
-        result["digest"] = _digest(weights.values())
+        result["digests"].append(_digest(weights.values()))
         result["bytes"].append(jobs.global_nbytes(worker))
         result["logits"].append(_largest_differences(checkpoint, tokens, megatron, vllm))
+    result["num_buckets"] = len(worker.sharding.plan.buckets)
     worker.shutdown()
     return result
 
@@ -69,38 +99,31 @@ def _largest_differences(
 def _digest(tensors: Any) -> str:
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)  # .numpy() would pin the live storage
+        digest.update(copy.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 @pytest.mark.engines
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "num_ranks", "actor", "infer_tp", "moves"),
-    [
-        pytest.param("qwen3", 2, TP2, 1, True, id="qwen3-tp2-to-dp2"),
-        pytest.param("qwen2", 4, TP2PP2, 2, True, id="qwen2-tied-tp2pp2-to-tp2dp2"),
-        pytest.param("llama", 2, {}, 2, False, id="llama-dp2-to-tp2"),
-    ],
-)
-def test_switches(
-    tmp_path: Path, family: str, num_ranks: int, actor: dict[str, Any], infer_tp: int, moves: bool
-) -> None:
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_switches(tmp_path: Path, case: Case) -> None:
     """(a) bitwise what vLLM loads itself, (b) one set of logits in three engines, (c) the fewest bytes."""
-    model = jobs.write_model(tmp_path / "model", family)
-    generate = {"infer_tensor_parallel_size": infer_tp}
-    results = launch(switch_and_compare, num_ranks, model, actor, generate, timeout=400)
-    assert [result["different"] for result in results] == [[]] * num_ranks
-    assert all(result["num_parameters"] > 20 for result in results)
-    assert len({result["digest"] for result in results}) == 1
+    model = jobs.write_model(tmp_path / "model", case.family, **case.model)
+    results = launch(switch_and_compare, case.num_ranks, model, case.actor, case.generate, timeout=400)
+    assert [result["different"] for result in results] == [[]] * case.num_ranks
     for result in results:
+        assert result["num_parameters"] > 20
+        assert len(set(result["digests"])) == 3
+        assert (result["num_buckets"] > 1) == ("bucket_mb" in case.generate)
         for nbytes in result["bytes"]:
             assert nbytes["received"] == nbytes["least"]
-            assert (nbytes["received"] > 0) == moves
+            assert (nbytes["received"] > 0) == case.moves
         for difference in result["logits"]:
             assert difference["spread"] > 1
-            assert difference["megatron"] < LOGITS_ATOL
-            assert difference["vllm"] < LOGITS_ATOL
+            atol = LOGITS_ATOL[case.actor.get("params_dtype", "float32")]
+            assert difference["megatron"] < atol
+            assert difference["vllm"] < atol
 
 
 def train_with_switches(model: Path, actor: dict[str, Any]) -> dict[str, Any]:
@@ -142,17 +165,18 @@ def _training_state(engine: Any) -> dict[str, str]:
 @pytest.mark.engines
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "actor",
+    ("num_ranks", "actor"),
     [
-        pytest.param({**TP2, "params_dtype": "bfloat16"}, id="bf16-distributed"),
-        pytest.param({"params_dtype": "bfloat16", "use_distributed_optimizer": False}, id="bf16-replicated"),
-        pytest.param({"overlap_grad_reduce": True, "overlap_param_gather": True}, id="fp32-overlap"),
+        pytest.param(4, {**TP2PP2, **BF16}, id="bf16-distributed-tp2pp2"),
+        pytest.param(2, {**BF16, "use_distributed_optimizer": False}, id="bf16-replicated-dp2"),
+        pytest.param(2, {**TP2, "use_distributed_optimizer": False}, id="fp32-replicated-tp2"),
+        pytest.param(2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, id="fp32-overlap-dp2"),
     ],
 )
-def test_training_is_bitwise_the_same_with_switches(tmp_path: Path, actor: dict[str, Any]) -> None:
+def test_training_is_bitwise_the_same_with_switches(tmp_path: Path, num_ranks: int, actor: dict[str, Any]) -> None:
     model = jobs.write_model(tmp_path / "model", "qwen3")
-    without = launch(train_without, 2, model, actor, timeout=300)
-    switched = launch(train_with_switches, 2, model, actor, timeout=300)
+    without = launch(train_without, num_ranks, model, actor, timeout=300)
+    switched = launch(train_with_switches, num_ranks, model, actor, timeout=300)
     for plain, other in zip(without, switched, strict=True):
         assert other["losses"] == plain["losses"]
         assert other["state"] == plain["state"]
@@ -163,51 +187,67 @@ def test_training_is_bitwise_the_same_with_switches(tmp_path: Path, actor: dict[
 
 
 def fail_and_go_on(model: Path) -> dict[str, Any]:
-    """A NaN on one rank, a lost buffer during the transfer on one rank, calls in the wrong state; then all is well."""
-    from hybrid_engine.errors import HybridEngineError, StateError
-
-    worker = jobs.build_worker(model, TP2)
+    """Failures of all kinds, on one rank only where that can be; then all is well. Returns the messages."""
+    worker = jobs.build_worker(model, TP2, {"bucket_mb": 1})
     outcome: dict[str, Any] = {}
     with pytest.raises(StateError) as wrong_state:
         worker.generate_sequences([[1, 2]], jobs.GREEDY)
-    outcome["wrong_state"] = str(wrong_state.value)
+    outcome["wrong state"] = str(wrong_state.value)
     with worker.train_context():
         worker.update(jobs.batch(seed=0), jobs.cross_entropy)
-        parameter = dict(worker.train.weights.named_parameters())["decoder.layers.1.mlp.linear_fc2.weight"]
-        good = parameter.data[3, 5].clone()
-        if worker.rank == 1:
-            parameter.data[3, 5] = torch.nan
-    with pytest.raises(HybridEngineError) as nan, worker.rollout_context():
-        raise AssertionError("entered the rollout with a NaN weight")
-    outcome["nan"] = (type(nan.value).__name__, str(nan.value))
-    outcome["state_after_nan"] = worker.sharding.state.value
-    parameter.data[3, 5] = good
+    states = [_training_state(worker.train)]
 
-    run, broken = worker.sharding.container._router.run, worker.rank == 0
-    if broken:
-        worker.sharding.container._router.run = _raise_disk_on_fire
-    with pytest.raises(HybridEngineError) as transfer, worker.rollout_context():
-        raise AssertionError("entered the rollout after a failed transfer")
-    outcome["transfer"] = (type(transfer.value).__name__, str(transfer.value))
-    worker.sharding.container._router.run = run
+    parameter = dict(worker.train.weights.named_parameters())["decoder.layers.1.mlp.linear_fc2.weight"]
+    good = parameter.data[3, 5].clone()
+    if worker.rank == 1:
+        parameter.data[3, 5] = torch.nan
+    outcome["nan"] = _failure_of_switch(worker)
+    parameter.data[3, 5] = good
+    states.append(_training_state(worker.train))
+
+    run, worker.sharding.router.run = worker.sharding.router.run, _second_bucket_on_fire(worker)
+    outcome["transfer"] = _failure_of_switch(worker)
+    worker.sharding.router.run = run
+    states.append(_training_state(worker.train))
 
     home, parameter.data = parameter.data, parameter.data.clone()
-    with pytest.raises(HybridEngineError) as moved, worker.rollout_context():
-        raise AssertionError("entered the rollout with a parameter that lies elsewhere")
-    outcome["moved"] = str(moved.value)
+    outcome["moved"] = _failure_of_switch(worker)
     parameter.data = home
+    states.append(_training_state(worker.train))
+    outcome["states"] = states
 
     with worker.train_context():
         worker.update(jobs.batch(seed=1), jobs.cross_entropy)
     with worker.rollout_context():
+        with pytest.raises(ConfigError) as prompt:
+            worker.generate_sequences([[1, 2], [500_000]], jobs.GREEDY)
+        outcome["prompt"] = str(prompt.value)
+        with pytest.raises(StateError):
+            ReferenceModel(worker)
         outcome["completions"] = len(worker.generate_sequences([[1, 2], [3]], jobs.GREEDY))
     worker.shutdown()
-    outcome["group_ended"] = not dist.is_initialized()
+    outcome["group ended"] = not dist.is_initialized()
     return outcome
 
 
-def _raise_disk_on_fire(*_: Any) -> None:
-    raise OSError("disk on fire")
+def _failure_of_switch(worker: Any) -> tuple[str, str]:
+    """Type and message of the error with which the switch to the rollout fails; training goes on afterwards."""
+    with pytest.raises(HybridEngineError) as failure, worker.rollout_context():
+        raise AssertionError("entered the rollout all the same")
+    assert worker.sharding.state.value == "train"
+    return type(failure.value).__name__, str(failure.value)
+
+
+def _second_bucket_on_fire(worker: Any) -> Any:
+    """The router's run, which on rank 0 fails in the second bucket."""
+    run = worker.sharding.router.run
+
+    def fail(bucket: Any, *args: Any) -> Any:
+        if worker.rank == 0 and bucket.index == 1:
+            raise OSError("disk on fire")
+        return run(bucket, *args)
+
+    return fail
 
 
 @pytest.mark.engines
@@ -215,14 +255,90 @@ def _raise_disk_on_fire(*_: Any) -> None:
 def test_failures_reach_every_rank_and_lose_nothing(tmp_path: Path) -> None:
     model = jobs.write_model(tmp_path / "model", "qwen3")
     results = launch(fail_and_go_on, 2, model, timeout=300)
-    assert results[1]["nan"][0] == "WeightError"
-    assert results[0]["nan"][0] == "RemoteError"
+    assert [result["nan"][0] for result in results] == ["RemoteError", "WeightError"]
+    assert [result["transfer"][0] for result in results] == ["ReshardError", "RemoteError"]
     for result in results:
-        assert "state train" in result["wrong_state"]
+        assert "state train" in result["wrong state"]
         assert "decoder.layers.1.mlp.linear_fc2.weight on rank 1" in result["nan"][1]
         assert "model.layers.1.mlp.down_proj.weight" in result["nan"][1]
-        assert result["state_after_nan"] == "train"
-        assert "decoder.layers.1.mlp.linear_fc2.weight" in result["moved"]
         assert "disk on fire" in result["transfer"][1]
+        assert "bucket 1" in result["transfer"][1]
+        assert "decoder.layers.1.mlp.linear_fc2.weight" in result["moved"][1]
+        assert "prompts[1]" in result["prompt"]
+        assert result["states"] == [result["states"][0]] * 4
         assert result["completions"] == 2
-        assert result["group_ended"]
+        assert result["group ended"]
+
+
+def refuse_versions(model: Path) -> list[tuple[str, str]]:
+    """The worker on a megatron-core, then on a vLLM, that nobody tested: on one rank, on all ranks."""
+    import importlib.metadata
+
+    import megatron.core
+
+    outcomes = []
+    config = jobs.configuration(model, TP2)
+    is_odd_rank = os.environ["RANK"] == "1"
+    tested = megatron.core.__version__
+    if is_odd_rank:
+        megatron.core.__version__ = "0.15.0"
+    with pytest.raises(HybridEngineError) as megatron_error:
+        ActorHybridWorker(config)
+    outcomes.append((type(megatron_error.value).__name__, str(megatron_error.value)))
+    megatron.core.__version__ = tested
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: "0.31.0" if name.startswith("vllm") else version(name)
+    with pytest.raises(HybridEngineError) as vllm_error:
+        ActorHybridWorker(config)
+    outcomes.append((type(vllm_error.value).__name__, str(vllm_error.value)))
+    return outcomes
+
+
+@pytest.mark.engines
+def test_untested_versions_are_refused_on_every_rank(tmp_path: Path) -> None:
+    model = jobs.write_model(tmp_path / "model", "qwen3")
+    results = launch(refuse_versions, 2, model, timeout=120)
+    assert [megatron[0] for megatron, _ in results] == ["RemoteError", "DependencyError"]
+    for megatron, vllm in results:
+        assert "0.15.0" in megatron[1] and "0.16.1" in megatron[1]
+        assert vllm[0] == "DependencyError" and "0.31.0" in vllm[1] and "0.32.0" in vllm[1]
+
+
+def follow_overlapped_gathers(model: Path, directory: Path) -> dict[str, Any]:
+    """With an overlapped gather owed: a reference, a checkpoint and a score must all see the latest weights."""
+    actor = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+    worker = jobs.build_worker(model, actor)
+    batch = jobs.batch(seed=7)
+    with worker.train_context():
+        for version in range(2):
+            worker.update(jobs.batch(seed=version), jobs.cross_entropy)
+        reference = ReferenceModel(worker)
+        worker.save_checkpoint(directory)
+        live = worker.compute_log_probs(batch)
+        frozen = reference.compute_log_probs(batch)
+    worker.shutdown()
+    second = jobs.build_worker(model, {**actor, "seed": 99})
+    with second.train_context():
+        before = second.compute_log_probs(batch)
+        second.load_checkpoint(directory)
+        loaded = second.compute_log_probs(batch)
+        version = second.train.version
+        if second.rank == 1:
+            (directory / "rank0001.pt").unlink()
+        with pytest.raises(HybridEngineError, match="no checkpoint of rank 1"):
+            second.load_checkpoint(directory)
+        kept = second.compute_log_probs(batch)
+    second.shutdown()
+    equal = {
+        name: torch.equal(live, values) for name, values in {"frozen": frozen, "loaded": loaded, "kept": kept}.items()
+    }
+    return {**equal, "before": torch.equal(live, before), "version": version}
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+def test_reference_and_checkpoint_hold_the_latest_weights(tmp_path: Path) -> None:
+    """Also: a second worker in the same process, and a checkpoint that one rank cannot read."""
+    model = jobs.write_model(tmp_path / "model", "qwen3")
+    results = launch(follow_overlapped_gathers, 2, model, tmp_path / "checkpoint", timeout=300)
+    assert results == [{"frozen": True, "loaded": True, "kept": True, "before": False, "version": 2}] * 2

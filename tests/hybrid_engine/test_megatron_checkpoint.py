@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_engine.agreement import Agreement
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.worker import share_of
@@ -50,27 +51,28 @@ def round_trip(path: Path, settings: dict[str, Any], root: Path) -> dict[str, An
     config = ActorConfig(**{**DENSE_FLOAT32, **settings, "optimizer": {"lr": 1e-2}})
     result: dict[str, Any] = {}
     with running(path, config) as run:
+        agreement = Agreement(timeout_seconds=60)
         from hybrid_engine.backends.megatron.checkpoint import load_checkpoint, save_checkpoint
 
-        save_checkpoint(root / "untrained", run.actor)
+        save_checkpoint(root / "untrained", run.actor, agreement)
         result["untrained"] = state_of(run)
         for step in range(2):
             train(run, step)
         run.engine.set_learning_rate(3e-3)
-        save_checkpoint(root / "trained", run.actor)
+        save_checkpoint(root / "trained", run.actor, agreement)
         result["saved"] = state_of(run)
         train(run, 2)
         result["continued"] = state_of(run)
     with running(path, ActorConfig(**{**config.model_dump(), "seed": 99})) as run:
-        load_checkpoint(root / "trained", run.actor)
+        load_checkpoint(root / "trained", run.actor, agreement)
         offload_and_back(run)
         result["loaded"] = state_of(run)
         train(run, 2)
         result["resumed"] = state_of(run)
-        load_checkpoint(root / "untrained", run.actor)  # back again, onto optimizer state that exists
+        load_checkpoint(root / "untrained", run.actor, agreement)  # back again, onto optimizer state that exists
         result["reloaded"] = state_of(run)
-        save_checkpoint(root / "untrained", run.actor)  # replaces
-        load_checkpoint(root / "untrained", run.actor)
+        save_checkpoint(root / "untrained", run.actor, agreement)  # replaces
+        load_checkpoint(root / "untrained", run.actor, agreement)
         result["replaced"] = state_of(run)
     return result
 

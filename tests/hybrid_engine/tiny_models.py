@@ -114,7 +114,7 @@ def parallel_state_of(config: ActorConfig) -> Iterator[None]:
 
     from hybrid_engine.backends.megatron.build import initialize_parallel_state
 
-    initialize_parallel_state(config)
+    initialize_parallel_state(config, timeout_seconds=120)
     try:
         yield
     finally:

@@ -6,37 +6,26 @@ import sys
 from types import ModuleType
 from typing import Any
 
-import torch
-
 Snapshot = dict[tuple[str, str], Any]
-
-TORCH_OWNERS: dict[str, Any] = {
-    "torch": torch,
-    "torch.cuda": torch.cuda,
-    "torch.cuda.random": torch.cuda.random,
-    "torch.random": torch.random,
-    "torch.distributed": torch.distributed,
-    "torch.distributed.distributed_c10d": torch.distributed.distributed_c10d,
-    "torch.Tensor": torch.Tensor,
-    "torch.nn.Module": torch.nn.Module,
-    "torch.optim.Adam": torch.optim.Adam,
-    "torch.optim.AdamW": torch.optim.AdamW,
-}
 
 
 def of_torch() -> Snapshot:
-    """Every attribute of the parts of torch that a CPU redirect could be tempted to change."""
-    return {(name, attr): value for name, owner in TORCH_OWNERS.items() for attr, value in vars(owner).items()}
+    """Every attribute of every loaded torch module, and of every class that lives in one."""
+    return _of_package("torch")
 
 
 def of_megatron() -> Snapshot:
-    """Every attribute of every loaded megatron module, and of every class that lives in one."""
+    """The same of megatron."""
+    return _of_package("megatron")
+
+
+def _of_package(package: str) -> Snapshot:
     result: Snapshot = {}
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "megatron" and isinstance(module, ModuleType):
-            for attr, value in vars(module).items():
+        if name.partition(".")[0] == package and isinstance(module, ModuleType):
+            for attr, value in list(vars(module).items()):
                 result[name, attr] = value
-                if isinstance(value, type) and value.__module__ == name:
+                if issubclass(type(value), type) and value.__module__ == name:  # isinstance would ask the value
                     _add_class(result, f"{name}.{value.__qualname__}", value)
     return result
 

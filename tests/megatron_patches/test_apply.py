@@ -12,6 +12,7 @@ import torch
 
 import megatron_patches
 from megatron_patches import catalog, errors
+from tests.launch import REPO_ROOT
 from tests.megatron_patches import snapshot
 
 ALL_GROUPS = ("hooks", "cpu")
@@ -19,16 +20,31 @@ ALL_GROUPS = ("hooks", "cpu")
 
 @pytest.fixture(autouse=True)
 def _targets_loaded() -> None:
-    megatron_patches.apply(ALL_GROUPS)
-    megatron_patches.revert()
+    load_targets()
 
 
-def test_revert_gives_back_every_attribute() -> None:
-    before = snapshot.of_megatron()
+def load_targets() -> None:
+    """Import what apply() would import, so that pictures from before and after show the same modules."""
+    for patch in catalog.PATCHES:
+        importlib.import_module(patch.module_name)
+
+
+def first_cycle() -> None:
+    """The first apply() and revert() of a process leave megatron and torch as they were."""
+    load_targets()
+    megatron, torch_itself = snapshot.of_megatron(), snapshot.of_torch()
     megatron_patches.apply(ALL_GROUPS)
-    assert len(snapshot.differences(before, snapshot.of_megatron())) > len(catalog.PATCHES)
+    assert len(snapshot.differences(megatron, snapshot.of_megatron())) > len(catalog.PATCHES)
     megatron_patches.revert()
-    assert snapshot.differences(before, snapshot.of_megatron()) == set()
+    assert snapshot.differences(megatron, snapshot.of_megatron()) == set()
+    assert snapshot.differences(torch_itself, snapshot.of_torch()) == set()
+
+
+def test_the_first_revert_gives_back_every_attribute() -> None:
+    """In a process of its own: here, earlier cycles could have left behind what both pictures then show."""
+    code = f"from {__name__} import first_cycle; first_cycle()"
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
 
 
 def test_torch_stays_itself_while_patches_are_applied() -> None:
@@ -85,11 +101,29 @@ def test_default_groups_follow_the_machine(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_untested_version_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron.core, "__version__", "0.99.0")
     before = snapshot.of_megatron()
-    with pytest.raises(
-        errors.UnsupportedVersionError, match=r"0\.99\.0.*0\.16\.1.*pip install megatron-core==0\.16\.1"
-    ):
+    with pytest.raises(errors.UnsupportedVersionError) as caught:
         megatron_patches.apply(ALL_GROUPS)
+    assert caught.value.violations == (
+        f"megatron-core 0.99.0 is installed; the {len(catalog.PATCHES)} patches of this package were tested with "
+        "0.16.1; install it with: pip install megatron-core==0.16.1",
+    )
     assert snapshot.differences(before, snapshot.of_megatron()) == set()
+
+
+def test_a_missing_megatron_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(errors.MissingMegatronError, match=r"not installed.*pip install megatron-core==0\.16\.1"):
+        megatron_patches.apply(ALL_GROUPS)
+
+
+def test_hooks_applied_follows_its_group() -> None:
+    assert not megatron_patches.hooks_applied()
+    megatron_patches.apply(("cpu",))
+    assert not megatron_patches.hooks_applied()
+    megatron_patches.apply(("hooks",))
+    assert megatron_patches.hooks_applied()
+    megatron_patches.revert()
+    assert not megatron_patches.hooks_applied()
 
 
 def test_an_unknown_group_changes_nothing() -> None:

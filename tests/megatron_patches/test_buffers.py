@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import megatron_patches
 from megatron_patches import BufferRecord, errors
+from megatron_patches.buffers import _Redirected
 from tests.launch import launch
 from tests.megatron_patches.gpt import Gpt, GptSpec, build, running, start, stop
 
@@ -155,6 +157,25 @@ def test_records_and_allocator_on_two_ranks() -> None:
         assert found["sharded"] == found["replicated"] == [(0, "dense")]
         assert found["experts"] == [(0, "dense"), (0, "expert")]
         assert found["chunks"] == [(0, "dense"), (1, "dense")]
+
+
+def test_an_allocator_is_refused_while_nothing_would_ask_it() -> None:
+    with (
+        pytest.raises(errors.BufferAllocationError, match=r"megatron_patches\.apply\(\)"),
+        megatron_patches.buffer_allocator(RecordingAllocator()),
+    ):
+        pass
+    megatron_patches.set_buffer_allocator(None)
+
+
+def test_a_flat_tensor_of_no_known_kind_is_refused() -> None:
+    buffer = SimpleNamespace(numel=4, nccl_ub=False, ddp_config=SimpleNamespace(use_distributed_optimizer=True))
+    with _Redirected(buffer, RecordingAllocator()) as redirected:
+        for _ in ("param", "grad"):
+            torch.zeros(4, dtype=torch.float32, device="cpu")
+        redirected.check_complete()
+        with pytest.raises(errors.BufferAllocationError, match=r"4 elements of torch\.float32.*'param', 'grad'"):
+            torch.zeros(4, dtype=torch.float32, device="cpu")
 
 
 def test_a_bare_module_is_refused() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
 import types
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_patches
-from megatron_patches import cpu_torch, errors, gloo
+from megatron_patches import cpu, cpu_torch, errors, gloo
 from tests.launch import launch
 
 
@@ -84,6 +87,23 @@ def test_graph_safe_rng_is_refused() -> None:
     megatron_patches.apply(["cpu"])
     with pytest.raises(errors.CpuUnsupportedError, match="use_cudagraphable_rng"):
         random._get_cuda_rng_state(graph_safe=True)
+
+
+def compiled_targets() -> set[str]:
+    """Functions whose code is not megatron's own but that of a wrapper, read without torch's private names."""
+    found = set()
+    for target in cpu._COMPILED:
+        module, _, path = f"megatron.core.{target}".partition(":")
+        function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
+        if f"{os.sep}megatron{os.sep}core{os.sep}" not in function.__code__.co_filename:
+            found.add(target)
+    return found
+
+
+def test_what_megatron_compiles_runs_eagerly() -> None:
+    assert compiled_targets() == set(cpu._COMPILED)
+    megatron_patches.apply(["cpu"])
+    assert compiled_targets() == set()
 
 
 def check_uneven_collectives(dtype: torch.dtype) -> None:

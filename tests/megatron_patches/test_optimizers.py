@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron_patches
 from megatron_patches import OptimizerTensor, errors
@@ -94,6 +95,37 @@ def check_nested_chain() -> None:
         assert megatron_patches.weight_version(gpt.optimizer) == 0
 
 
+def check_layer_wise() -> None:
+    """One version per step, told once the other rank's parameters are here; each rank holds moments of its own."""
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    with running(PLAIN) as gpt:
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        members = gpt.optimizer.chained_optimizers
+        layer_wise = LayerWiseDistributedOptimizer(members, members[0].config, groups)
+        gpt.forward_backward()
+        seen = []
+        handle = megatron_patches.add_post_step_hook(
+            lambda optimizer, version: seen.append((optimizer, version, weights_of_all_ranks(gpt)))
+        )
+        assert layer_wise.step()[0]
+        handle.remove()
+        [(optimizer, version, (first, second))] = seen
+        assert (optimizer, version) == (layer_wise, 1)
+        assert torch.equal(first, second)
+        nbytes = torch.tensor(sum(found.nbytes for found in megatron_patches.optimizer_tensors(layer_wise)))
+        dist.all_reduce(nbytes)
+        assert nbytes == sum(moments(first.nbytes).values())
+
+
+def weights_of_all_ranks(gpt: Gpt) -> list[torch.Tensor]:
+    mine = torch.cat([param.detach().reshape(-1) for chunk in gpt.chunks for param in chunk.parameters()])
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    return gathered
+
+
 def check_hooks(spec: GptSpec) -> None:
     """One call per successful step of the optimizer that was stepped, until removed."""
     calls = []
@@ -108,6 +140,9 @@ def check_hooks(spec: GptSpec) -> None:
         gpt.train_step()
         assert len(calls) == 2
         assert megatron_patches.weight_version(gpt.optimizer) == 3
+        megatron_patches.set_weight_version(gpt.optimizer, 40)
+        gpt.train_step()
+        assert megatron_patches.weight_version(gpt.optimizer) == 41
         check_member_step(gpt)
 
 
@@ -155,6 +190,7 @@ def check_failing_hook() -> None:
 def run_rank() -> dict[str, Inventory]:
     inventories = {name: take_inventory(spec) for name, spec in SPECS.items()}
     check_nested_chain()
+    check_layer_wise()
     overlapped = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
     for spec in (*SPECS.values(), replace(PLAIN, **overlapped)):
         check_hooks(spec)
@@ -230,6 +266,15 @@ def test_an_unknown_optimizer_is_refused() -> None:
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
     with pytest.raises(errors.UnsupportedOptimizerError, match=r"the optimizer is a Adam.*supported are"):
         megatron_patches.optimizer_tensors(optimizer)
+
+
+def test_a_weight_version_can_be_set() -> None:
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
+    megatron_patches.set_weight_version(optimizer, 7)
+    assert megatron_patches.weight_version(optimizer) == 7
+    with pytest.raises(ValueError, match="-1"):
+        megatron_patches.set_weight_version(optimizer, -1)
+    assert megatron_patches.weight_version(optimizer) == 7
 
 
 def test_the_version_of_an_optimizer_never_stepped_is_zero() -> None:

@@ -88,6 +88,12 @@ def test_a_double_claim_alone(toy: types.ModuleType) -> None:
     assert toy.function() == "function"
 
 
+def test_tested_versions_are_listed_as_versions(toy: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.core.__version__", "1.0.0")
+    with pytest.raises(errors.UnsupportedVersionError, match=r"with 0\.9\.0, 0\.16\.1; .*==0\.16\.1$"):
+        PatchRegistry([make_patch("function", versions=("0.16.1", "0.9.0"))]).apply(["hooks"])
+
+
 def test_a_claim_on_what_another_group_has_already_patched(toy: types.ModuleType) -> None:
     registry = PatchRegistry([make_patch("function"), make_patch("function", name="toy.rival", group="cpu")])
     registry.apply(["hooks"])

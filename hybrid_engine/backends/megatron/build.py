@@ -5,6 +5,7 @@ Teams with a Megatron script of their own bring these objects; the example and t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,8 +44,11 @@ class Actor:
     transformer_config: TransformerConfig
 
 
-def initialize_parallel_state(actor: ActorConfig) -> None:
-    """Create Megatron's process groups and seed its generators. torch.distributed is initialised already."""
+def initialize_parallel_state(actor: ActorConfig, timeout_seconds: float) -> None:
+    """Create Megatron's process groups and seed its generators. torch.distributed is initialised already.
+
+    `timeout_seconds`, the longest wait for a peer, is rounded up to whole minutes, which is what Megatron takes.
+    """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=actor.tensor_model_parallel_size,
         pipeline_model_parallel_size=actor.pipeline_model_parallel_size,
@@ -52,11 +56,17 @@ def initialize_parallel_state(actor: ActorConfig) -> None:
         context_parallel_size=actor.context_parallel_size,
         expert_model_parallel_size=actor.expert_model_parallel_size,
         expert_tensor_parallel_size=actor.expert_tensor_parallel_size,
+        distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
     )
     # as Megatron-LM: equal on tensor and data parallel ranks, another one on every pipeline stage
     seed = actor.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def destroy_parallel_state() -> None:
+    """End Megatron's process groups."""
+    parallel_state.destroy_model_parallel()
 
 
 def build_actor(actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, Any]) -> Actor:
@@ -90,7 +100,12 @@ def build_reference(actor: ActorConfig, table: ModelTable, hf_config: Mapping[st
 def build_model(
     actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, Any]
 ) -> tuple[list[torch.nn.Module], TransformerConfig]:
-    """This rank's model chunks on its device, in the training dtype, without DDP."""
+    """This rank's model chunks on its device, in the training dtype, without DDP.
+
+    Raises ModelError for settings of the config that the model would not have.
+    """
+    if table.not_built:
+        raise ModelError(f"not built here: {'; '.join(table.not_built)}. Bring your own Megatron model")
     config = _transformer_config(actor, table)
     num_chunks = actor.virtual_pipeline_model_parallel_size or 1
     chunks = [_build_chunk(actor, table, hf_config, config, stage, num_chunks) for stage in range(num_chunks)]
@@ -144,10 +159,7 @@ def _layer_spec(config: TransformerConfig):
 
 def _rotary_base(hf_config: Mapping[str, Any]) -> float:
     """Rotary base of a config written by transformers 4 (rope_theta) or 5 (rope_parameters)."""
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type != "default":
-        raise ModelError(f"rotary scaling of type {rope_type!r} is not built here; bring your own Megatron model")
+    rope = hf_config.get("rope_parameters") or {}
     return hf_config.get("rope_theta") or rope.get("rope_theta", 10000.0)
 
 

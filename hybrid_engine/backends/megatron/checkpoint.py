@@ -23,6 +23,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
+from hybrid_engine.agreement import Agreement
 from hybrid_engine.backends.megatron.build import Actor
 from hybrid_engine.errors import StateError
 from megatron_patches import optimizers
@@ -55,49 +56,56 @@ class _Layout:
         )
 
 
-def save_checkpoint(directory: str | Path, actor: Actor) -> None:
+def save_checkpoint(directory: str | Path, actor: Actor, agreement: Agreement) -> None:
     """Write parameters, optimizer state, generators and weight version to `directory`. Collective.
 
-    Written beside it and renamed at the end, so that `directory` is either whole or as it was before; one that exists
-    is replaced. All training state must be on the device; nothing is copied in memory. All ranks see one file system.
+    Written beside it and renamed at the end: no reader finds half a checkpoint. One that exists is replaced, and is
+    missing only between two renames. Pending parameter gathers are the caller's to finish. All training state must be
+    on the device; nothing is copied in memory. All ranks see one file system.
     """
     directory = Path(directory)
     incomplete = directory.with_name(f"{directory.name}.incomplete")
-    if dist.get_rank() == 0:
-        shutil.rmtree(incomplete, ignore_errors=True)
-        incomplete.mkdir(parents=True)
-    dist.barrier()
-    torch.save(_state_of(actor), incomplete / _file_name(dist.get_rank()))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        _replace_directory(incomplete, directory)
-    dist.barrier()
+    with agreement.phase("preparing the checkpoint's directory"):
+        if dist.get_rank() == 0:
+            shutil.rmtree(incomplete, ignore_errors=True)
+            incomplete.mkdir(parents=True)
+    with agreement.phase("writing the checkpoint"):
+        torch.save(_state_of(actor), incomplete / _file_name(dist.get_rank()))
+    with agreement.phase("putting the checkpoint in place"):
+        if dist.get_rank() == 0:
+            _replace_directory(incomplete, directory)
 
 
 @torch.no_grad()
-def load_checkpoint(directory: str | Path, actor: Actor) -> None:
-    """Take up what `save_checkpoint` wrote; afterwards every value is bitwise what it was.
+def load_checkpoint(directory: str | Path, actor: Actor, agreement: Agreement) -> None:
+    """Take up what `save_checkpoint` wrote; afterwards every value is bitwise what it was. Collective.
 
-    Parameters and main parameters keep their storage; moments get a new one. Raises StateError when this rank's file
-    is missing or was written in another layout, naming both.
+    Parameters and main parameters keep their storage; moments get a new one. Raises StateError, before any rank has
+    changed anything, when a rank's file is missing or was written in another layout, naming both.
     """
     path = Path(directory) / _file_name(dist.get_rank())
+    with agreement.phase("reading the checkpoint"):
+        state = _read(path, asdict(_Layout.of(actor)))
+    with agreement.phase("taking up the checkpoint"):
+        for chunk, values in zip(actor.chunks, state["chunks"], strict=True):
+            _load_chunk(unwrap_model(chunk), values, path)
+        _load_optimizer(actor.optimizer, state["optimizer"])
+        torch.set_rng_state(state["generators"]["torch"])
+        get_cuda_rng_tracker().set_states(state["generators"]["tracker"])
+
+
+def _read(path: Path, layout: dict[str, Any]) -> dict[str, Any]:
     if not path.is_file():
         raise StateError(f"no checkpoint of rank {dist.get_rank()}: {path} does not exist")
     state = torch.load(path, map_location="cpu", weights_only=True)
-    layout = asdict(_Layout.of(actor))
-    if state["layout"] != layout:
-        changed = [
-            f"{key} {state['layout'].get(key)}, now {value}"
-            for key, value in layout.items()
-            if state["layout"].get(key) != value
-        ]
+    changed = [
+        f"{key} {state['layout'].get(key)}, now {value}"
+        for key, value in layout.items()
+        if state["layout"].get(key) != value
+    ]
+    if changed:
         raise StateError(f"{path} was written in another layout ({'; '.join(changed)}): resume with the one it had")
-    for chunk, values in zip(actor.chunks, state["chunks"], strict=True):
-        _load_chunk(unwrap_model(chunk), values, path)
-    _load_optimizer(actor.optimizer, state["optimizer"])
-    torch.set_rng_state(state["generators"]["torch"])
-    get_cuda_rng_tracker().set_states(state["generators"]["tracker"])
+    return state
 
 
 def _state_of(actor: Actor) -> dict[str, Any]:
@@ -133,7 +141,7 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
             member.grad_scaler.load_state_dict(state["grad_scaler"])
     for main_param in _main_params(optimizer):
         main_param.tensor.copy_(state["main_params"][main_param.path])
-    optimizers._versions[optimizer] = state["weight_version"]
+    optimizers.set_weight_version(optimizer, state["weight_version"])
 
 
 def _own_memory(optimizer: torch.optim.Optimizer) -> None:

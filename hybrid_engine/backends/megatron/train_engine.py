@@ -13,9 +13,11 @@ from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.build import Actor
+from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offloader import OffloadItem
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.buffers import iter_buffers
+from megatron_patches.catalog import hooks_applied
 from megatron_patches.optimizers import optimizer_tensors, weight_version
 
 Batch = Mapping[str, torch.Tensor]
@@ -37,6 +39,8 @@ class TrainEngine:
     """
 
     def __init__(self, actor: Actor, table: ModelTable, micro_batch_size: int) -> None:
+        if actor.optimizer is not None and not hooks_applied():
+            raise StateError("call megatron_patches.apply() first: without its hooks nobody counts optimizer steps")
         self.chunks = actor.chunks
         self.optimizer = actor.optimizer
         self.transformer_config = actor.transformer_config
@@ -140,7 +144,8 @@ class TrainEngine:
         return items
 
     def copy_weights_from(self, other: TrainEngine) -> None:
-        """Take over another engine's parameters (same layout), e.g. to freeze a reference."""
+        """Take over another engine's parameters (same layout), e.g. to freeze a reference. Collective."""
+        other.weights.prepare()
         sources = dict(other.weights.named_parameters())
         with torch.no_grad():
             for name, parameter in self.weights.named_parameters():
@@ -148,6 +153,8 @@ class TrainEngine:
 
     def _run(self, batch: Batch, loss_function: LossFunction, forward_only: bool) -> list[dict[str, torch.Tensor]]:
         """All micro batches through Megatron's schedule; the reports, on the last pipeline stage only."""
+        if forward_only:
+            self.weights.prepare()  # an overlapped gather is otherwise owed until the next training step
         micro_batches = self._micro_batches(batch)
         seq_length = batch["tokens"].shape[1]
         forward_backward = get_forward_backward_func()
@@ -172,7 +179,8 @@ class TrainEngine:
             )
         starts = range(0, num_sequences, self.micro_batch_size)
         return [
-            {name: tensor[start : start + self.micro_batch_size] for name, tensor in batch.items()} for start in starts
+            {name: tensor[start : start + self.micro_batch_size].to(_device()) for name, tensor in batch.items()}
+            for start in starts
         ]
 
     def _average(self, reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:

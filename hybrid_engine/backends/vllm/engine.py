@@ -18,13 +18,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from hybrid_engine.agreement import Agreement
 from hybrid_engine.backends.vllm.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.guest import (
     check_world,
     destroy_groups,
     own_shared_memory,
-    raised_everywhere,
     register_model_class,
     set_environment,
 )
@@ -34,6 +35,7 @@ from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.errors import ConfigError, StateError, Violation
 
 _DEFAULT_CPU_KV_CACHE = 256 << 20
+_SECONDS_TO_BUILD = 1800.0
 
 
 class InferenceEngine:
@@ -44,25 +46,35 @@ class InferenceEngine:
         tp_rank, pp_rank, dp_rank: which shard, stage and replica this rank is.
     """
 
-    def __init__(self, settings: InferenceSettings, tensors: Mapping[str, tuple[int, ...]], rank: int) -> None:
+    def __init__(
+        self,
+        settings: InferenceSettings,
+        tensors: Mapping[str, tuple[int, ...]],
+        rank: int,
+        agreement: Agreement | None = None,
+    ) -> None:
         """Build vLLM; every rank calls this at the same time, with an initialised default process group.
 
         Args:
             settings: the same on every rank.
             tensors: canonical names and shapes of the whole model.
             rank: global rank.
+            agreement: of all ranks; made here when there is none.
 
         Weights are zero and `generate` refuses until all groups were committed once. The process's random state and
         its process groups are as before. Raises DependencyError, ConfigError, ModelError or ParameterMismatchError.
         """
-        check_world(settings, rank)
+        if not dist.is_initialized():
+            raise StateError("no process group: call torch.distributed.init_process_group (or Megatron's) first")
+        self._agreement = agreement or Agreement(_SECONDS_TO_BUILD)
         self.settings = settings
         self.rank = rank
         tp, pp = settings.tensor_parallel_size, settings.pipeline_parallel_size
         self.tp_rank, self.pp_rank, self.dp_rank = rank % tp, rank // tp % pp, rank // (tp * pp)
         self._adaptor: VllmAdaptor | None = None
         self._kv_cache_asleep = False
-        with raised_everywhere("checking vLLM and the model"):
+        with self._agreement.phase("checking vLLM and the model"):
+            check_world(settings, rank)
             self._device_type = self._check_vllm()
         with random_state_kept():
             try:
@@ -84,7 +96,7 @@ class InferenceEngine:
         All ranks call together. Raises StateError while the weights are released or incomplete, and ConfigError
         naming every prompt that is empty, too long or out of the vocabulary.
         """
-        self._check_prompts(prompts, sampling.max_tokens)
+        self.check_prompts(prompts, sampling.max_tokens)
         outputs = self._run(prompts, _sampling_params(sampling))
         return [[_completion(choice) for choice in output.outputs] for output in outputs]
 
@@ -194,7 +206,7 @@ class InferenceEngine:
 
             def capture(model: torch.nn.Module, model_config: Any) -> VllmAdaptor:
                 dtype = getattr(torch, self.settings.dtype)
-                with raised_everywhere("tracing vLLM's loader"):
+                with self._agreement.phase("tracing vLLM's loader"):
                     self._adaptor = VllmAdaptor(model, tensors, dtype, self.rank, model_config.dtype)
                 return self._adaptor
 
@@ -269,11 +281,12 @@ class InferenceEngine:
     def _score(self, token_ids: Sequence[Sequence[int]], num_logprobs: int) -> list[Any]:
         from vllm import SamplingParams
 
-        self._check_prompts(token_ids, 1)
+        self.check_prompts(token_ids, 1)
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=num_logprobs, detokenize=False)
         return [output.prompt_logprobs for output in self._run(token_ids, params)]
 
-    def _check_prompts(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    def check_prompts(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        """Raise ConfigError naming every prompt that is empty, too long or out of the vocabulary."""
         config = self.llm.llm_engine.model_config
         limit, vocabulary = config.max_model_len, config.get_vocab_size()
         violations = []

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hybrid_engine.backends.vllm.names import ENGINE_TOKEN
 from hybrid_engine.backends.vllm.settings import InferenceSettings
 from hybrid_engine.backends.vllm.version import TESTED_VERSION
-from hybrid_engine.errors import ConfigError, RemoteError, StateError, UnknownModelError, Violation
+from hybrid_engine.errors import ConfigError, UnknownModelError, Violation
 
 _SHM = Path("/dev/shm")
 
@@ -36,9 +36,7 @@ def set_environment(settings: InferenceSettings, rank: int) -> None:
 
 
 def check_world(settings: InferenceSettings, rank: int) -> None:
-    """Raise unless there is a process group of the size that the settings need, and `rank` is this rank in it."""
-    if not dist.is_initialized():
-        raise StateError("no process group: call torch.distributed.init_process_group (or Megatron's) first")
+    """Raise ConfigError unless the process group has the size that the settings need, and `rank` is this rank."""
     violations = []
     if settings.num_ranks != dist.get_world_size():
         violations.append(
@@ -54,22 +52,6 @@ def check_world(settings: InferenceSettings, rank: int) -> None:
         violations.append(Violation("rank", problem, "Launch with torchrun and pass dist.get_rank()"))
     if violations:
         raise ConfigError(violations)
-
-
-@contextlib.contextmanager
-def raised_everywhere(phase: str) -> Iterator[None]:
-    """Let every rank learn of an error inside: the others raise RemoteError instead of waiting for this one."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    reports: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    if failed := {rank: report for rank, report in enumerate(reports) if report is not None}:
-        raise RemoteError("\n".join(f"{phase} failed on rank {rank}: {report}" for rank, report in failed.items()))
 
 
 @contextlib.contextmanager
