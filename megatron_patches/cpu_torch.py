@@ -211,8 +211,10 @@ def _cuda_on_cpu() -> Namespace:
     return Namespace(torch.cuda, overrides)
 
 
-def torch_on_cpu(original: ModuleType) -> Namespace:
-    """The global ``torch`` for megatron's modules. `original` is torch."""
+def torch_on_cpu(original: ModuleType) -> ModuleType | Namespace:
+    """The global ``torch`` for megatron's modules; anything else that is called so (a submodule) as it is."""
+    if original is not torch:
+        return original
     overrides: dict[str, Any] = {name: _factory_on_cpu(getattr(original, name)) for name in _FACTORIES}
     overrides["cuda"] = _cuda_on_cpu()
     overrides["device"] = _device_on_cpu
