@@ -87,8 +87,8 @@ class ReshardReport:
         direction: "train->infer" and the like.
         version: optimizer steps the weights had taken.
         seconds: wall-clock time of the whole switch.
-        seconds_by_phase: layout and plan (in the first report), offload, onload, prepare, check, fill (of which
-            allocate, read, transfer, write, commit), release, resume; each with its wait for the slowest rank.
+        seconds_by_phase: layout and plan (in the first report), start hooks, offload, onload, prepare, check, fill (of
+            which allocate, read, transfer, write, commit), release, resume; each with its wait for the slowest rank.
         bytes_received: from other ranks. bytes_own: copied inside this rank. bytes_least: no plan receives less.
         bytes_offloaded, bytes_onloaded: between device and host.
         peak_bytes: training and inference state on the device at once, at its highest during the switch.
@@ -200,6 +200,7 @@ class ShardingManager:
             self.inference.release()
         with self._phase("onload"):
             self.offloader.onload(KINDS)
+        self._setup_seconds = dict(self._tally.seconds)
 
     def on_reshard_start(self, hook: Callable[[State, State], None]) -> Callable[[State, State], None]:
         """Call `hook(from_state, to_state)` before every switch; usable as a decorator."""
@@ -237,8 +238,8 @@ class ShardingManager:
         if target is self.state:
             return None
         before, started = self.state, time.perf_counter()
-        if self.last_report is not None:
-            self._tally = _Tally()  # the first report also tells what planning took
+        setup = self._setup_seconds if self.last_report is None else {}  # the first report tells what planning took
+        self._tally = _Tally(seconds=dict(setup), inference=self._tally.inference)
         with self._phase("start hooks"):
             for hook in self._start_hooks:
                 hook(before, target)
@@ -257,7 +258,7 @@ class ShardingManager:
 
     def _switch(self, before: State, target: State) -> None:
         self._note_peak()
-        if before is State.INFER:
+        if before in (State.INFER, State.IDLE):  # IDLE may follow a release that failed
             self._release_inference()
         if target is State.INFER:
             self._fill_inference()
@@ -284,6 +285,7 @@ class ShardingManager:
     def _release_inference(self) -> None:
         with self._phase("release"):
             self.container.release()
+        self._tally.inference = 0
 
     def _resident_kinds(self, state: State) -> set[str]:
         """Kinds of training state on the device in `state`: those it needs, and those never offloaded."""
@@ -313,6 +315,7 @@ class ShardingManager:
         try:
             with self.agreement.phase("restore"):
                 self.container.release()
+                self._tally.inference = 0
                 wanted = self._resident_kinds(restored)
                 self.offloader.offload(KINDS - wanted)
                 self.offloader.onload(wanted)
@@ -320,7 +323,7 @@ class ShardingManager:
             away = [kind for kind in KIND_ORDER if self.offloader.is_offloaded(kind)]
             raise ReshardError(
                 f"switch {before.value}->{target.value} failed ({error}) and so did the way back ({restore_error}); "
-                f"in host memory: {', '.join(away) or 'nothing'}; inference weights are released; state is idle"
+                f"in host memory: {', '.join(away) or 'nothing'}; state is idle, and the next switch goes on from there"
             ) from error
         self.state = restored
         logger.error("[Reshard] %s->%s failed; state is %s: %s", before.value, target.value, restored.value, error)
@@ -344,7 +347,7 @@ class ShardingManager:
         return dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=timeout)
 
     def close(self) -> None:
-        """Give back the transports' mappings and staging memory; no switch is possible afterwards. Idempotent."""
+        """Give back the transports' mappings and staging memory; a later switch takes them again. Idempotent."""
         self.router.close()
 
     def _connect(self, setups: Sequence[_RankSetup]) -> WeightContainer:
