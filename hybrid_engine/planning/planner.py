@@ -21,6 +21,8 @@ from hybrid_engine.planning.validation import layout_faults, shard_fault
 
 DEFAULT_BUCKET_NBYTES = 256 * 1024 * 1024
 
+_DISTANCE = {link: distance for distance, link in enumerate(Link)}
+
 
 def plan(
     source: Layout,
@@ -56,11 +58,8 @@ def plan(
             missing = senders.fill(shard, src_by_tensor.get(tensor, []), transfers[tensor])
             faults.extend(_missing_fault(shard, region) for region in missing)
     unread = tuple(sorted(src_by_tensor.keys() - dst_by_tensor.keys()))
-    faults += [
-        f"{name}: a training parameter that no inference rank reads"
-        for name in unread
-        if name not in set(may_stay_unread)
-    ]
+    expected = set(may_stay_unread)
+    faults += [f"{name}: a training parameter that no inference rank reads" for name in unread if name not in expected]
     if faults:
         raise PlanError(faults)
     return ReshardPlan(
@@ -120,7 +119,7 @@ class _Senders:
 
     def _preference(self, src_rank: int, dst_rank: int) -> tuple[int, int, int]:
         """Sort key: nearest link, then least loaded."""
-        return list(Link).index(self._link(src_rank, dst_rank)), self.sent_nbytes[src_rank], src_rank
+        return _DISTANCE[self._link(src_rank, dst_rank)], self.sent_nbytes[src_rank], src_rank
 
     def _link(self, src_rank: int, dst_rank: int) -> Link:
         if src_rank == dst_rank:

@@ -83,7 +83,9 @@ def test_defaults_are_sound(model: Path) -> None:
     ],
 )
 def test_sound_layouts(model: Path, world_size: int, actor: dict[str, Any], generate: dict[str, Any]) -> None:
-    load_config({"model": model, "actor_config": actor, "generate_config": generate}, world_size)
+    config = load_config({"model": model, "actor_config": actor, "generate_config": generate}, world_size)
+    assert actor.items() <= config.actor_config.model_dump().items()
+    assert generate.items() <= config.generate_config.model_dump().items()
 
 
 def test_three_ways_on_two_ranks(model: Path) -> None:

@@ -80,9 +80,9 @@ class MegatronAdaptor:
     def prepare(self) -> None:
         """Finish parameter gathers that an overlapping distributed optimizer left for the next forward pass.
 
-        Without overlap the optimizer's step has gathered already and nothing is done. Collective over data parallel
-        ranks when there is something to gather. Raises ReshardError naming every parameter that no longer lies where
-        the layout says: the switch would read what training does not write.
+        Without overlap the optimizer's step has gathered already and nothing is done; with it every call gathers,
+        owed or not, and is collective over data parallel ranks. Raises ReshardError with the number of parameters that
+        no longer lie where the layout says, and the first of them: the switch would read what training does not write.
         """
         for chunk in self.model_chunks:
             if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:

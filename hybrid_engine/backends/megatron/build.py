@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -147,13 +148,8 @@ def _build_chunk(
 
 def _layer_spec(config: TransformerConfig):
     """Transformer Engine's layers where a GPU and the package are there, megatron-core's own otherwise."""
-    if torch.cuda.is_available():
-        try:
-            import transformer_engine  # noqa: F401
-        except ImportError:
-            pass
-        else:
-            return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    if torch.cuda.is_available() and find_spec("transformer_engine") is not None:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
 
 
