@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from hybrid_engine.errors import ConfigError, UnknownModelError, Violation
 from hybrid_engine.models import table_for
-from hybrid_engine.models.packing import ModelDims
+from hybrid_engine.models.table import ModelDims
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -54,12 +54,24 @@ class ActorConfig(_Section):
     """Stages that split the layers. Data parallel size is what remains of the world."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
     """Model chunks per stage, for the interleaved schedule."""
+    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    """Layers of the first stage; the others share what remains evenly."""
+    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    """Layers of the last stage; the others share what remains evenly."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first stage."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output head as a layer of the last stage."""
+    pipeline_model_parallel_layout: str | None = None
+    """Megatron's own notation of every stage, e.g. `Et|t*2|tL`; instead of the four keys above."""
+    noop_layers: tuple[NonNegativeInt, ...] = ()
+    """Positions (from 0) of layers that do nothing; they count for the pipeline split, not for the checkpoint."""
     context_parallel_size: PositiveInt = 1
-    """Not supported yet above 1."""
+    """Ranks that split the sequence; replicas for a switch. Training with more than 1 needs Transformer Engine."""
     expert_model_parallel_size: PositiveInt = 1
-    """Not supported yet above 1."""
+    """Ranks that share the experts, whole ones each."""
     expert_tensor_parallel_size: PositiveInt | None = None
-    """Not supported yet above 1."""
+    """Ranks that split each expert; default: tensor_model_parallel_size."""
     sequence_parallel: bool = False
     """Split norms and dropout along the sequence too; needs tensor parallelism."""
     use_distributed_optimizer: bool = True
@@ -88,11 +100,14 @@ class GenerateConfig(_Section):
     infer_tensor_parallel_size: PositiveInt = 1
     """vLLM's tensor parallel size."""
     infer_pipeline_parallel_size: PositiveInt = 1
-    """vLLM's pipeline parallel size. Not supported yet above 1."""
+    """vLLM's pipeline parallel size."""
     infer_data_parallel_size: PositiveInt | None = None
     """Replicas; default: what remains of the world."""
     infer_expert_parallel_size: PositiveInt = 1
-    """Not supported yet above 1."""
+    """Ranks that share the experts, whole ones each: a multiple of infer_tensor_parallel_size. 1 cuts every expert over
+    the tensor parallel ranks instead."""
+    infer_rank_order: Literal["auto", "sequential"] = "auto"
+    """auto gives each rank the inference shard of which it already holds most; sequential counts ranks in order."""
     offload_train_param: bool = True
     """Take parameters off the device while vLLM generates."""
     offload_train_grad: bool = True

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_engine.models.packing import GateUp, InterleavedQKV, ModelDims, Replicated, Split, Vocabulary
-from hybrid_engine.models.table import ModelTable, Rule, in_layer
+from hybrid_engine.models.packing import GateUp, InterleavedQKV, Replicated, Span, Split, Vocabulary
+from hybrid_engine.models.table import ModelDims, ModelTable, Rule, in_layer
 
 LAYER = "model.layers.{layer}."
 
@@ -66,7 +66,8 @@ def _family_table(config: Mapping[str, Any], traits: Traits) -> ModelTable:
         dims=dims,
         rules=_rules(dims),
         shapes=_shapes(dims, traits),
-        megatron_settings=_megatron_settings(config, dims, traits),
+        transformer=_transformer(config, dims, traits),
+        gpt={"position_embedding_type": "rope", "rotary_base": rotary_base(config)},
         not_built=tuple(_not_built(config, traits)),
     )
 
@@ -92,13 +93,14 @@ def _rules(dims: ModelDims) -> tuple[Rule, ...]:
     attention, mlp = LAYER + "self_attn.", LAYER + "mlp."
 
     def qkv(kind: str) -> InterleavedQKV:
-        return InterleavedQKV(*(f"{attention}{part}_proj.{kind}" for part in "qkv"))
+        spans = (Span(f"{attention}{part}_proj.{kind}") for part in "qkv")
+        return InterleavedQKV(*spans, dims.num_kv_heads, dims.num_heads // dims.num_kv_heads, dims.head_dim)
 
     def gate_up(kind: str) -> GateUp:
-        return GateUp(f"{mlp}gate_proj.{kind}", f"{mlp}up_proj.{kind}")
+        return GateUp(Span(f"{mlp}gate_proj.{kind}"), Span(f"{mlp}up_proj.{kind}"))
 
     return (
-        Rule(("embedding.word_embeddings.weight",), Vocabulary(embedding)),
+        Rule(("embedding.word_embeddings.weight",), Vocabulary(embedding, dims.vocab_size)),
         Rule(
             in_layer("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
             Replicated(LAYER + "input_layernorm.weight"),
@@ -118,7 +120,10 @@ def _rules(dims: ModelDims) -> tuple[Rule, ...]:
         Rule(in_layer("mlp.linear_fc2.weight"), Split(mlp + "down_proj.weight", dim=1)),
         Rule(in_layer("mlp.linear_fc2.bias"), Replicated(mlp + "down_proj.bias")),
         Rule(("decoder.final_layernorm.weight",), Replicated("model.norm.weight")),
-        Rule(("output_layer.weight",), Vocabulary(embedding if dims.tied_embeddings else "lm_head.weight")),
+        Rule(
+            ("output_layer.weight",),
+            Vocabulary(embedding if dims.tied_embeddings else "lm_head.weight", dims.vocab_size),
+        ),
     )
 
 
@@ -156,8 +161,14 @@ def _layer_shapes(dims: ModelDims, traits: Traits) -> dict[str, tuple[int, ...]]
     return shapes
 
 
-def _megatron_settings(config: Mapping[str, Any], dims: ModelDims, traits: Traits) -> dict[str, Any]:
-    """What the architecture determines of TransformerConfig (see `ModelTable.megatron_settings`)."""
+def rotary_base(config: Mapping[str, Any]) -> float:
+    """Rotary base of a config written by transformers 4 (rope_theta) or 5 (rope_parameters)."""
+    rope = config.get("rope_parameters") or {}
+    return config.get("rope_theta") or rope.get("rope_theta", 10000.0)
+
+
+def _transformer(config: Mapping[str, Any], dims: ModelDims, traits: Traits) -> dict[str, Any]:
+    """What the architecture determines of TransformerConfig (see `ModelTable.transformer`)."""
     return {
         "num_layers": dims.num_layers,
         "hidden_size": dims.hidden_size,
@@ -168,6 +179,7 @@ def _megatron_settings(config: Mapping[str, Any], dims: ModelDims, traits: Trait
         "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
+        "activation_func": "silu",
         "add_bias_linear": traits.output_bias or traits.mlp_bias,
         "add_qkv_bias": traits.qkv_bias,
         "qk_layernorm": traits.qk_norm,

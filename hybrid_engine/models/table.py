@@ -4,20 +4,49 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from hybrid_engine.models.packing import ModelDims, Packing
+from hybrid_engine.models.packing import Packing, Shape
 
-_LAYER = "decoder.layers.{layer}."
+DECODER_LAYER = "decoder.layers.{layer}."
+MTP_LAYER = "mtp.layers.{layer}."
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDims:
+    """Sizes that constrain a layout, from the Hugging Face config.
+
+    Attributes:
+        num_layers: decoder layers, without those for multi-token prediction.
+        hidden_size, vocab_size: as in the config; vocab_size without padding.
+        ffn_hidden_size: of dense layers; 0 when every layer has experts.
+        num_heads, num_kv_heads, head_dim: attention heads, key/value heads (query groups), elements per head.
+        tied_embeddings: the output head is the embedding.
+        num_experts, moe_ffn_hidden_size: routed experts and the width of one; 0 without.
+        num_mtp_layers: layers that predict further tokens; the checkpoint numbers them on after the decoder's.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tied_embeddings: bool
+    num_experts: int = 0
+    moe_ffn_hidden_size: int = 0
+    num_mtp_layers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`packing` for the parameters called by any of `names`.
+    """`packing` for the parameters (or persistent buffers) called by any of `names`.
 
-    Names are Megatron's, from below the DDP and precision wrappers, with `{layer}` for the layer number. Several
-    names are the same parameter under several layer specs (local, Transformer Engine with fused norms).
+    Names are Megatron's, from below the DDP and precision wrappers, with `{layer}` for the layer number and
+    `{expert}` for the expert's, both global. Several names are the same parameter under several layer specs (local,
+    Transformer Engine with fused norms and grouped experts).
     """
 
     names: tuple[str, ...]
@@ -26,10 +55,10 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A parameter's rule and, below a decoder layer, the layer index that its name carries."""
+    """A parameter's rule and the numbers that its name carries: `layer`, `expert`."""
 
     packing: Packing
-    layer: int | None
+    indices: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -39,33 +68,62 @@ class ModelTable:
     Attributes:
         dims: sizes.
         rules: Megatron side.
-        shapes: canonical name -> shape, in checkpoint order. Tied heads are not in it.
-        megatron_settings: keyword arguments of megatron-core's TransformerConfig that the architecture determines, for
-            building a model.
-        not_built: settings of the config that a model built here would not have, one sentence each. The layout of a
+        shapes: canonical name -> shape, in checkpoint order. Tied heads and other copies are not in it.
+        transformer: keyword arguments of megatron-core's TransformerConfig (or MLATransformerConfig) that the
+            architecture determines, for building a model. Functions and classes by name, see
+            `backends/megatron/build.py`.
+        gpt: keyword arguments of megatron-core's GPTModel, likewise.
+        copies: further tensors of a checkpoint -> the canonical tensor they repeat (shared embeddings of multi-token
+            prediction); written when a checkpoint is saved, ignored when one is read.
+        unserved: name prefixes of tensors that vLLM's model does not read (multi-token prediction).
+        dtypes: canonical name -> dtype in a checkpoint, where it is not that of the weights (a router's bias).
+        not_built: settings of the config that a model built here would not compute, one sentence each. The layout of a
             model that somebody else built does not depend on them.
     """
 
     dims: ModelDims
     rules: tuple[Rule, ...]
-    shapes: Mapping[str, tuple[int, ...]]
-    megatron_settings: Mapping[str, Any]
+    shapes: Mapping[str, Shape]
+    transformer: Mapping[str, Any]
+    gpt: Mapping[str, Any] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)
+    unserved: tuple[str, ...] = ()
+    dtypes: Mapping[str, str] = field(default_factory=dict)
     not_built: tuple[str, ...] = ()
 
     def match(self, name: str) -> Match | None:
         """The rule for a Megatron parameter name, or None when the architecture has no such parameter."""
-        layer_match = re.match(r"decoder\.layers\.(\d+)\.", name)
-        layer = int(layer_match[1]) if layer_match else None
-        pattern = name if layer_match is None else _LAYER + name[layer_match.end() :]
+        pattern, indices = _pattern_of(name)
         for rule in self.rules:
             if pattern in rule.names:
-                return Match(rule.packing, layer)
+                return Match(rule.packing, indices)
         return None
+
+    def is_served(self, tensor: str) -> bool:
+        """Whether vLLM's model reads this canonical tensor."""
+        return not tensor.startswith(self.unserved) if self.unserved else True
 
 
 Table = Callable[[Mapping[str, Any]], ModelTable]
 
+_NUMBERS = {
+    "layer": re.compile(r"(?P<before>^(?:decoder|mtp)\.layers\.)(?P<number>\d+)(?=\.)"),
+    "expert": re.compile(
+        r"(?P<before>\.experts\.(?:local_experts\.(?=\d+\.)|linear_fc[12]\.(?:weight|bias)(?=\d+$)))(?P<number>\d+)"
+    ),
+}
+
+
+def _pattern_of(name: str) -> tuple[str, dict[str, int]]:
+    """A parameter's name with placeholders for its numbers, and the numbers."""
+    indices: dict[str, int] = {}
+    for key, expression in _NUMBERS.items():
+        if found := expression.search(name):
+            indices[key] = int(found["number"])
+            name = expression.sub(rf"\g<before>{{{key}}}", name)
+    return name, indices
+
 
 def in_layer(*names: str) -> tuple[str, ...]:
-    """Names below a decoder layer."""
-    return tuple(_LAYER + name for name in names)
+    """Names below a decoder layer, and below the transformer layer of a multi-token prediction layer."""
+    return tuple(prefix + name for prefix in (DECODER_LAYER, MTP_LAYER + "transformer_layer.") for name in names)

@@ -10,64 +10,47 @@ from hypothesis import strategies as st
 from hybrid_engine.models.packing import (
     GateUp,
     InterleavedQKV,
-    ModelDims,
+    Over,
     Packing,
     Replicated,
+    Span,
     Split,
     Vocabulary,
-    local_pieces,
-    packed_shape,
+    held_regions,
 )
 
 PADDING = -1
 WIDTH = 3
 
 
-def make_dims(num_kv_heads: int = 1, queries: int = 1, head_dim: int = 1, ffn: int = 1, vocab: int = 1) -> ModelDims:
-    return ModelDims(
-        num_layers=1,
-        hidden_size=WIDTH,
-        ffn_hidden_size=ffn,
-        vocab_size=vocab,
-        num_heads=num_kv_heads * queries,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        tied_embeddings=False,
-    )
-
-
 def numbered(rows: int, columns: int, tag: int) -> np.ndarray:
     return np.arange(rows * columns).reshape(rows, columns) + tag * 10**6
 
 
-def assert_packs(
-    packing: Packing, dims: ModelDims, canonical: dict[str, np.ndarray], locals_of_ranks: list[np.ndarray]
-) -> None:
-    """Every rank's parameter, put together from the pieces, is the expected one."""
-    tp_size = len(locals_of_ranks)
+def assert_packs(packing: Packing, canonical: dict[str, np.ndarray], locals_of_ranks: list[np.ndarray]) -> None:
+    """Every rank's parameter, put together from what it holds, is the expected one."""
+    shapes = {name: values.shape for name, values in canonical.items()}
     for rank, expected in enumerate(locals_of_ranks):
         found = np.full_like(expected, PADDING)
-        taken = np.zeros(expected.shape[packing.dim], int)
-        for piece in local_pieces(packing, dims, expected.shape[packing.dim], tp_size, rank):
-            local = slice(piece.local_start, piece.local_start + piece.length)
-            part = slice(piece.start, piece.start + piece.length)
-            if packing.dim == 0:
-                found[local] = canonical[piece.tensor][part]
-            else:
-                found[:, local] = canonical[piece.tensor][:, part]
-            taken[local] += 1
+        taken = np.zeros(expected.shape, int)
+        for held in held_regions(packing, {}, shapes, expected.shape, rank, len(locals_of_ranks)):
+            part = canonical[held.region.tensor][tuple(map(slice, held.region.offsets, held.region.ends))]
+            part = part.T if packing.transposed else part
+            local = [slice(None)] * expected.ndim
+            local[held.local_dim] = slice(held.start, held.start + part.shape[held.local_dim])
+            found[tuple(local)] = part
+            taken[tuple(local)] += 1
         np.testing.assert_array_equal(found, expected)
         assert taken.max(initial=0) <= 1
-        whole = packed_shape(packing, expected.shape, tp_size)
-        factor = tp_size if packing.split else 1
-        assert whole[packing.dim] == expected.shape[packing.dim] * factor
 
 
-@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8]), st.integers(1, 3), st.sampled_from([4, 8]))
-def test_interleaved_projections(tp_size: int, num_kv_heads: int, queries: int, head_dim: int) -> None:
-    """Group by group; with fewer groups than ranks the rows are split evenly all the same."""
-    dims = make_dims(num_kv_heads=num_kv_heads, queries=queries, head_dim=head_dim)
-    query = numbered(dims.num_heads * head_dim, WIDTH, 1)
+@given(
+    st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8]), st.integers(1, 3), st.sampled_from([4, 8]), st.booleans()
+)
+def test_interleaved_projections(tp_size: int, num_kv_heads: int, queries: int, head_dim: int, on_disk: bool) -> None:
+    """Group by group; with fewer groups than ranks the rows are split evenly all the same. Also fused on disk (as one
+    tensor, transposed)."""
+    query = numbered(num_kv_heads * queries * head_dim, WIDTH, 1)
     key, value = (numbered(num_kv_heads * head_dim, WIDTH, tag) for tag in (2, 3))
     rows = []
     for group in range(num_kv_heads):
@@ -76,15 +59,22 @@ def test_interleaved_projections(tp_size: int, num_kv_heads: int, queries: int, 
         for source in (key, value):
             rows += list(source[group * head_dim : (group + 1) * head_dim])
     canonical = {"q": query, "k": key, "v": value}
-    assert_packs(InterleavedQKV("q", "k", "v"), dims, canonical, np.split(np.array(rows), tp_size))
+    spans = [Span(name) for name in "qkv"]
+    if on_disk:
+        canonical = {"c": np.concatenate([query, key, value]).T}
+        spans = [Span("c"), Span("c", len(query)), Span("c", len(query) + len(key))]
+    packing = InterleavedQKV(*spans, num_kv_heads, queries, head_dim, dim=int(on_disk), transposed=on_disk)
+    assert_packs(packing, canonical, np.split(np.array(rows), tp_size))
 
 
-@given(st.sampled_from([1, 2, 3, 4]), st.integers(1, 5))
-def test_gate_and_up(tp_size: int, rows_per_rank: int) -> None:
+@given(st.sampled_from([1, 2, 3, 4]), st.integers(1, 5), st.booleans())
+def test_gate_and_up(tp_size: int, rows_per_rank: int, on_disk: bool) -> None:
     ffn = tp_size * rows_per_rank
     gate, up = numbered(ffn, WIDTH, 1), numbered(ffn, WIDTH, 2)
     ranks = [np.concatenate(pair) for pair in zip(np.split(gate, tp_size), np.split(up, tp_size), strict=True)]
-    assert_packs(GateUp("gate", "up"), make_dims(ffn=ffn), {"gate": gate, "up": up}, ranks)
+    assert_packs(GateUp(Span("gate"), Span("up")), {"gate": gate, "up": up}, ranks)
+    fused = GateUp(Span("both"), Span("both", ffn), over=Over.EXPERT_TENSOR)
+    assert_packs(fused, {"both": np.concatenate([gate, up])}, ranks)
 
 
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 40), st.integers(1, 9))
@@ -92,22 +82,40 @@ def test_padded_vocabulary(tp_size: int, vocab: int, multiple: int) -> None:
     embedding = numbered(vocab, WIDTH, 1)
     missing = -vocab % (multiple * tp_size)
     padded = np.concatenate([embedding, np.full((missing, WIDTH), PADDING)])
-    assert_packs(Vocabulary("e"), make_dims(vocab=vocab), {"e": embedding}, np.split(padded, tp_size))
+    assert_packs(Vocabulary("e", vocab), {"e": embedding}, np.split(padded, tp_size))
 
 
-@given(st.sampled_from([1, 2, 4]), st.integers(1, 5), st.sampled_from([0, 1]))
-def test_split_and_replicated(tp_size: int, size_per_rank: int, dim: int) -> None:
+@given(st.sampled_from([1, 2, 4]), st.integers(1, 5), st.sampled_from([0, 1]), st.booleans())
+def test_split_and_replicated(tp_size: int, size_per_rank: int, dim: int, transposed: bool) -> None:
     shape = (size_per_rank * tp_size, 4) if dim == 0 else (4, size_per_rank * tp_size)
     weight = numbered(*shape, 1)
-    assert_packs(Split("w", dim), make_dims(), {"w": weight}, np.split(weight, tp_size, axis=dim))
-    assert_packs(Replicated("w"), make_dims(), {"w": weight}, [weight] * tp_size)
+    ranks = [part.T if transposed else part for part in np.split(weight, tp_size, axis=dim)]
+    assert_packs(Split("w", dim, transposed=transposed), {"w": weight}, ranks)
+    assert_packs(Replicated("w"), {"w": weight}, [weight] * tp_size)
+    assert_packs(Split("w", dim, may_be_whole=True), {"w": weight}, [weight] * tp_size)
+
+
+def test_names_take_their_numbers() -> None:
+    packing = Split("layers.{layer}.experts.{expert}.w", 0, over=Over.EXPERT_TENSOR)
+    held = held_regions(packing, {"layer": 3, "expert": 7}, {"layers.3.experts.7.w": (4, 2)}, (2, 2), 1, 2)
+    assert [(part.region.tensor, part.region.offsets) for part in held] == [("layers.3.experts.7.w", (2, 0))]
+
+
+QKV = InterleavedQKV(Span("q"), Span("k"), Span("v"), num_groups=2, queries_per_group=2, head_dim=4)
+SHAPES = {"q": (16, 3), "k": (8, 3), "v": (8, 3), "e": (10, 3), "gate": (6, 3), "up": (6, 3)}
 
 
 @pytest.mark.parametrize(
-    ("packing", "local_size"),
-    [(InterleavedQKV("q", "k", "v"), 12), (Vocabulary("e"), 4), (GateUp("gate", "up"), 3)],
+    ("packing", "local_shape", "message"),
+    [
+        (QKV, (12, 3), "24 packed in Megatron, 32 by"),
+        (QKV, (16, 5), r"holds q in shape \(16, 5\), but its shape is \(16, 3\)"),
+        (Vocabulary("e", 10), (4, 3), "8 packed in Megatron, 10 by"),
+        (GateUp(Span("gate"), Span("up")), (3, 3), "6 packed in Megatron, 4 by"),
+        (GateUp(Span("gate"), Span("up")), (4, 3), r"shape \(4, 3\), but its shape is \(6, 3\)"),
+        (Replicated("norm"), (3,), "no tensor norm"),
+    ],
 )
-def test_lists_that_do_not_add_up(packing: Packing, local_size: int) -> None:
-    dims = make_dims(num_kv_heads=2, queries=2, head_dim=4, ffn=6, vocab=10)
-    with pytest.raises(ValueError, match=rf"{local_size * 2 if local_size != 3 else 3} packed in Megatron, \d+ by"):
-        local_pieces(packing, dims, local_size, 1 if local_size == 3 else 2, 0)
+def test_what_does_not_fit(packing: Packing, local_shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        held_regions(packing, {}, SHAPES, local_shape, 0, 2)

@@ -51,12 +51,7 @@ def test_sizes_are_those_of_the_config(checkpoint: Path) -> None:
 def test_every_canonical_tensor_has_a_megatron_parameter(checkpoint: Path) -> None:
     """In the names of both layer specs; what a rule speaks of and the model has not is no fault of the rule."""
     table = table_for(read_config(checkpoint))
-    packed = {
-        value
-        for rule in table.rules
-        for field in ("name", "query", "key", "value", "gate", "up")
-        if (value := getattr(rule.packing, field, None)) is not None
-    }
+    packed = {pattern for rule in table.rules for pattern in rule.packing.tensors()}
     spoken_of = {pattern.format(layer=layer) for pattern in packed for layer in range(table.dims.num_layers)}
     assert table.shapes.keys() <= spoken_of
 
@@ -69,8 +64,8 @@ def test_both_layer_specs_give_the_same_rule() -> None:
     ]
     for local, transformer_engine in pairs:
         matches = [table.match(f"decoder.layers.11.{name}") for name in (local, transformer_engine)]
-        assert matches[0] == matches[1] and matches[0].layer == 11
-    assert table.match("decoder.final_layernorm.weight").layer is None
+        assert matches[0] == matches[1] and matches[0].indices == {"layer": 11}
+    assert table.match("decoder.final_layernorm.weight").indices == {}
     for unknown in (
         "decoder.layers.0.unheard_of.weight",
         "decoder.layers.x.input_layernorm.weight",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,10 +13,9 @@ from megatron.core.utils import unwrap_model
 
 from hybrid_engine.errors import ParameterMismatchError, ReshardError, WeightError
 from hybrid_engine.memory.elastic import exported_buffer_of
-from hybrid_engine.models.packing import Packing, Piece, local_pieces, packed_shape
-from hybrid_engine.models.table import ModelTable
+from hybrid_engine.models.packing import Held, Over, held_regions
+from hybrid_engine.models.table import Match, ModelTable
 from hybrid_engine.planning.layout import Buffer, BufferId, Layout, Place, Shard
-from hybrid_engine.planning.regions import Region
 from megatron_patches.buffers import iter_buffers
 
 
@@ -33,7 +32,7 @@ class _Storages:
     """The flat buffers of this rank and where each parameter lies in them."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    homes: dict[torch.nn.Parameter, _Home] = field(default_factory=dict)
+    homes: dict[torch.Tensor, _Home] = field(default_factory=dict)
 
 
 class MegatronAdaptor:
@@ -43,25 +42,34 @@ class MegatronAdaptor:
         model_chunks: this rank's model chunks, in virtual-pipeline order, with or without DDP and precision wrappers.
         table: the model's name table.
 
-    The layer number of a parameter comes from the live module (`layer_number`), so uneven and virtual pipeline
-    stages need no arithmetic here.
+    Layer and expert numbers come from the live modules (`layer_number`, `local_expert_indices`), so uneven and virtual
+    pipeline stages and expert parallelism need no arithmetic here. `noop_layers` are 0-based positions that hold no
+    layer of the checkpoint and are not counted in its numbering.
     """
 
-    def __init__(self, model_chunks: Sequence[torch.nn.Module], table: ModelTable) -> None:
+    def __init__(
+        self, model_chunks: Sequence[torch.nn.Module], table: ModelTable, noop_layers: Sequence[int] = ()
+    ) -> None:
         self.model_chunks = list(model_chunks)
         self.table = table
+        self.noop_layers = frozenset(noop_layers)
         self.rank = torch.distributed.get_rank()
-        self.tp_size = parallel_state.get_tensor_model_parallel_world_size()
-        self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        tensor_group = parallel_state.get_tensor_model_parallel_group()
+        expert_group = parallel_state.get_expert_tensor_parallel_group()
+        self._groups = {
+            Over.NONE: (0, 1),
+            Over.TENSOR: (tensor_group.rank(), tensor_group.size()),
+            Over.EXPERT_TENSOR: (expert_group.rank(), expert_group.size()),
+        }
         self._storages = self._find_storages()
 
     def layout(self) -> Layout:
         """This rank's records. Raises ParameterMismatchError that names every parameter it cannot place."""
         shards: list[Shard] = []
         findings: list[str] = []
-        for name, parameter in self.named_parameters():
+        for name, tensor in self.named_weights():
             try:
-                shards.extend(self._shards_of(name, parameter))
+                shards.extend(self._shards_of(name, tensor))
             except ValueError as error:
                 findings.append(f"{name}: {error}")
         if findings:
@@ -87,7 +95,7 @@ class MegatronAdaptor:
         for chunk in self.model_chunks:
             if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
-        moved = [name for name, parameter in self.named_parameters() if not self._is_home(parameter)]
+        moved = [name for name, tensor in self.named_weights() if not self._is_home(tensor)]
         if moved:
             raise ReshardError(
                 f"{len(moved)} parameters lie elsewhere than when the layout was made, first {', '.join(moved[:4])}. "
@@ -99,27 +107,31 @@ class MegatronAdaptor:
         if not any(torch.isnan(tensor.sum()) for tensor in self._storages.tensors.values()):
             return
         findings = [
-            f"{name} on rank {self.rank} (canonical {', '.join(self._tensors_of(name, parameter))}): "
-            f"{count} of {parameter.numel()} elements are NaN"
-            for name, parameter in self.named_parameters()
-            if (count := int(parameter.detach().isnan().sum()))
+            f"{name} on rank {self.rank} (canonical {', '.join(self._tensors_of(name, tensor))}): "
+            f"{count} of {tensor.numel()} elements are NaN"
+            for name, tensor in self.named_weights()
+            if (count := int(tensor.detach().isnan().sum()))
         ]
         if findings:
             raise WeightError(findings)
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """(Megatron name with the global layer number, parameter) of every chunk; shared parameters once a chunk."""
+        """(Megatron name with global layer and expert numbers, parameter); shared parameters once a chunk."""
         for chunk in self.model_chunks:
             model = unwrap_model(chunk)
-            global_layer = {
-                f"decoder.layers.{index}.": f"decoder.layers.{layer.layer_number - 1}."
-                for index, layer in enumerate(model.decoder.layers)
-            }
+            names = _GlobalNames(model, self.table.dims.num_layers, self.noop_layers)
             for name, parameter in model.named_parameters():
-                prefix = ".".join(name.split(".")[:3]) + "."
-                if prefix in global_layer:
-                    name = global_layer[prefix] + name.removeprefix(prefix)
-                yield name, parameter
+                yield names.of(name), parameter
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All parameters, and the persistent buffers that the name table speaks of (a router's expert bias)."""
+        yield from self.named_parameters()
+        for chunk in self.model_chunks:
+            model = unwrap_model(chunk)
+            names = _GlobalNames(model, self.table.dims.num_layers, self.noop_layers)
+            for local_name, tensor in model.named_buffers():
+                if self.table.match(name := names.of(local_name)) is not None:
+                    yield name, tensor
 
     def _find_storages(self) -> _Storages:
         """Parameters in DDP's flat buffers by their index map; every other one is a buffer of its own."""
@@ -132,61 +144,73 @@ class MegatronAdaptor:
             storages.tensors[buffer_name] = record.param_data
             for slot in record.slots:
                 storages.homes[slot.param] = _Home(buffer_name, slot.start)
-        for name, parameter in self.named_parameters():
-            if parameter not in storages.homes:
-                storages.tensors[name] = _flat(parameter.data)
-                storages.homes[parameter] = _Home(name, 0)
+        for name, tensor in self.named_weights():
+            if tensor not in storages.homes:
+                storages.tensors[name] = _flat(tensor.data)
+                storages.homes[tensor] = _Home(name, 0)
         return storages
 
-    def _is_home(self, parameter: torch.nn.Parameter) -> bool:
-        home = self._storages.homes.get(parameter)
+    def _is_home(self, tensor: torch.Tensor) -> bool:
+        home = self._storages.homes.get(tensor)
         if home is None:
             return False
         flat = self._storages.tensors[home.buffer]
-        return parameter.data_ptr() == flat.data_ptr() + home.offset * flat.element_size()
+        return tensor.data_ptr() == flat.data_ptr() + home.offset * flat.element_size()
 
-    def _shards_of(self, name: str, parameter: torch.nn.Parameter) -> Iterator[Shard]:
+    def _shards_of(self, name: str, tensor: torch.Tensor) -> Iterator[Shard]:
         """Raises ValueError when the name has no rule or the shape does not fit the rule."""
         match = self.table.match(name)
         if match is None:
             raise ValueError("the model's name table has no such parameter")
-        packing, shape = match.packing, tuple(parameter.shape)
-        self._check_shape(packing, match.layer, shape)
-        home, strides = self._storages.homes[parameter], parameter.stride()
-        for piece in self._pieces(packing, parameter):
-            offsets = tuple(piece.start if dim == packing.dim else 0 for dim in range(len(shape)))
-            lengths = tuple(piece.length if dim == packing.dim else size for dim, size in enumerate(shape))
-            offset = home.offset + piece.local_start * strides[packing.dim]
-            yield Shard(
-                Region(piece.tensor.format(layer=match.layer), offsets, lengths),
-                Place(BufferId(self.rank, home.buffer), offset, strides),
-            )
+        home = self._storages.homes[tensor]
+        strides = tensor.stride()[::-1] if match.packing.transposed else tensor.stride()
+        for held in self._held(match, tensor):
+            offset = home.offset + held.start * tensor.stride()[held.local_dim]
+            yield Shard(held.region, Place(BufferId(self.rank, home.buffer), offset, strides))
 
-    def _check_shape(self, packing: Packing, layer: int | None, local_shape: tuple[int, ...]) -> None:
-        """Raise ValueError unless all ranks' parameters together hold exactly the canonical tensors of the rule."""
-        packed = packed_shape(packing, local_shape, self.tp_size)
-        held: Counter[str] = Counter()
-        for segment in packing.segments(self.table.dims, self.tp_size, packed[packing.dim]):
-            if segment.tensor is not None:
-                held[segment.tensor.format(layer=layer)] += segment.length
-        for tensor, length in held.items():
-            found = tuple(length if dim == packing.dim else size for dim, size in enumerate(packed))
-            expected = self.table.shapes.get(tensor)
-            if expected is None:
-                raise ValueError(f"the checkpoint of this model has no tensor {tensor}")
-            if found != expected:
-                raise ValueError(
-                    f"local shape {local_shape} on {self.tp_size} tensor parallel rank(s) holds {tensor} in shape "
-                    f"{found}, but its shape is {expected}"
-                )
+    def _held(self, match: Match, tensor: torch.Tensor) -> list[Held]:
+        part, num_parts = self._groups[match.packing.over]
+        return held_regions(match.packing, match.indices, self.table.shapes, tuple(tensor.shape), part, num_parts)
 
-    def _pieces(self, packing: Packing, parameter: torch.nn.Parameter) -> list[Piece]:
-        return local_pieces(packing, self.table.dims, parameter.shape[packing.dim], self.tp_size, self.tp_rank)
-
-    def _tensors_of(self, name: str, parameter: torch.nn.Parameter) -> list[str]:
+    def _tensors_of(self, name: str, tensor: torch.Tensor) -> list[str]:
         match = self.table.match(name)
-        pieces = self._pieces(match.packing, parameter) if match else []
-        return sorted({piece.tensor.format(layer=match.layer) for piece in pieces})
+        return sorted({held.region.tensor for held in self._held(match, tensor)}) if match else []
+
+
+class _GlobalNames:
+    """Turns the names of one model chunk into names with global numbers of layers and experts."""
+
+    def __init__(self, model: torch.nn.Module, num_layers: int, noop_layers: frozenset[int]) -> None:
+        self._layers = {
+            f"decoder.layers.{index}.": f"decoder.layers.{_without_noops(layer.layer_number - 1, noop_layers)}."
+            for index, layer in enumerate(model.decoder.layers)
+        }
+        for index, layer in enumerate(model.mtp.layers if getattr(model, "mtp", None) is not None else ()):
+            # a checkpoint numbers these on after the decoder's
+            self._layers[f"mtp.layers.{index}."] = f"mtp.layers.{num_layers + layer.layer_number - 1}."
+        self._experts = {
+            f"{name}.experts.": module.local_expert_indices
+            for name, module in model.named_modules()
+            if hasattr(module, "local_expert_indices")
+        }
+
+    def of(self, name: str) -> str:
+        """The name with global numbers."""
+        for prefix, experts in self._experts.items():
+            if name.startswith(prefix):
+                rest = _EXPERT.sub(lambda found, own=experts: str(own[int(found[0])]), name.removeprefix(prefix))
+                name = prefix + rest
+                break
+        layer = ".".join(name.split(".")[:3]) + "."
+        return self._layers[layer] + name.removeprefix(layer) if layer in self._layers else name
+
+
+_EXPERT = re.compile(r"(?<=^local_experts\.)\d+(?=\.)|(?<=^linear_fc[12]\.weight)\d+$|(?<=^linear_fc[12]\.bias)\d+$")
+
+
+def _without_noops(position: int, noop_layers: frozenset[int]) -> int:
+    """The checkpoint's number of the layer at `position`."""
+    return position - sum(noop < position for noop in noop_layers)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,9 @@ from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.buffers import buffer_allocator
 
+ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+"""Activation functions by the names that the tables use."""
+
 
 @dataclass(frozen=True)
 class Actor:
@@ -140,8 +143,7 @@ def _build_chunk(
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=table.dims.tied_embeddings,
-        position_embedding_type="rope",
-        rotary_base=_rotary_base(hf_config),
+        **table.gpt,
         vp_stage=vp_stage,
     )
 
@@ -153,18 +155,13 @@ def _layer_spec(config: TransformerConfig):
     return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
 
 
-def _rotary_base(hf_config: Mapping[str, Any]) -> float:
-    """Rotary base of a config written by transformers 4 (rope_theta) or 5 (rope_parameters)."""
-    rope = hf_config.get("rope_parameters") or {}
-    return hf_config.get("rope_theta") or rope.get("rope_theta", 10000.0)
-
-
 def _transformer_config(actor: ActorConfig, table: ModelTable) -> TransformerConfig:
     dtype = getattr(torch, actor.params_dtype)
     has_virtual_stages = actor.virtual_pipeline_model_parallel_size is not None
+    settings = dict(table.transformer)
+    settings["activation_func"] = ACTIVATIONS[settings["activation_func"]]
     return TransformerConfig(
-        **table.megatron_settings,
-        activation_func=torch.nn.functional.silu,
+        **settings,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=actor.tensor_model_parallel_size,
