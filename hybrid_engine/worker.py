@@ -131,6 +131,30 @@ class ActorHybridWorker:
 
         checkpoint.load_checkpoint(directory, self.actor, self.sharding.agreement)
 
+    def load_hf_checkpoint(self, path: str | Path) -> None:
+        """Take the weights from a Hugging Face checkpoint (safetensors), whatever the layout. In `train_context`.
+
+        Every rank reads only what it holds. Main parameters follow; moments and step count stay as they are. Raises
+        ConfigError, or ParameterMismatchError naming every tensor that is missing, unknown or of another shape.
+        """
+        self.require(State.TRAIN)
+        from hybrid_engine.backends.huggingface import load_hf_checkpoint
+
+        load_hf_checkpoint(path, self.train.weights, self.table, self.sharding.agreement)
+        self.train.take_up_weights()
+
+    def save_hf_checkpoint(self, path: str | Path, dtype: str | None = None) -> None:
+        """Write the weights as a Hugging Face checkpoint, with config and tokenizer of `config.model`.
+
+        In `train_context`. `path` is on storage that all ranks share; every rank writes its part and nothing is
+        gathered. `dtype`: of the stored weights, e.g. "bfloat16"; default: the training weights' own.
+        """
+        self.require(State.TRAIN)
+        from hybrid_engine.backends.huggingface import save_hf_checkpoint
+
+        model_dir, agreement = self.config.model, self.sharding.agreement
+        save_hf_checkpoint(path, self.train.weights, self.table, agreement, model_dir, dtype)
+
     def shutdown(self) -> None:
         """End vLLM, Megatron's groups, and the process group if it was created here; idempotent.
 

@@ -15,7 +15,7 @@ from hybrid_engine.errors import ParameterMismatchError, ReshardError, WeightErr
 from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.models.packing import Held, Over, held_regions
 from hybrid_engine.models.table import Match, ModelTable
-from hybrid_engine.planning.layout import Buffer, BufferId, Layout, Place, Shard
+from hybrid_engine.planning.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from megatron_patches.buffers import iter_buffers
 
 
@@ -75,9 +75,15 @@ class MegatronAdaptor:
         if findings:
             raise ParameterMismatchError(findings)
         held = {shard.region.tensor for shard in shards}
+        runs: dict[str, list[Extent]] = {}
+        for shard in shards:
+            runs.setdefault(shard.place.buffer.name, []).append(_run_of(shard))
         return Layout(
             tensors={name: shape for name, shape in self.table.shapes.items() if name in held},
-            buffers={BufferId(self.rank, name): _describe(tensor) for name, tensor in self._storages.tensors.items()},
+            buffers={
+                BufferId(self.rank, name): _describe(tensor, _gaps(tensor.numel(), runs.get(name, ())))
+                for name, tensor in self._storages.tensors.items()
+            },
             shards=tuple(shards),
         )
 
@@ -219,9 +225,26 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((reach + 1,), (1,))
 
 
-def _describe(tensor: torch.Tensor) -> Buffer:
+def _run_of(shard: Shard) -> Extent:
+    """From a shard's first to its last element; parameters are dense and cut along their rows, so all of it is held."""
+    reach = sum((size - 1) * step for size, step in zip(shard.region.lengths, shard.place.strides, strict=True))
+    return Extent(shard.place.offset, shard.place.offset + reach + 1)
+
+
+def _gaps(numel: int, runs: Sequence[Extent]) -> tuple[Extent, ...]:
+    """What no shard covers of a buffer: the ends of buckets and the padding of the vocabulary."""
+    gaps, end = [], 0
+    for run in (*sorted(runs), Extent(numel, numel)):
+        if run.start > end:
+            gaps.append(Extent(end, run.start))
+        end = max(end, run.stop)
+    return tuple(gaps)
+
+
+def _describe(tensor: torch.Tensor, padding: tuple[Extent, ...]) -> Buffer:
     return Buffer(
         numel=tensor.numel(),
         dtype=str(tensor.dtype).removeprefix("torch."),
+        padding=padding,
         exported=exported_buffer_of(tensor) is not None,
     )

@@ -143,6 +143,11 @@ class TrainEngine:
             )
         return items
 
+    def take_up_weights(self) -> None:
+        """Make the optimizer's main parameters those of the model, after somebody wrote the model's."""
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+
     def copy_weights_from(self, other: TrainEngine) -> None:
         """Take over another engine's parameters (same layout), e.g. to freeze a reference. Collective."""
         other.weights.prepare()

@@ -1,0 +1,9 @@
+"""Hugging Face checkpoints as one more end of the planner; the only package that imports safetensors.
+
+files.py       the files: names, headers, offsets; slices read and written in place
+checkpoint.py  load_hf_checkpoint, save_hf_checkpoint: plan between files and training shards, each rank its own bytes
+"""
+
+from hybrid_engine.backends.huggingface.checkpoint import load_hf_checkpoint, save_hf_checkpoint
+
+__all__ = ["load_hf_checkpoint", "save_hf_checkpoint"]

@@ -1,0 +1,208 @@
+"""Hugging Face checkpoints into Megatron's shards and out of them, on real ranks, bit by bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from hybrid_engine.agreement import Agreement
+from hybrid_engine.backends.huggingface import files, load_hf_checkpoint, save_hf_checkpoint
+from hybrid_engine.config import ActorConfig
+from hybrid_engine.errors import ConfigError, ParameterMismatchError
+from tests.hybrid_engine.tiny_models import (
+    DENSE_FLOAT32,
+    read_canonical,
+    region_slices,
+    running,
+    save_model,
+    view_of,
+)
+from tests.launch import launch
+
+TP2 = {"tensor_model_parallel_size": 2}
+SMALL_FILES = 20_000  # bytes: several files
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on disk and the layout that reads and writes it."""
+
+    family: str
+    actor: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "qwen3 tp2": Case("qwen3", TP2),
+    "qwen2 tied pp2": Case("qwen2", {"pipeline_model_parallel_size": 2}, {"tie_word_embeddings": True}),
+    "llama dp2": Case("llama", {}),
+    "llama dp2 replicated": Case("llama", {"use_distributed_optimizer": False}),
+    "qwen3 bf16 tp2 one kv head": Case("qwen3", {**TP2, "params_dtype": "bfloat16"}, {"num_key_value_heads": 1}),
+    "qwen2 pp2 vpp2": Case(
+        "qwen2",
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        {"num_hidden_layers": 4},
+    ),
+}
+
+
+def load_and_save(paths: dict[str, Path], out: Path) -> dict[str, dict[str, Any]]:
+    """Every case one after the other; what was wrong in it, on this rank."""
+    results = {}
+    for name, case in CASES.items():
+        with running(paths[name], ActorConfig(**{**DENSE_FLOAT32, **case.actor})) as run:
+            agreement, weights = Agreement(60), run.engine.weights
+            for tensor in weights.buffers().values():
+                tensor.fill_(7)
+            load_hf_checkpoint(paths[name], weights, run.table, agreement)
+            run.engine.take_up_weights()
+            results[name] = {
+                "wrong": wrong_shards(weights, read_canonical(paths[name])),
+                "padding": padding_values(weights),
+                "main": main_parameters_differ(run),
+            }
+            save_hf_checkpoint(out / name, weights, run.table, agreement, paths[name], file_nbytes=SMALL_FILES)
+            save_hf_checkpoint(out / f"{name} half", weights, run.table, agreement, paths[name], dtype="bfloat16")
+    return results
+
+
+def wrong_shards(weights: Any, canonical: dict[str, torch.Tensor]) -> list[str]:
+    buffers, layout = weights.buffers(), weights.layout()
+    return [
+        shard.region.tensor
+        for shard in layout.shards
+        if not torch.equal(
+            view_of(buffers, shard),
+            canonical[shard.region.tensor][region_slices(shard)].to(buffers[shard.place.buffer.name].dtype),
+        )
+    ]
+
+
+def padding_values(weights: Any) -> set[float]:
+    buffers = weights.buffers()
+    return {
+        value
+        for buffer_id, buffer in weights.layout().buffers.items()
+        for extent in buffer.padding
+        for value in buffers[buffer_id.name][extent.start : extent.stop].tolist()
+    }
+
+
+def main_parameters_differ(run: Any) -> bool:
+    """Whether an optimizer step with a learning rate of 0 changes the weights: it writes main parameters back."""
+    before = {name: tensor.clone() for name, tensor in run.engine.weights.buffers().items()}
+    run.engine.set_learning_rate(0.0)
+    for chunk in run.actor.chunks:
+        chunk.zero_grad_buffer()
+    run.actor.optimizer.step()
+    run.engine.weights.prepare()
+    return any(not torch.equal(before[name], tensor) for name, tensor in run.engine.weights.buffers().items())
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], Path, list[dict[str, Any]]]:
+    directory = tmp_path_factory.mktemp("hf")
+    paths = {name: save_model(directory / name, case.family, **case.model) for name, case in CASES.items()}
+    return paths, directory / "out", launch(load_and_save, 2, paths, directory / "out")
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("name", CASES)
+def test_every_shard_is_what_the_checkpoint_holds(outcome: Any, name: str) -> None:
+    _, _, results = outcome
+    assert [result[name]["wrong"] for result in results] == [[], []]
+    assert all(result[name]["padding"] <= {0.0} for result in results)
+    assert [result[name]["main"] for result in results] == [False, False]
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_saved_is_what_was_loaded(outcome: Any, name: str) -> None:
+    paths, out, _ = outcome
+    dtype = getattr(torch, CASES[name].actor.get("params_dtype", "float32"))
+    before, after = read_canonical(paths[name]), read_canonical(out / name)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[tensor].to(dtype), after[tensor]) for tensor in before)
+    index = json.loads((out / name / files.INDEX).read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in after.values())
+    assert not list((out / name).glob("*.incomplete"))
+    half = read_canonical(out / f"{name} half")
+    assert all(torch.equal(before[tensor].to(torch.bfloat16), half[tensor]) for tensor in before)
+    assert (out / f"{name} half" / files.SINGLE).is_file()
+
+
+@pytest.mark.engines
+def test_transformers_reads_a_saved_checkpoint(outcome: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    paths, out, _ = outcome
+    tokens = torch.arange(12)[None]
+    for name in ("qwen3 tp2", "qwen2 tied pp2"):
+        models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (paths[name], out / name)]
+        with torch.no_grad():
+            assert torch.equal(models[0](tokens).logits, models[1](tokens).logits)
+
+
+def load_what_is_wrong(model: Path, broken: dict[str, Path]) -> dict[str, tuple[str, str, bool]]:
+    """(error, its message, are the weights as before) for every broken checkpoint."""
+    results = {}
+    with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
+        before = [tensor.clone() for tensor in run.engine.weights.buffers().values()]
+        for name, path in broken.items():
+            with pytest.raises((ConfigError, ParameterMismatchError)) as caught:
+                load_hf_checkpoint(path, run.engine.weights, run.table, Agreement(60))
+            kept = all(map(torch.equal, before, run.engine.weights.buffers().values()))
+            results[name] = (type(caught.value).__name__, str(caught.value), kept)
+    return results
+
+
+@pytest.mark.engines
+def test_what_is_wrong_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "qwen3")
+    broken = {
+        "other sizes": save_model(tmp_path / "wide", "qwen3", intermediate_size=48),
+        "fewer layers": save_model(tmp_path / "short", "qwen3", num_hidden_layers=1),
+        "more layers": save_model(tmp_path / "long", "qwen3", num_hidden_layers=3),
+        "no files": tmp_path / "nothing",
+    }
+    broken["no files"].mkdir()
+    expected = {
+        "other sizes": ("ParameterMismatchError", "model.layers.0.mlp.gate_proj.weight: shape (48, 24)"),
+        "fewer layers": ("ParameterMismatchError", "model.layers.1.mlp.down_proj.weight: not in the checkpoint"),
+        "more layers": ("ParameterMismatchError", "model.layers.2.mlp.down_proj.weight: in the checkpoint, but"),
+        "no files": ("ConfigError", "has neither model.safetensors.index.json nor model.safetensors"),
+    }
+    for results in launch(load_what_is_wrong, 2, model, broken):
+        for name, (error, message) in expected.items():
+            assert results[name][0] == error
+            assert message in results[name][1]
+            assert results[name][2]
+
+
+def test_files_have_safetensors_own_format(tmp_path: Path) -> None:
+    """Mixed widths: every tensor is aligned, and safetensors itself reads what was written in place."""
+    wanted = {"a": ((3,), "bfloat16"), "b": ((2, 3), "float32"), "c": ((), "float32"), "d": ((5,), "uint8")}
+    stored = files.plan_files(wanted, max_file_nbytes=30)
+    assert len({tensor.file for tensor in stored.values()}) == 2
+    files.create_files(tmp_path, stored, ".new")
+    mapped = files.open_for_writing(tmp_path, stored, ".new")
+    for number, name in enumerate(wanted, start=1):
+        mapped[name].fill_(number)
+    files.publish_files(tmp_path, stored, ".new")
+    assert files.stored_tensors(tmp_path) == stored
+    for number, (name, (shape, dtype)) in enumerate(wanted.items(), start=1):
+        with safe_open(tmp_path / stored[name].file, framework="pt") as opened:
+            assert torch.equal(opened.get_tensor(name), torch.full(shape, number, dtype=getattr(torch, dtype)))
+
+
+def test_index_without_its_files(tmp_path: Path) -> None:
+    (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(ConfigError, match="files that are not there: model-00001-of-00002"):
+        files.stored_tensors(tmp_path)
