@@ -33,7 +33,7 @@ ENV_STARTS := $(shell $(PY) -c 'print("yes")' 2>/dev/null)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env rl test lint format docs lock clean clean-env force
+.PHONY: help env rl test lint format docs matrix lock clean clean-env force
 
 help: ## Show this help
 	@echo 'make TARGET [VARIABLE=value ...]'; echo
@@ -66,8 +66,11 @@ format: $(ENV_READY) ## Fix style and formatting in place
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-docs: $(ENV_READY) ## Make docs/configuration.md from the configuration's sources
-	$(PY) docs/make_configuration.py > docs/configuration.md
+docs: $(ENV_READY) ## Make docs/configuration.md and docs/constraints.md from their sources
+	$(PY) docs/make_configuration.py
+
+matrix: $(ENV_READY) ## Switch every layout and model family with both real engines (ONLY=text, JSON=file)
+	OMP_NUM_THREADS=1 $(PY) -m tests.hybrid_engine.matrix $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json '$(JSON)')
 
 lock: ## Resolve requirements-cpu.in into requirements-cpu.txt again (needs uv)
 	@sed '/^[^#]/,$$d' requirements-cpu.txt > requirements-cpu.txt.new

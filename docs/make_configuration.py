@@ -1,4 +1,4 @@
-"""Prints docs/configuration.md from the configuration models.
+"""Makes docs/configuration.md from the configuration models and docs/constraints.md from the table of constraints.
 
 Run `make docs` after a change; a test compares.
 """
@@ -6,17 +6,32 @@ Run `make docs` after a change; a test compares.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import pydantic
 
-from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig, OptimizerConfig
+from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig, LoraConfig, OptimizerConfig
+from hybrid_engine.constraints import CONSTRAINTS
 
 
 def page() -> str:
     """The whole page."""
-    sections = (HybridConfig, ActorConfig, OptimizerConfig, GenerateConfig)
+    sections = (HybridConfig, ActorConfig, OptimizerConfig, LoraConfig, GenerateConfig)
     return "# Configuration\n\n" + "\n".join(_section(section) for section in sections)
+
+
+def constraints_page() -> str:
+    """The rules that a configuration must keep."""
+    rows = ["| key | rule | weights alone |", "|---|---|---|"]
+    rows += [f"| `{rule.key}` | {rule.rule} | {'may break it' if rule.computing else ''} |" for rule in CONSTRAINTS]
+    return (
+        "# Constraints\n\n"
+        "All of them are looked at before a process group exists, and everything that is broken is reported at once, "
+        "each with its key, the numbers and a remedy. Each has a test that breaks it "
+        "(`tests/hybrid_engine/test_constraints.py`). Where the training model only holds weights, as for "
+        "`python -m hybrid_engine verify`, those marked so do not count.\n\n" + "\n".join(rows) + "\n"
+    )
 
 
 def _section(section: type) -> str:
@@ -40,4 +55,6 @@ def _choices(annotation: object) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    docs = Path(__file__).parent
+    (docs / "configuration.md").write_text(page())
+    (docs / "constraints.md").write_text(constraints_page())

@@ -18,7 +18,6 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from hybrid_engine.errors import ConfigError, UnknownModelError, Violation
 from hybrid_engine.models import table_for
-from hybrid_engine.models.table import ModelDims
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -43,6 +42,17 @@ class OptimizerConfig(_Section):
     """Added to the denominator."""
     clip_grad: NonNegative = 1.0
     """Largest norm of the gradient; 0 does not clip."""
+
+
+class LoraConfig(_Section):
+    """`actor_config.lora`: train low-rank adapters on frozen weights."""
+
+    rank: PositiveInt = 16
+    """Inner dimension of an adapter."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """An adapter's product is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    """Megatron's names of the linear layers that get one."""
 
 
 class ActorConfig(_Section):
@@ -92,6 +102,10 @@ class ActorConfig(_Section):
     """Of weight initialisation."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """See below."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of the weights; see below."""
+    frozen_parameters: tuple[str, ...] = ()
+    """Patterns (`*`, `?`) of Megatron's parameter names that are not trained, e.g. `embedding.*`."""
 
 
 class GenerateConfig(_Section):
@@ -128,6 +142,10 @@ class GenerateConfig(_Section):
     """KV cache per rank, in MiB; default: 256 on CPU, what gpu_memory_utilization leaves on GPU."""
     seed: int = 0
     """Of vLLM's sampler; replica d draws with seed + d."""
+    lora_delivery: Literal["merge", "adapter"] = "merge"
+    """merge adds adapters to the weights on their way; adapter sends both and lets vLLM add them while it computes."""
+    quantization: str | None = None
+    """vLLM's quantization method for its weights; what it can be is checked against the device."""
     transport: Literal["auto", "shared_memory", "collective"] = "auto"
     """auto pulls from mapped memory on one host and sends messages across; the others force one way."""
     bucket_mb: PositiveInt = 256
@@ -153,12 +171,13 @@ class HybridConfig(_Section):
         return json.loads((self.model / "config.json").read_text())
 
 
-def load_config(source: str | Path | Mapping[str, Any], world_size: int) -> HybridConfig:
+def load_config(source: str | Path | Mapping[str, Any], world_size: int, *, weights_only: bool = False) -> HybridConfig:
     """Read and check a configuration.
 
     Args:
         source: a YAML file, or the same as a mapping.
         world_size: number of ranks.
+        weights_only: see `find_violations`.
 
     Raises ConfigError with every violation: first of all unknown keys and wrong values; then, since these decide what
     a layout is, of all impossible layouts.
@@ -167,7 +186,7 @@ def load_config(source: str | Path | Mapping[str, Any], world_size: int) -> Hybr
         config = HybridConfig.model_validate(_values_of(source))
     except pydantic.ValidationError as error:
         raise ConfigError([_violation_of(item) for item in error.errors()]) from None
-    violations = find_violations(config, world_size)
+    violations = find_violations(config, world_size, weights_only=weights_only)
     if violations:
         raise ConfigError(violations)
     return config
@@ -182,8 +201,13 @@ def _values_of(source: str | Path | Mapping[str, Any]) -> Any:
         raise ConfigError([Violation(str(source), f"cannot be read: {error}", "Name a YAML file")]) from error
 
 
-def find_violations(config: HybridConfig, world_size: int) -> list[Violation]:
-    """Everything that makes this configuration impossible on `world_size` ranks; empty when it is sound."""
+def find_violations(config: HybridConfig, world_size: int, *, weights_only: bool = False) -> list[Violation]:
+    """Everything that makes this configuration impossible on `world_size` ranks; empty when it is sound.
+
+    `weights_only`: the training model holds weights and need not compute (as for a check of the switch alone).
+    """
+    from hybrid_engine.constraints import CONSTRAINTS, Job
+
     if not (config.model / "config.json").is_file():
         return [Violation("model", f"{config.model} has no config.json", "Name a Hugging Face model directory")]
     try:
@@ -193,10 +217,12 @@ def find_violations(config: HybridConfig, world_size: int) -> list[Violation]:
     except (ValueError, KeyError, TypeError) as error:
         problem = f"{config.model / 'config.json'} cannot be used: {error!r}"
         return [Violation("model", problem, "Name a directory with a complete config.json")]
+    job = Job(config, table, world_size)
     return [
-        *(Violation("model", f"{what} is not built here", "Bring your own model") for what in table.not_built),
-        *_training_violations(config.actor_config, table.dims, world_size),
-        *_inference_violations(config.generate_config, config.actor_config, table.dims, world_size),
+        found
+        for constraint in CONSTRAINTS
+        if not (weights_only and constraint.computing)
+        for found in constraint.find(job)
     ]
 
 
@@ -211,104 +237,3 @@ def _violation_of(item: Mapping[str, Any]) -> Violation:
     close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
     remedy = f"Did you mean {close[0]}" if close else f"Known keys: {', '.join(known)}"
     return Violation(key, "unknown key", remedy)
-
-
-class _Findings:
-    """Collects violations under one section's prefix."""
-
-    def __init__(self, section: str) -> None:
-        self.section = section
-        self.violations: list[Violation] = []
-
-    def require(self, holds: bool, key: str, problem: str, remedy: str) -> None:
-        if not holds:
-            self.violations.append(Violation(f"{self.section}.{key}", problem, remedy))
-
-    def require_divides(self, divisor: int, number: int, key: str, what: str) -> None:
-        self.require(
-            number % divisor == 0, key, f"{divisor} does not divide {what} {number}", f"Use a divisor of {number}"
-        )
-
-
-def _training_violations(actor: ActorConfig, dims: ModelDims, world_size: int) -> list[Violation]:
-    found = _Findings("actor_config")
-    tp, pp, cp = actor.tensor_model_parallel_size, actor.pipeline_model_parallel_size, actor.context_parallel_size
-    found.require(
-        world_size % (tp * pp * cp) == 0,
-        "tensor_model_parallel_size",
-        f"TP {tp} x PP {pp} x CP {cp} = {tp * pp * cp} does not divide the world size {world_size}",
-        "Choose sizes whose product divides the number of ranks",
-    )
-    found.require(cp == 1, "context_parallel_size", f"{cp}: context parallelism is not supported yet", "Use 1")
-    _head_violations(found, "tensor_model_parallel_size", tp, dims)
-    chunks = pp * (actor.virtual_pipeline_model_parallel_size or 1)
-    found.require_divides(chunks, dims.num_layers, "pipeline_model_parallel_size", "the number of layers")
-    found.require(
-        actor.virtual_pipeline_model_parallel_size is None or pp > 1,
-        "virtual_pipeline_model_parallel_size",
-        "virtual stages without pipeline parallelism",
-        "Use a pipeline_model_parallel_size above 1 or leave it out",
-    )
-    _expert_violations(found, "expert_model_parallel_size", actor.expert_model_parallel_size)
-    _expert_violations(found, "expert_tensor_parallel_size", actor.expert_tensor_parallel_size or 1)
-    if actor.sequence_parallel:
-        found.require(tp > 1, "sequence_parallel", "needs tensor parallelism", "Set it to false or raise TP")
-        found.require_divides(tp, actor.seq_length, "seq_length", "the sequence length")
-    found.require(
-        actor.use_distributed_optimizer or not actor.overlap_param_gather,
-        "overlap_param_gather",
-        "parameters are gathered by the distributed optimizer only",
-        "Set use_distributed_optimizer to true",
-    )
-    found.require(
-        actor.overlap_grad_reduce or not actor.overlap_param_gather,
-        "overlap_param_gather",
-        "Megatron overlaps the gather only together with the gradient reduction",
-        "Set overlap_grad_reduce to true",
-    )
-    return found.violations
-
-
-def _inference_violations(
-    generate: GenerateConfig, actor: ActorConfig, dims: ModelDims, world_size: int
-) -> list[Violation]:
-    found = _Findings("generate_config")
-    tp, pp = generate.infer_tensor_parallel_size, generate.infer_pipeline_parallel_size
-    found.require(
-        world_size % (tp * pp) == 0,
-        "infer_tensor_parallel_size",
-        f"TP {tp} x PP {pp} = {tp * pp} does not divide the world size {world_size}",
-        "Choose sizes whose product divides the number of ranks",
-    )
-    replicas = generate.infer_data_parallel_size
-    found.require(
-        replicas is None or tp * pp * replicas == world_size,
-        "infer_data_parallel_size",
-        f"TP {tp} x PP {pp} x DP {replicas} is not the world size {world_size}",
-        "Leave it out: it is what remains of the world",
-    )
-    _head_violations(found, "infer_tensor_parallel_size", tp, dims)
-    found.require(pp == 1, "infer_pipeline_parallel_size", "vLLM pipeline parallelism is not supported yet", "Use 1")
-    _expert_violations(found, "infer_expert_parallel_size", generate.infer_expert_parallel_size)
-    found.require(
-        generate.dtype is None or generate.dtype == actor.params_dtype,
-        "dtype",
-        f"{generate.dtype} differs from the training dtype {actor.params_dtype}; casts are not supported yet",
-        "Leave it out",
-    )
-    return found.violations
-
-
-def _head_violations(found: _Findings, key: str, tp: int, dims: ModelDims) -> None:
-    found.require_divides(tp, dims.num_heads, key, "the number of attention heads")
-    found.require_divides(tp, dims.ffn_hidden_size, key, "the feed-forward size")
-    found.require(
-        dims.num_kv_heads % tp == 0 or tp % dims.num_kv_heads == 0,
-        key,
-        f"{tp} neither divides nor is a multiple of the {dims.num_kv_heads} key/value heads",
-        "Choose a size that is one or the other",
-    )
-
-
-def _expert_violations(found: _Findings, key: str, size: int) -> None:
-    found.require(size == 1, key, f"{size}, but the model has no experts", "Use 1")

@@ -54,6 +54,7 @@ class HybridEngine:
             version=lambda: train.version,
             config=config.generate_config,
             agreement=agreement,
+            unserved=train.unserved,
         )
 
     def rollout_context(self) -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -158,6 +158,7 @@ class ShardingManager:
         version: gives the number of optimizer steps the training weights have taken.
         config: which kinds to offload, transport, bucket size, timeout.
         agreement: of all ranks; made here when there is none.
+        unserved: canonical tensors that training holds and the inference engine does not read.
 
     Knows neither Megatron nor vLLM. The plan is made once, here; a later switch that finds the training weights
     elsewhere raises (`TrainingWeights.prepare`).
@@ -172,6 +173,7 @@ class ShardingManager:
         version: Callable[[], int],
         config: GenerateConfig,
         agreement: Agreement | None = None,
+        unserved: Iterable[str] = (),
     ) -> None:
         self.training = training
         self.inference = inference
@@ -179,6 +181,7 @@ class ShardingManager:
         self.offloader = offloader
         self.version = version
         self.config = config
+        self.unserved = frozenset(unserved)
         self.agreement = agreement or Agreement(config.timeout_seconds)
         self.state = State.TRAIN
         self.last_report: ReshardReport | None = None
@@ -355,7 +358,8 @@ class ShardingManager:
         source = Layout.merge(setup.training for setup in setups)
         destination = Layout.merge(setup.inference for setup in setups)
         hosts = [setup.host for setup in setups]
-        self.plan = plan(source, destination, hosts, bucket_nbytes=self.config.bucket_mb * 1024**2)
+        bucket_nbytes = self.config.bucket_mb * 1024**2
+        self.plan = plan(source, destination, hosts, bucket_nbytes=bucket_nbytes, may_stay_unread=self.unserved)
         all_handles = {buffer: handle for setup in setups for buffer, handle in setup.handles.items()}
         self.router = TransportSet.connect(
             self.rank,

@@ -18,8 +18,14 @@ from hybrid_engine.agreement import Agreement
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import ConfigError, DependencyError, StateError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
+from hybrid_engine.layouts.from_config import inference_parallelism
+from hybrid_engine.layouts.holdings import holdings_of
+from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.placement import rank_order
+from hybrid_engine.memory.elastic import host_id
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.models import table_for
+from hybrid_engine.planning.layout import Layout
 from hybrid_engine.sharding_manager import ShardingManager, State
 from megatron_patches.errors import PatchSetError
 
@@ -35,10 +41,16 @@ class ActorHybridWorker:
     patches, and builds both engines; Megatron's weights are the only ones initialised, vLLM's come by resharding.
 
     Batches and prompts are global: every rank passes the same, and gets the whole result.
+
+    Args:
+        config: see `load_config`.
+        weights_only: the training model holds weights and is not asked to compute. For checks of the switch with models
+            or layouts that this project does not train.
     """
 
-    def __init__(self, config: HybridConfig) -> None:
+    def __init__(self, config: HybridConfig, *, weights_only: bool = False) -> None:
         self.config = config
+        self._weights_only = weights_only
         self._created_process_group = _initialize_process_group(config.generate_config.timeout_seconds)
         try:
             self._build(Agreement(config.generate_config.timeout_seconds))
@@ -58,16 +70,32 @@ class ActorHybridWorker:
 
             actor_config = self.config.actor_config
             build.initialize_parallel_state(actor_config, self.config.generate_config.timeout_seconds)
-            self.actor = build.build_actor(actor_config, self.table, hf_config)
+            self.actor = build.build_actor(actor_config, self.table, hf_config, weights_only=self._weights_only)
             self.train: TrainEngine = TrainEngine(self.actor, self.table, actor_config.micro_batch_size)
             offloader = MegatronOffloader(self.train.offload_items)
             offloader.offload()  # vLLM looks at the memory that is free while it starts
+        order = self._choose_rank_order(agreement)
         with agreement.phase("building the inference engine"):
             from hybrid_engine.backends.vllm import InferenceEngine
 
-            settings = inference_settings(self.config, self.world_size)
-            self.inference: InferenceEngine = InferenceEngine(settings, self.table.shapes, self.rank, agreement)
+            settings = inference_settings(self.config, self.world_size, order)
+            self.inference: InferenceEngine = InferenceEngine(
+                settings, self.table.shapes, self.rank, agreement, dtypes=self.table.dtypes
+            )
         self.engine = HybridEngine(self.train, self.inference, self.config, offloader, agreement)
+
+    def _choose_rank_order(self, agreement: Agreement) -> tuple[int, ...]:
+        """Which rank takes which inference shard, from what the ranks hold; the same on all of them."""
+        held = agreement.gather((host_id(), self.train.weights.layout()), "choosing the order of ranks")
+        with agreement.phase("choosing the order of ranks"):
+            sizes = inference_parallelism(self.config.generate_config, self.world_size)
+            return rank_order(
+                self.config.generate_config.infer_rank_order,
+                holdings_of(Layout.merge(layout for _, layout in held), self.world_size),
+                inference_side(self.table, sizes, self.config.actor_config.params_dtype).holdings,
+                [host for host, _ in held],
+                sizes.tensor,
+            )
 
     @property
     def sharding(self) -> ShardingManager:
@@ -140,7 +168,7 @@ class ActorHybridWorker:
         self.require(State.TRAIN)
         from hybrid_engine.backends.huggingface import load_hf_checkpoint
 
-        load_hf_checkpoint(path, self.train.weights, self.table, self.sharding.agreement)
+        load_hf_checkpoint(path, self.train.weights.base, self.table, self.sharding.agreement)
         self.train.take_up_weights()
 
     def save_hf_checkpoint(self, path: str | Path, dtype: str | None = None) -> None:
@@ -209,8 +237,13 @@ class ReferenceModel:
             self._offloader.offload({"param"})
 
 
-def inference_settings(config: HybridConfig, world_size: int) -> InferenceSettings:
-    """vLLM's settings from a checked configuration; the data parallel size is what remains of the world."""
+def inference_settings(
+    config: HybridConfig, world_size: int, rank_order: tuple[int, ...] | None = None
+) -> InferenceSettings:
+    """vLLM's settings from a checked configuration; the data parallel size is what remains of the world.
+
+    `rank_order`: global rank at each inference position; None counts them in order.
+    """
     from hybrid_engine.backends.vllm import InferenceSettings
 
     generate = config.generate_config
@@ -221,6 +254,9 @@ def inference_settings(config: HybridConfig, world_size: int) -> InferenceSettin
         tensor_parallel_size=generate.infer_tensor_parallel_size,
         pipeline_parallel_size=generate.infer_pipeline_parallel_size,
         data_parallel_size=world_size // ranks_per_replica,
+        expert_parallel_size=generate.infer_expert_parallel_size,
+        rank_order=rank_order,
+        quantization=generate.quantization,
         max_model_len=generate.max_model_len,
         max_num_seqs=generate.max_num_seqs,
         seed=generate.seed,

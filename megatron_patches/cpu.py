@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -79,6 +80,20 @@ def _build_norm_new(original: Callable[..., torch.nn.Module]) -> Callable[..., t
 def _build_missing_kernel(original: Any) -> Any:
     """None is what megatron tests for before it uses the kernel."""
     return None if original is MISSING else original
+
+
+def _build_without_te(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        names = original.__globals__
+        found = names["HAVE_TE"]
+        names["HAVE_TE"] = found and find_spec("transformer_engine") is not None
+        try:
+            original(*args, **kwargs)
+        finally:
+            names["HAVE_TE"] = found
+
+    return __init__
 
 
 def _build_eager(original: Any) -> Any:
@@ -178,6 +193,13 @@ PATCHES: tuple[Patch, ...] = (
         _build_missing_kernel,
         may_be_missing=True,
         remove_when="moe_utils defines te_general_gemm without Transformer Engine",
+    ),
+    _cpu_patch(
+        "latent_attention",
+        f"{_CORE}.transformer.multi_latent_attention:MultiLatentAttention.__init__",
+        "takes Transformer Engine for present when it is not, and then asks isinstance(..., None): TypeError",
+        _build_without_te,
+        remove_when="multi_latent_attention finds out whether Transformer Engine is there",
     ),
     _cpu_patch(
         "split_sizes",

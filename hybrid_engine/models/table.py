@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybrid_engine.models.extras import Extras
 from hybrid_engine.models.packing import Packing, Shape
 
 DECODER_LAYER = "decoder.layers.{layer}."
@@ -61,6 +62,22 @@ class Match:
     indices: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Where vLLM's model of an architecture differs from what its packing rules would give.
+
+    Attributes:
+        ends_on_every_stage: embedding, final norm and head are on every pipeline stage, not on the first and last.
+        whole_shared_experts: every rank has the shared expert whole where the replicas of one instance share the routed
+            experts (vLLM then splits the sequence over tensor parallel ranks).
+        cuts_fused_as_one: gate and up projection that are one tensor on disk are cut like one projection.
+    """
+
+    ends_on_every_stage: bool = False
+    whole_shared_experts: bool = False
+    cuts_fused_as_one: bool = False
+
+
 @dataclass(frozen=True)
 class ModelTable:
     """The name table of one model: rules, sizes, and the canonical tensors of its checkpoint.
@@ -71,11 +88,15 @@ class ModelTable:
         shapes: canonical name -> shape, in checkpoint order. Tied heads and other copies are not in it.
         transformer: keyword arguments of megatron-core's TransformerConfig (or MLATransformerConfig) that the
             architecture determines, for building a model. Functions and classes by name, see
-            `backends/megatron/build.py`.
+            `backends/megatron/build.py`. `moe_layer_freq` is a list: 1 for each layer of the checkpoint that has
+            experts, else 0.
         gpt: keyword arguments of megatron-core's GPTModel, likewise.
+        layer_spec: which layers Megatron builds, by name in `backends/megatron/specs.py`.
+        extras: what megatron-core has no setting for, see `models/extras.py`.
         copies: further tensors of a checkpoint -> the canonical tensor they repeat (shared embeddings of multi-token
             prediction); written when a checkpoint is saved, ignored when one is read.
         unserved: name prefixes of tensors that vLLM's model does not read (multi-token prediction).
+        serving: vLLM's peculiarities.
         dtypes: canonical name -> dtype in a checkpoint, where it is not that of the weights (a router's bias).
         not_built: settings of the config that a model built here would not compute, one sentence each. The layout of a
             model that somebody else built does not depend on them.
@@ -86,8 +107,11 @@ class ModelTable:
     shapes: Mapping[str, Shape]
     transformer: Mapping[str, Any]
     gpt: Mapping[str, Any] = field(default_factory=dict)
+    layer_spec: str = "default"
+    extras: Extras = field(default_factory=Extras)
     copies: Mapping[str, str] = field(default_factory=dict)
     unserved: tuple[str, ...] = ()
+    serving: Serving = field(default_factory=Serving)
     dtypes: Mapping[str, str] = field(default_factory=dict)
     not_built: tuple[str, ...] = ()
 

@@ -52,7 +52,7 @@ class Bucket:
 
     Attributes:
         index: position in the plan; the same on every rank.
-        transfers: of all ranks, in an order that all ranks share.
+        transfers: of all ranks, in an order that all ranks share; in the plan of one rank those it is part of.
         groups: destination groups (`Buffer.group`) that are complete once this bucket has run.
         nbytes: destination bytes of the rank that receives most in this bucket.
     """
@@ -84,7 +84,7 @@ class ReshardPlan:
 
     Attributes:
         buckets: walked in order by every rank.
-        bytes_by_rank: what each destination rank reads.
+        bytes_by_rank: what each destination rank reads; in the plan of one rank what that one reads.
         unread: canonical tensors the training side holds and the inference side was offered but never reads
             (e.g. a head that is tied to the embedding), by name.
         fingerprint: digest of the two layouts and the hosts; a plan is valid only for layouts with this digest.

@@ -1,27 +1,30 @@
-"""Planning: box intersection of two layouts.
+"""Planning: box intersection of two layouts, tensor by tensor, in the model's order.
 
-    for every destination shard:                      (tensor by tensor, in the model's order)
-        for every source rank, nearest first:         self, then same host, then others; the least loaded of each
-            move what that rank holds of the part still missing
-        anything still missing is a fault
+    sources and wants of a tensor, region by region    who holds it, who wants it
+    routes                                             who sends what to whom (planning/routes.py)
+    transfers                                          between the places that the records name
+    buckets                                            no destination group in two (planning/buckets.py)
 
-Everything is sorted and counted by position, so ranks that plan the same layouts get the same plan without talking.
+Everything is sorted and counted by position, so ranks that plan the same layouts get the same plan without talking; a
+rank that keeps only its own transfers keeps exactly those that are its own in everybody's plan.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from hybrid_engine.errors import PlanError
-from hybrid_engine.planning.layout import Buffer, BufferId, Layout, Shard
+from hybrid_engine.planning.buckets import Need, outline_buckets
+from hybrid_engine.planning.layout import Layout, Shard
 from hybrid_engine.planning.plan import Bucket, ByteCount, Link, ReshardPlan, Transfer, fingerprint_of
-from hybrid_engine.planning.regions import Region, subtract_all, union
+from hybrid_engine.planning.regions import Region
+from hybrid_engine.planning.routes import Hosts, Lap, Routes, Spread, unheld
 from hybrid_engine.planning.validation import layout_faults, shard_fault
 
 DEFAULT_BUCKET_NBYTES = 256 * 1024 * 1024
-
-_DISTANCE = {link: distance for distance, link in enumerate(Link)}
 
 
 def plan(
@@ -30,6 +33,7 @@ def plan(
     hosts: Sequence[str],
     bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
     may_stay_unread: Iterable[str] = (),
+    rank: int | None = None,
 ) -> ReshardPlan:
     """Plan the reshard that fills every destination buffer.
 
@@ -39,6 +43,7 @@ def plan(
         hosts: host name of every global rank.
         bucket_nbytes: aim for this many destination bytes per rank and bucket; a group is never split.
         may_stay_unread: source tensors that no destination needs to read (a head tied to the embedding).
+        rank: keep only the transfers that read from or write to this rank, and only its count of bytes.
 
     Raises:
         PlanError: with every fault: bounds, overlaps, gaps, shapes that differ, destination regions that no rank
@@ -50,21 +55,29 @@ def plan(
     faults += _shape_faults(source, destination)
     unusable = _unusable_tensors(source, destination) if faults else set()
     src_by_tensor, dst_by_tensor = source.shards_by_tensor(), destination.shards_by_tensor()
-    transfers: dict[str, list[Transfer]] = {}
-    senders = _Senders(source.buffers, hosts)
+    planner = _Planner(source, Hosts(hosts), rank)
+    needs: dict[str, Need] = {}
     for tensor in (name for name in destination.tensors if name in dst_by_tensor and name not in unusable):
-        transfers[tensor] = []
-        for shard in dst_by_tensor[tensor]:
-            missing = senders.fill(shard, src_by_tensor.get(tensor, []), transfers[tensor])
-            faults.extend(_missing_fault(shard, region) for region in missing)
+        planner.add(tensor, src_by_tensor.get(tensor, []), dst_by_tensor[tensor])
+        needs[tensor] = _need_of(destination, dst_by_tensor[tensor])
+    faults += planner.faults
     unread = tuple(sorted(src_by_tensor.keys() - dst_by_tensor.keys()))
     expected = set(may_stay_unread)
     faults += [f"{name}: a training parameter that no inference rank reads" for name in unread if name not in expected]
     if faults:
         raise PlanError(faults)
+    outlines = outline_buckets(needs, len(hosts), bucket_nbytes)
     return ReshardPlan(
-        buckets=_buckets(transfers, destination, dst_by_tensor, bucket_nbytes),
-        bytes_by_rank=_count_bytes(transfers, source, src_by_tensor, dst_by_tensor),
+        buckets=tuple(
+            Bucket(
+                index,
+                tuple(transfer for tensor in outline.tensors for transfer in planner.transfers[tensor]),
+                outline.groups,
+                outline.nbytes,
+            )
+            for index, outline in enumerate(outlines)
+        ),
+        bytes_by_rank=planner.bytes_by_rank(),
         unread=unread,
         fingerprint=fingerprint_of(source.fingerprint(), destination.fingerprint(), hosts),
     )
@@ -88,145 +101,134 @@ def _unusable_tensors(source: Layout, destination: Layout) -> set[str]:
     }
 
 
+def _need_of(destination: Layout, shards: Sequence[Shard]) -> Need:
+    groups: dict[str, None] = {}
+    nbytes: Counter[int] = Counter()
+    for shard in shards:
+        buffer = destination.buffers[shard.place.buffer]
+        groups[buffer.group] = None
+        nbytes[shard.place.buffer.rank] += shard.region.numel * buffer.itemsize
+    return Need(tuple(groups), np.array(list(nbytes), dtype=np.int64), np.array(list(nbytes.values()), dtype=np.int64))
+
+
+class _Side:
+    """Where one tensor is on one side: region by region, in order, the shards of each rank.
+
+    Attributes:
+        regions: sorted.
+        shards: for every region, rank -> its shards in order of place.
+        spreads: the same as numbers, without places.
+        key: equal for tensors that are spread alike.
+    """
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        by_region: dict[Region, dict[int, list[Shard]]] = {}
+        for shard in shards:
+            by_region.setdefault(shard.region, {}).setdefault(shard.place.buffer.rank, []).append(shard)
+        self.regions = sorted(by_region)
+        self.shards = [by_region[region] for region in self.regions]
+        ranks = [tuple(rank for rank, own in by_rank.items() for _ in own) for by_rank in self.shards]
+        self.key = tuple((region.offsets, region.lengths, own) for region, own in zip(self.regions, ranks, strict=True))
+
+    @property
+    def spreads(self) -> list[Spread]:
+        return [Spread(offsets, lengths, np.array(ranks, dtype=np.int64)) for offsets, lengths, ranks in self.key]
+
+
+class _Planner:
+    """Collects transfers, faults and bytes, tensor by tensor. Tensors that are spread alike share their routes."""
+
+    def __init__(self, source: Layout, hosts: Hosts, rank: int | None) -> None:
+        self.transfers: dict[str, list[Transfer]] = {}
+        self.faults: list[str] = []
+        self._source = source
+        self._hosts = hosts
+        self._rank = rank
+        self._moved: Counter[tuple[int, Link]] = Counter()
+        self._least: Counter[int] = Counter()
+        self._laps: dict[object, Lap] = {}
+        self._routes: dict[object, tuple[Routes, list[tuple[np.ndarray, int]]]] = {}
+
+    def add(self, tensor: str, src_shards: Sequence[Shard], dst_shards: Sequence[Shard]) -> None:
+        """Plan one tensor; tensors come in the plan's order."""
+        sources, wants = _Side(src_shards), _Side(dst_shards)
+        routes, unheld_elements = self._routes_of(sources, wants)
+        lap = self._lap_of(sources, wants)
+        found: list[Transfer] = []
+        for askers in routes.askers:
+            by_rank = wants.shards[askers.want]
+            for missing in askers.missing:
+                self.faults += [
+                    _missing_fault(shard, Region(tensor, missing.offsets, missing.lengths))
+                    for rank in askers.ranks.tolist()
+                    for shard in by_rank[rank]
+                ]
+            for piece in askers.pieces:
+                region = Region(tensor, piece.region.offsets, piece.region.lengths)
+                for dst_rank, src_rank in self._pairs(askers.ranks, routes.senders(askers, piece, lap)):
+                    src = sources.shards[piece.source][src_rank][0]
+                    found += [self._send(region, src, dst, piece.link) for dst in by_rank[dst_rank]]
+        self.transfers[tensor] = sorted(found, key=transfer_order)
+        self._count(found, src_shards, unheld_elements)
+
+    def bytes_by_rank(self) -> dict[int, ByteCount]:
+        """Of every destination rank, or of the one that the plan is for if it is one."""
+        return {
+            rank: ByteCount(
+                own=self._moved[rank, Link.SELF],
+                host=self._moved[rank, Link.HOST],
+                network=self._moved[rank, Link.NETWORK],
+                least=least,
+            )
+            for rank, least in sorted(self._least.items())
+        }
+
+    def _routes_of(self, sources: _Side, wants: _Side) -> tuple[Routes, list[tuple[np.ndarray, int]]]:
+        key = sources.key, wants.key
+        if key not in self._routes:
+            src, dst = sources.spreads, wants.spreads
+            self._routes[key] = Routes(src, dst, self._hosts), list(unheld(src, dst, len(self._hosts.numbers)))
+        return self._routes[key]
+
+    def _pairs(self, dst_ranks: np.ndarray, src_ranks: np.ndarray) -> Iterable[tuple[int, int]]:
+        """(destination, source), all of them or those of the rank that the plan is for."""
+        if self._rank is not None:
+            own = (dst_ranks == self._rank) | (src_ranks == self._rank)
+            dst_ranks, src_ranks = dst_ranks[own], src_ranks[own]
+        return zip(dst_ranks.tolist(), src_ranks.tolist(), strict=True)
+
+    def _lap_of(self, sources: _Side, wants: _Side) -> Lap:
+        first = self._laps.setdefault((sources.key, wants.key), Lap(len(self.transfers), 0))
+        self._laps[sources.key, wants.key] = Lap(first.start, first.index + 1)
+        return first
+
+    def _send(self, region: Region, src: Shard, dst: Shard, link: Link) -> Transfer:
+        nbytes = region.numel * self._source.buffers[src.place.buffer].itemsize
+        return Transfer(region.tensor, region.lengths, src.place_of(region), dst.place_of(region), nbytes, link)
+
+    def _count(
+        self, found: Sequence[Transfer], src_shards: Sequence[Shard], unheld_elements: Iterable[tuple[np.ndarray, int]]
+    ) -> None:
+        for transfer in found:
+            if self._rank in (None, transfer.dst_rank):
+                self._moved[transfer.dst_rank, transfer.link] += transfer.nbytes
+        if not src_shards:
+            return
+        itemsize = min(self._source.buffers[shard.place.buffer].itemsize for shard in src_shards)
+        for ranks, numel in unheld_elements:
+            for rank in ranks.tolist():
+                if self._rank in (None, rank):
+                    self._least[rank] += numel * itemsize
+
+
+def transfer_order(transfer: Transfer) -> tuple[object, ...]:
+    """Sort key of one tensor's transfers: by place. The order of a rank's own does not depend on those of others."""
+    return transfer.dst.buffer, transfer.dst.offset, transfer.src.buffer, transfer.src.offset, transfer.lengths
+
+
 def _missing_fault(shard: Shard, region: Region) -> str:
     buffer_id = shard.place.buffer
     return (
         f"{region.tensor}: elements [{region.offsets}, {region.ends}) are wanted by {buffer_id.name!r} "
         f"on rank {buffer_id.rank}, but no training rank holds them"
     )
-
-
-class _Senders:
-    """Chooses who sends: the nearest rank and, among equally near ones, the one asked for fewest bytes so far."""
-
-    def __init__(self, src_buffers: Mapping[BufferId, Buffer], hosts: Sequence[str]) -> None:
-        self.src_buffers = src_buffers
-        self.hosts = hosts
-        self.sent_nbytes: Counter[int] = Counter()
-
-    def fill(self, dst: Shard, sources: Sequence[Shard], transfers: list[Transfer]) -> list[Region]:
-        """Append the transfers of one destination shard to `transfers`; return the parts that no source holds."""
-        missing = [dst.region]
-        for src in sorted(sources, key=lambda shard: self._preference(shard.place.buffer.rank, dst.place.buffer.rank)):
-            for region in missing:
-                common = region.intersect(src.region)
-                if common is not None:
-                    transfers.append(self._send(common, src, dst))
-            missing = subtract_all(missing, [src.region])
-            if not missing:
-                break
-        return missing
-
-    def _preference(self, src_rank: int, dst_rank: int) -> tuple[int, int, int]:
-        """Sort key: nearest link, then least loaded."""
-        return _DISTANCE[self._link(src_rank, dst_rank)], self.sent_nbytes[src_rank], src_rank
-
-    def _link(self, src_rank: int, dst_rank: int) -> Link:
-        if src_rank == dst_rank:
-            return Link.SELF
-        return Link.HOST if self.hosts[src_rank] == self.hosts[dst_rank] else Link.NETWORK
-
-    def _send(self, region: Region, src: Shard, dst: Shard) -> Transfer:
-        src_id, dst_id = src.place.buffer, dst.place.buffer
-        nbytes = region.numel * self.src_buffers[src_id].itemsize
-        link = self._link(src_id.rank, dst_id.rank)
-        if link is not Link.SELF:
-            self.sent_nbytes[src_id.rank] += nbytes
-        return Transfer(region.tensor, region.lengths, src.place_of(region), dst.place_of(region), nbytes, link)
-
-
-def _buckets(
-    transfers: Mapping[str, list[Transfer]],
-    destination: Layout,
-    dst_by_tensor: Mapping[str, list[Shard]],
-    bucket_nbytes: int,
-) -> tuple[Bucket, ...]:
-    """Cut the tensors into buckets so that no destination group is spread over two."""
-    buckets: list[Bucket] = []
-    pending = _PendingBucket()
-    for cluster in _clusters(transfers, destination, dst_by_tensor):
-        pending.tensors.extend(cluster)
-        for shard in (shard for tensor in cluster for shard in dst_by_tensor[tensor]):
-            buffer = destination.buffers[shard.place.buffer]
-            pending.groups[buffer.group] = None
-            pending.nbytes[shard.place.buffer.rank] += shard.region.numel * buffer.itemsize
-        if max(pending.nbytes.values()) >= bucket_nbytes:
-            buckets.append(pending.close(len(buckets), transfers))
-            pending = _PendingBucket()
-    if pending.tensors:
-        buckets.append(pending.close(len(buckets), transfers))
-    return tuple(buckets)
-
-
-class _PendingBucket:
-    """A bucket that still takes clusters; `nbytes` are destination bytes by rank."""
-
-    def __init__(self) -> None:
-        self.tensors: list[str] = []
-        self.groups: dict[str, None] = {}
-        self.nbytes: Counter[int] = Counter()
-
-    def close(self, index: int, transfers: Mapping[str, list[Transfer]]) -> Bucket:
-        in_order = tuple(transfer for tensor in self.tensors for transfer in transfers[tensor])
-        return Bucket(index, in_order, tuple(self.groups), max(self.nbytes.values()))
-
-
-def _clusters(tensors: Iterable[str], destination: Layout, dst_by_tensor: Mapping[str, list[Shard]]) -> list[list[str]]:
-    """Tensors that must stay in one bucket since they share groups, directly or through others; in order."""
-    tensors = list(tensors)
-    joined_to = list(range(len(tensors)))  # an earlier tensor of the same cluster; the first points to itself
-    first_of_group: dict[str, int] = {}
-
-    def first(ordinal: int) -> int:
-        while joined_to[ordinal] != ordinal:
-            ordinal = joined_to[ordinal]
-        return ordinal
-
-    for ordinal, tensor in enumerate(tensors):
-        for shard in dst_by_tensor[tensor]:
-            group = destination.buffers[shard.place.buffer].group
-            ends = first(ordinal), first(first_of_group.setdefault(group, ordinal))
-            joined_to[max(ends)] = min(ends)
-    clusters: dict[int, list[str]] = {}
-    for ordinal, tensor in enumerate(tensors):
-        clusters.setdefault(first(ordinal), []).append(tensor)
-    return list(clusters.values())
-
-
-def _count_bytes(
-    transfers: Mapping[str, list[Transfer]],
-    source: Layout,
-    src_by_tensor: Mapping[str, list[Shard]],
-    dst_by_tensor: Mapping[str, list[Shard]],
-) -> dict[int, ByteCount]:
-    moved: dict[tuple[int, Link], int] = {}
-    least: dict[int, int] = {}
-    for tensor, tensor_transfers in transfers.items():
-        for transfer in tensor_transfers:
-            key = (transfer.dst_rank, transfer.link)
-            moved[key] = moved.get(key, 0) + transfer.nbytes
-        for rank, nbytes in _least_nbytes(source, src_by_tensor[tensor], dst_by_tensor[tensor]).items():
-            least[rank] = least.get(rank, 0) + nbytes
-    return {
-        rank: ByteCount(
-            own=moved.get((rank, Link.SELF), 0),
-            host=moved.get((rank, Link.HOST), 0),
-            network=moved.get((rank, Link.NETWORK), 0),
-            least=nbytes,
-        )
-        for rank, nbytes in sorted(least.items())
-    }
-
-
-def _least_nbytes(source: Layout, src_shards: Sequence[Shard], dst_shards: Sequence[Shard]) -> dict[int, int]:
-    """Bytes each rank must receive of one tensor whatever the plan: |needed minus held|, counted once per element."""
-    itemsize = min(source.buffers[shard.place.buffer].itemsize for shard in src_shards)
-    needed: dict[int, list[Region]] = {}
-    held: dict[int, list[Region]] = {}
-    for grouped, shards in ((needed, dst_shards), (held, src_shards)):
-        for shard in shards:
-            grouped.setdefault(shard.place.buffer.rank, []).append(shard.region)
-    return {
-        rank: itemsize * sum(piece.numel for piece in subtract_all(union(regions), held.get(rank, [])))
-        for rank, regions in needed.items()
-    }

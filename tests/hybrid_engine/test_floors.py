@@ -20,8 +20,11 @@ ENGINE, PATCHES = "hybrid_engine", "megatron_patches"
 FLOORS = {
     "hybrid_engine.errors": 0,
     "hybrid_engine.planning": 0,
+    "hybrid_engine.layouts": 0,
     "hybrid_engine.models": 0,
     "hybrid_engine.config": 0,
+    "hybrid_engine.constraints": 0,
+    "hybrid_engine.reduced": 0,
     "hybrid_engine.ports": 1,
     "hybrid_engine.agreement": 1,
     "hybrid_engine.memory": 2,
@@ -30,10 +33,15 @@ FLOORS = {
     "hybrid_engine.sharding_manager": 3,
     "hybrid_engine.hybrid_engine": 4,
     "hybrid_engine.worker": 4,
+    "hybrid_engine.reference": 4,
+    "hybrid_engine.verify": 4,
+    "hybrid_engine.cli": 4,
+    "hybrid_engine.__main__": 4,
     "hybrid_engine": 4,
 }
-PURE = ("hybrid_engine.errors", "hybrid_engine.planning", "hybrid_engine.models")
+PURE = ("hybrid_engine.errors", "hybrid_engine.planning", "hybrid_engine.layouts", "hybrid_engine.models")
 PURE_PACKAGES = {"numpy"}
+ASSIGNMENT, ASSIGNMENT_PACKAGES = "hybrid_engine.layouts.placement", {"scipy"}
 CONFIG_PACKAGES = {"pydantic", "yaml"}
 # Who may import it: the one backend, and the top floor, which applies the patches.
 ENGINES = {
@@ -44,6 +52,8 @@ ENGINES = {
 WITHOUT_ENGINES = (
     "hybrid_engine",
     "hybrid_engine.config",
+    "hybrid_engine.cli",
+    "hybrid_engine.layouts",
     "hybrid_engine.planning",
     "hybrid_engine.models",
     "hybrid_engine.memory",
@@ -141,6 +151,8 @@ def test_the_lowest_floor_is_pure() -> None:
         allowed = set(sys.stdlib_module_names) | PURE_PACKAGES | {ENGINE}
         if found.module == "hybrid_engine.config":
             allowed |= CONFIG_PACKAGES
+        elif found.module == ASSIGNMENT:
+            allowed |= ASSIGNMENT_PACKAGES
         elif not any(below(found.module, prefix) for prefix in PURE):
             continue
         if found.package not in allowed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from hybrid_engine.errors import ParameterMismatchError, WeightError
 from hybrid_engine.models import ModelTable, table_for
 from hybrid_engine.planning.layout import Layout
 from hybrid_engine.planning.validation import layout_faults
+from tests.hybrid_engine.moe_models import FAMILIES, save_moe_model
 from tests.hybrid_engine.tiny_models import (
     DENSE_FLOAT32,
     parallel_state_of,
@@ -42,6 +44,9 @@ class Case:
 
 
 TP2 = {"tensor_model_parallel_size": 2}
+SP2 = {**TP2, "sequence_parallel": True}
+EP2 = {"expert_model_parallel_size": 2}
+ETP1 = {"expert_tensor_parallel_size": 1}
 PP2 = {"pipeline_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 TIED = {"tie_word_embeddings": True}
@@ -52,17 +57,23 @@ ONE_RANK = {
 }
 TWO_RANKS = {
     "tp2": Case("llama", {}, TP2),
-    "tp2, tied, sequence parallel": Case("qwen2", TIED, {**TP2, "sequence_parallel": True}),
+    "tp2, tied, sequence parallel": Case("qwen2", TIED, SP2),
     "tp2, one kv head": Case("qwen3", {"num_key_value_heads": 1}, TP2),
     "pp2, tied": Case("llama", TIED, PP2),
     "pp2 vpp2": Case("qwen3", {"num_hidden_layers": 4}, {**PP2, "virtual_pipeline_model_parallel_size": 2}),
     "dp2, bfloat16": Case("qwen2", {}, {"params_dtype": "bfloat16"}),
     "dp2, plain optimizer": Case("llama", {}, {"use_distributed_optimizer": False}),
+    "experts ep2": Case("qwen3_moe", {}, EP2),
+    "experts tp2, shared and gated": Case("qwen2_moe", {}, SP2),
+    "experts tp2 ep2 etp1, latent attention, mtp": Case("deepseek_v3", {"mtp_layers": 2}, {**SP2, **EP2, **ETP1}),
+    "experts pp2, last does nothing": Case("deepseek_v2", {"q_lora_rank": None}, {**PP2, "noop_layers": (3,)}),
 }
 FOUR_RANKS = {
     "tp2 pp2": Case("qwen3", TIED, {**TP2, **PP2}),
     "tp2 dp2, overlap": Case("qwen2", {}, {**TP2, **OVERLAP}),
     "tp4, two kv heads": Case("llama", {}, {"tensor_model_parallel_size": 4}),
+    "experts tp2 ep2 etp2": Case("deepseek_v3", {}, {**SP2, **EP2}),
+    "experts tp2 pp2 ep2 etp1": Case("mixtral", {}, {**SP2, **PP2, **EP2, **ETP1}),
 }
 ALL_CASES = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}
 
@@ -131,7 +142,10 @@ def rank_views(
     """Case -> (its table, what each rank saw)."""
     cases = ALL_CASES[request.param]
     paths = {
-        name: save_model(tmp_path_factory.mktemp("model"), case.family, **case.model) for name, case in cases.items()
+        name: (save_moe_model if case.family in FAMILIES else save_model)(
+            tmp_path_factory.mktemp("model"), case.family, **case.model
+        )
+        for name, case in cases.items()
     }
     results = launch(views_of_rank, request.param, cases, paths)
     return {name: (table_for(read_config(path)), [result[name] for result in results]) for name, path in paths.items()}
@@ -196,7 +210,8 @@ def whole_megatron_tensors(views: list[RankView]) -> dict[str, np.ndarray]:
         assert np.isnan(part).all(), f"{tensor.key} at {tensor.global_offset} is held twice"
         part[...] = tensor.values.reshape(part.shape)
     assert not any(np.isnan(values).any() for values in whole.values())
-    layers = {key: values for key, values in whole.items() if key.startswith("decoder.layers.")}
+    # equal layers are one tensor with a dim for the layer; other layers have their number in the key
+    layers = {key: values for key, values in whole.items() if re.match(r"decoder\.layers\.\D", key)}
     others = {key: values for key, values in whole.items() if key not in layers}
     return others | {
         f"{index}.{key.removeprefix('decoder.layers.')}": values[index]
@@ -224,10 +239,15 @@ def unpacked(megatron: dict[str, np.ndarray], table: ModelTable) -> dict[str, np
         "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
         "mlp.linear_fc2.weight": "mlp.down_proj.weight",
         "mlp.linear_fc2.bias": "mlp.down_proj.bias",
+        **(IN_LATENT_ATTENTION if "model.layers.0.self_attn.kv_b_proj.weight" in table.shapes else {}),
+        **BESIDE_EXPERTS,
     }
+    is_mixtral = "model.layers.0.block_sparse_moe.gate.weight" in table.shapes
+    gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    shared = "mlp.shared_expert." if "model.layers.0.mlp.shared_expert_gate.weight" in table.shapes else SHARED
     canonical: dict[str, np.ndarray] = {}
     for key, values in megatron.items():
-        layer, _, rest = key.partition(".")
+        layer, rest = layer_of(key, dims.num_layers)
         prefix = f"model.layers.{layer}."
         if key in whole:
             canonical[whole[key]] = values[: dims.vocab_size] if values.ndim == 2 else values
@@ -243,9 +263,57 @@ def unpacked(megatron: dict[str, np.ndarray], table: ModelTable) -> dict[str, np
         elif rest.startswith("mlp.linear_fc1."):
             kind = rest.rpartition(".")[2]
             canonical[f"{prefix}mlp.gate_proj.{kind}"], canonical[f"{prefix}mlp.up_proj.{kind}"] = np.split(values, 2)
+        elif rest == "mlp.router.weight":
+            canonical[f"{prefix}{'block_sparse_moe' if is_mixtral else 'mlp'}.gate.weight"] = values
+        elif rest.startswith("mlp.experts.experts."):
+            block = f"{prefix}{'block_sparse_moe' if is_mixtral else 'mlp'}.experts."
+            for expert, part in enumerate(values):
+                if "linear_fc2" in rest:
+                    canonical[f"{block}{expert}.{down}.weight"] = part
+                else:
+                    canonical[f"{block}{expert}.{gate}.weight"], canonical[f"{block}{expert}.{up}.weight"] = np.split(
+                        part, 2
+                    )
+        elif rest == "mlp.shared_experts.linear_fc1.weight":
+            halves = np.split(values, 2)
+            canonical[f"{prefix}{shared}gate_proj.weight"], canonical[f"{prefix}{shared}up_proj.weight"] = halves
+        elif rest == "mlp.shared_experts.linear_fc2.weight":
+            canonical[f"{prefix}{shared}down_proj.weight"] = values
         else:
             raise AssertionError(f"Megatron's {key} is unknown here")
     return canonical
+
+
+SHARED = "mlp.shared_experts."
+IN_LATENT_ATTENTION = {
+    f"self_attention.{ours}.weight": f"self_attn.{theirs}.weight"
+    for ours, theirs in {
+        "linear_q_proj": "q_proj",
+        "linear_q_down_proj": "q_a_proj",
+        "q_layernorm": "q_a_layernorm",
+        "linear_q_up_proj": "q_b_proj",
+        "linear_kv_down_proj": "kv_a_proj_with_mqa",
+        "kv_layernorm": "kv_a_layernorm",
+        "linear_kv_up_proj": "kv_b_proj",
+    }.items()
+}
+BESIDE_EXPERTS = {
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "final_layernorm.weight": "shared_head.norm.weight",
+}
+
+
+def layer_of(key: str, num_layers: int) -> tuple[str, str]:
+    """Number of the layer in the checkpoint, and the rest of Megatron's key; ("", key) for what is in no layer."""
+    if found := re.match(r"(?:decoder\.layers\.)?(\d+)\.(.+)", key):
+        return found[1], found[2]
+    if found := re.match(r"mtp\.layers\.(\d+)\.(?:transformer_layer\.)?(.+)", key):
+        return str(num_layers + int(found[1])), found[2]
+    return "", key
 
 
 # -- values, and what is pending on them ---------------------------------------------------------------------------

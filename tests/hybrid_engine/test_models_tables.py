@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hybrid_engine.errors import UnknownModelError
-from hybrid_engine.models import TABLES, table_for
+from hybrid_engine.models import TABLES, ModelTable, table_for
 from tests.hybrid_engine.tiny_models import SIZES, read_canonical, read_config, save_model
+from tests.launch import REPO_ROOT
 
 TIED = {"tie_word_embeddings": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -74,8 +77,24 @@ def test_both_layer_specs_give_the_same_rule() -> None:
         assert table.match(unknown) is None
 
 
-@pytest.mark.parametrize("architectures", [[], None, ["GPT2LMHeadModel", "BertModel"]])
+@pytest.mark.parametrize("architectures", [[], None, ["OPTForCausalLM", "BertModel"]])
 def test_unknown_architectures(architectures: list[str] | None) -> None:
     with pytest.raises(UnknownModelError) as caught:
         table_for({"architectures": architectures, **SIZES})
     assert all(name in str(caught.value) for name in (*TABLES, *(architectures or [])))
+
+
+def test_the_page_about_models_is_up_to_date() -> None:
+    """It lists every architecture and every field, and what it quotes is in the sources."""
+    page = (REPO_ROOT / "docs" / "models.md").read_text()
+    listed = re.findall(r"^\| (\w+) \|.*\.py \|", page, re.MULTILINE)
+    assert sorted(listed) == sorted(TABLES)
+    assert [f"`{field.name}`" for field in fields(ModelTable)] == re.findall(r"^\| (`\w+`) \|", _section(page), re.M)
+    sources = "".join(path.read_text() for path in (REPO_ROOT / "hybrid_engine" / "models").glob("*.py"))
+    quoted = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert quoted and all(code in sources for code in quoted)
+
+
+def _section(page: str) -> str:
+    """The table of the fields of ModelTable."""
+    return page.partition("`ModelTable` (")[2].partition("Names in rules")[0]

@@ -101,6 +101,19 @@ def test_plans_do_not_depend_on_the_order_of_records(case: Case, shuffler: rando
     assert plan_of(case) == plan_of(again)
 
 
+@given(cases(), st.data())
+def test_a_ranks_plan_is_its_part_of_everybodys(case: Case, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, len(case.hosts) - 1))
+    everybody = plan_of(case)
+    own = plan(case.source, case.destination, case.hosts, case.bucket_nbytes, rank=rank)
+    assert (own.fingerprint, own.unread) == (everybody.fingerprint, everybody.unread)
+    assert own.bytes_by_rank == {key: count for key, count in everybody.bytes_by_rank.items() if key == rank}
+    assert own.buckets == tuple(
+        replace(bucket, transfers=tuple(each for each in bucket.transfers if rank in (each.src_rank, each.dst_rank)))
+        for bucket in everybody.buckets
+    )
+
+
 @given(cases())
 def test_fingerprints_know_everything(case: Case) -> None:
     fingerprint = plan_of(case).fingerprint
@@ -160,7 +173,7 @@ def sent_by_rank(transfers: itertools.chain[Transfer]) -> Counter[int]:
 
 @pytest.mark.parametrize("num_readers", [1, 2, 4, 5])
 def test_replicas_share_the_sending(num_readers: int) -> None:
-    """Four ranks of one host hold everything; readers elsewhere ask the one that has sent least."""
+    """Four ranks of one host hold everything; readers elsewhere ask one after another."""
     tensors = [f"t{number}" for number in range(12)]
     source = Layout.merge(whole(name, (8,), rank, name) for name in tensors for rank in range(4))
     readers = range(4, 4 + num_readers)

@@ -14,11 +14,13 @@ from hybrid_engine.worker import share_of
 from tests.hybrid_engine.tiny_models import (
     DENSE_FLOAT32,
     build_hf_model,
+    label_log_probs,
     load_canonical,
     negative_log_likelihood,
     running,
     save_model,
     token_batch,
+    train_hf_model,
 )
 from tests.launch import launch
 
@@ -148,28 +150,7 @@ def trained_by_transformers(model_name: str) -> tuple[list[float], list[float], 
     """Losses, gradient norms and final log-probabilities of the same steps with transformers and torch's Adam."""
     family, changes = MODELS[model_name]
     model, batch = build_hf_model(family, **changes), make_batch()
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
-        lr=3e-3,
-        betas=(0.9, 0.95),
-        eps=1e-8,
-    )
-    losses, norms = [], []
-    for _ in range(NUM_STEPS + 1):
-        loss = -label_log_probs(model(batch["tokens"]).logits, batch["labels"]).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        losses.append(loss.item())
-    with torch.no_grad():
-        return losses, norms, label_log_probs(model(batch["tokens"]).logits, batch["labels"])
-
-
-def label_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    return train_hf_model(model, batch, NUM_STEPS + 1, weight_decay=0.1)
 
 
 def test_logits_and_log_probs_are_those_of_transformers(results: dict[str, list[dict[str, Any]]]) -> None:

@@ -14,30 +14,10 @@ pytest.importorskip("vllm")
 
 
 @pytest.mark.parametrize("num_tp", [1, 2])
-def test_every_model_is_bitwise_a_native_load(tmp_path: Path, num_tp: int) -> None:
-    by_rank = launch(vllm_ranks.model_matrix, num_tp, str(tmp_path), num_tp)
-    for rank, results in enumerate(by_rank):
-        assert list(results) == list(vllm_ranks.MATRIX)
-        for name, result in results.items():
-            where = f"{name}, rank {rank}"
-            assert result["differences"] == [], where
-            assert result["ready"] and result["staged"] == (), where
-            # Only other ranks' experts are never read.
-            assert bool(result["unread"]) == ("whole experts" in name and num_tp > 1), where
-    # 130 words are padded to 192 rows of 64: 62 rows at TP=1; at TP=2 rank 0 has 96 words, rank 1 34 and 62 rows.
-    padding = {"model.embed_tokens.weight", "lm_head.weight"}
-    last = [(130 * 64, 192 * 64)] if num_tp == 1 else [(34 * 64, 96 * 64)]
-    assert by_rank[-1]["llama"]["padding"] == dict.fromkeys(padding, last)
-    assert by_rank[-1]["llama tied"]["padding"] == {"model.embed_tokens.weight": last}
-    assert by_rank[0]["llama vocabulary without padding"]["padding"] == {}
-    if num_tp == 2:
-        assert by_rank[0]["llama"]["padding"] == {}
-
-
-@pytest.mark.parametrize("num_tp", [1, 2])
 def test_switches_release_and_a_process_left_as_it_was(tmp_path: Path, num_tp: int) -> None:
     results = launch(vllm_ranks.cycles, num_tp, str(tmp_path), num_tp)
-    for result in results:
+    for rank, result in enumerate(results):
+        assert result["tp_rank"] == num_tp - 1 - rank
         assert result["differences"] == []
         assert result["answers"] == result["native"]
         assert result["answers after release"] == result["answers"]
@@ -59,6 +39,7 @@ def test_replicas_are_independent_and_no_rank_waits_for_a_failed_one(tmp_path: P
     for result in (first, second):
         kinds = {name: kind for name, (kind, _) in result["errors"].items()}
         assert kinds["world"] == "ConfigError" and "3 x 1 x 1 = 3, but there are 2" in result["errors"]["world"][1]
+        assert kinds["no experts"] == "ConfigError" and "Number of experts" in result["errors"]["no experts"][1]
         assert kinds["unknown"] == "UnknownModelError"
         assert kinds["lacking"] == "ParameterMismatchError"
         message = result["errors"]["lacking"][1]
@@ -72,6 +53,31 @@ def test_replicas_are_independent_and_no_rank_waits_for_a_failed_one(tmp_path: P
     assert (first["none on rank 1"], second["none on rank 1"]) == (3, 0)
     assert first["sample"] != second["sample"], "replicas drew the same answers"
     assert first["seeded"] == second["seeded"]
+    for taken, message in (*first["refused"], *second["refused"]):
+        assert taken and "on CPU loads but cannot generate" in message
+
+
+def test_replicas_over_interleaved_ranks_answer_as_over_consecutive_ones(tmp_path: Path) -> None:
+    by_rank = launch(vllm_ranks.orders, 4, str(tmp_path), [None, (0, 2, 1, 3)])
+    assert [result[0]["place"] for result in by_rank] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [result[1]["place"] for result in by_rank] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert all(each["answers"] == by_rank[0][0]["answers"] for result in by_rank for each in result)
+
+
+def test_quantised_weights_are_those_of_vllms_own_load_and_what_cannot_be_fed_is_refused(tmp_path: Path) -> None:
+    for result in launch(vllm_ranks.quantised, 2, str(tmp_path), 2):
+        completions, _ = result["fp8_per_channel"]
+        assert [row[0] for row in completions] == result["native"]
+        assert result["fp8_per_channel"] == result["fp8_per_channel again"] != result["None"]
+        assert result["None"] == result["None again"]
+        assert result["fp8_per_channel dtype"] == "torch.float8_e4m3fn" and result["None dtype"] == "torch.bfloat16"
+        for name in ("fp8_per_channel", "None"):
+            assert result[f"{name} differences"] == [] and result[f"{name} released"] == 0
+        errors = result["errors"]
+        assert errors["fp8"][0] == errors["no such"][0] == "ConfigError"
+        assert "'fp8' on cpu" in errors["fp8"][1] and "Use 'fp8_per_channel', or leave it out" in errors["fp8"][1]
+        kind, message = errors["fp8_per_channel"]  # of the model with experts
+        assert kind == "ModelError" and "Fp8PtpcOnlineMoEMethod on cpu" in message
 
 
 def _check_answers(result: dict[str, Any]) -> None:
@@ -80,11 +86,21 @@ def _check_answers(result: dict[str, Any]) -> None:
     assert all(len(tokens) == 6 for tokens in result["sample"])
 
 
-def test_log_probabilities_are_those_of_transformers_and_staged_tensors_arrive(tmp_path: Path) -> None:
-    (result,) = launch(vllm_ranks.transformers_oracle, 1, str(tmp_path))
-    assert result.pop("staged") == 0
-    assert set(result) == {"QWEN3", "QWEN2"}
-    assert max(result.values()) < 2e-4, result  # float32; log-probabilities are around -5
+@pytest.mark.parametrize(
+    ("num_tp", "families"),
+    [
+        (1, ("qwen3", "qwen2", "glm", "glm4", "gemma2", "gemma3", "gpt2", "deepseek v2")),
+        (2, ("qwen3 moe", "mixtral", "deepseek v3")),
+    ],
+)
+def test_log_probabilities_are_those_of_transformers(tmp_path: Path, num_tp: int, families: tuple[str, ...]) -> None:
+    for result in launch(vllm_ranks.transformers_oracle, num_tp, str(tmp_path), num_tp, families):
+        assert set(result) == set(families)
+        assert max(result.values()) < 5e-5, result  # float32; log-probabilities are around -5
+
+
+def test_tensors_that_cannot_be_traced_arrive_through_the_loader() -> None:
+    assert vllm_ranks.staged_switch() == 0
 
 
 def test_released_weights_leave_memory_and_switches_do_not_pile_up(tmp_path: Path) -> None:

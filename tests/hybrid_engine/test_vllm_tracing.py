@@ -35,7 +35,7 @@ def _trace(model: Model) -> tuple[Trace, Callable[[], Layout]]:
     trace = trace_loader(model.load_weights, SHAPES, torch.float32)
     storages = take_inventory(model, {copy.storage for copy in trace.copies})
     groups = {storage.name: "" for storage in storages} | {STAGED + name: "" for name in trace.staged}
-    return trace, lambda: build_layout(3, SHAPES, "float32", storages, trace, {}, groups)
+    return trace, lambda: build_layout(3, SHAPES, lambda name: "float32", storages, trace, {}, groups)
 
 
 def _stack(model: Model, weights: dict[str, torch.Tensor]) -> None:
@@ -161,7 +161,7 @@ def test_declared_padding_counts_and_is_in_the_buffer() -> None:
     model = Model(_half)
     trace = trace_loader(model.load_weights, SHAPES, torch.float32)
     storages = take_inventory(model, ())
-    layout = build_layout(0, SHAPES, "float32", storages, trace, {"w": (Extent(24, 48),)}, {"w": "group"})
+    layout = build_layout(0, SHAPES, lambda name: "float32", storages, trace, {"w": (Extent(24, 48),)}, {"w": "group"})
     (buffer,) = layout.buffers.values()
     assert buffer.padding == (Extent(24, 48),) and buffer.group == "group"
 

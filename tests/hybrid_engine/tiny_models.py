@@ -43,26 +43,86 @@ SIZES: dict[str, Any] = {
 DENSE_FLOAT32: dict[str, Any] = {"params_dtype": "float32", "make_vocab_size_divisible_by": 8, "seq_length": 12}
 
 
+# What a family's config has instead of SIZES, or besides them. At their real values soft caps and windows would not
+# show at this size.
+GEMMA: dict[str, Any] = {"sliding_window": 5, "query_pre_attn_scalar": 6, "pad_token_id": None}
+GPT2: dict[str, Any] = {
+    "vocab_size": 130,
+    "n_embd": 32,
+    "n_inner": 40,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("Gemma2", {**SIZES, **GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}),
+    "gemma3": ("Gemma3Text", {**SIZES, **GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
+    "glm": ("Glm", {**SIZES, "pad_token_id": None}),
+    "glm4": ("Glm4", {**SIZES, "pad_token_id": None}),
+    "gpt2": ("GPT2", GPT2),
+    "llama": ("Llama", SIZES),
+    "qwen2": ("Qwen2", {**{k: v for k, v in SIZES.items() if k != "head_dim"}, "hidden_size": 32}),  # knows no head_dim
+    "qwen3": ("Qwen3", SIZES),
+}
+"""Family -> (name of its classes in transformers, sizes)."""
+
+
 def build_hf_model(family: str, **overrides: Any) -> torch.nn.Module:
-    """A transformers model of "llama", "qwen2" or "qwen3", fp32, in which every parameter is random and matters."""
+    """A transformers model of one of FAMILIES, fp32, in which every parameter is random and matters."""
     import transformers
 
-    sizes = {**SIZES, **overrides}
-    if family == "qwen2" and "head_dim" not in overrides:  # Qwen2 has no head_dim of its own
-        del sizes["head_dim"]
-        sizes["hidden_size"] = 32
-    config_class, model_class = {
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
-    }[family]
-    model = model_class(config_class(**sizes)).float().eval()
+    name, sizes = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **overrides})
+    suffix = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
+    # other implementations of attention leave out soft caps
+    config._attn_implementation = "eager"
+    model = getattr(transformers, name.removesuffix("Text") + suffix)(config).float().eval()
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            base = 1.0 if "norm" in name else 0.0
+        for parameter_name, parameter in model.named_parameters():
+            base = norm_base(family, parameter_name)
             parameter.copy_(base + 0.2 * torch.randn(parameter.shape, generator=generator))
     return model
+
+
+def norm_base(family: str, name: str) -> float:
+    """What the weights of a norm lie around: 1, or 0 where the model adds 1; 0 for everything that is no norm."""
+    is_norm = name.endswith("weight") and ("norm" in name or ".ln_" in name)
+    return 1.0 if is_norm and not family.startswith("gemma") else 0.0
+
+
+def train_hf_model(
+    model: torch.nn.Module, batch: Mapping[str, torch.Tensor], num_steps: int, weight_decay: float, eps: float = 1e-8
+) -> tuple[list[float], list[float], torch.Tensor]:
+    """Losses, gradient norms and final log-probabilities of steps with torch's Adam at a learning rate of 3e-3.
+
+    As Megatron does it: norms and biases do not decay, gradients are clipped to norm 1.
+    """
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}],
+        lr=3e-3,
+        betas=(0.9, 0.95),
+        eps=eps,
+    )
+    losses, norms = [], []
+    for _ in range(num_steps):
+        loss = -label_log_probs(model(batch["tokens"]).logits, batch["labels"]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return losses, norms, label_log_probs(model(batch["tokens"]).logits, batch["labels"])
+
+
+def label_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Log-probability of each label."""
+    return logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
 
 
 def save_model(directory: Path, family: str, **overrides: Any) -> Path:
@@ -123,9 +183,9 @@ def parallel_state_of(config: ActorConfig) -> Iterator[None]:
 
 def load_canonical(run: Run, path: Path) -> None:
     """Write the checkpoint into Megatron's parameters through the adaptor's records."""
-    canonical, buffers = read_canonical(path), run.engine.weights.buffers()
+    canonical, buffers = read_canonical(path), run.engine.weights.base.buffers()
     with torch.no_grad():
-        for shard in run.engine.weights.layout().shards:
+        for shard in run.engine.weights.base.layout().shards:
             view_of(buffers, shard).copy_(canonical[shard.region.tensor][region_slices(shard)])
     if run.actor.optimizer is not None:
         run.actor.optimizer.reload_model_params()

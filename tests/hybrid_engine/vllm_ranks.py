@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,59 +11,31 @@ import torch
 import torch.distributed as dist
 
 from tests.hybrid_engine import vllm_support as support
+from tests.hybrid_engine.vllm_models import FAMILIES, checkpoint_dtypes
 
-PROMPTS = [[2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
-
-MATRIX: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "llama": (support.LLAMA, {}),
-    "llama tied": ({**support.LLAMA, "tie_word_embeddings": True}, {}),
-    "llama one kv head": ({**support.LLAMA, "num_key_value_heads": 1}, {}),
-    "llama vocabulary without padding": ({**support.LLAMA, "vocab_size": 128}, {}),
-    "qwen2": (support.QWEN2, {}),
-    "qwen2 tied": ({**support.QWEN2, "tie_word_embeddings": True, "vocab_size": 100}, {}),
-    "qwen3": (support.QWEN3, {}),
-    "qwen3 tied": ({**support.QWEN3, "tie_word_embeddings": True}, {}),
-    "qwen3 moe": (support.QWEN3_MOE, {}),
-    "qwen3 moe, whole experts": (support.QWEN3_MOE, {"enable_expert_parallel": True}),
-    "mixtral": (support.MIXTRAL, {}),
-    "mixtral, whole experts": (support.MIXTRAL, {"enable_expert_parallel": True}),
+# What vLLM's CPU kernels for latent attention compute: heads of 512 + 64, rotary scaling as in published configs.
+COMPUTABLE = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
 }
+PROMPTS = [[2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
 
 
 def _engine(directory: str, config: dict[str, Any], **settings: Any) -> Any:
     from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings
 
     chosen = InferenceSettings(directory, max_model_len=64, max_num_seqs=8, kv_cache_bytes=16 << 20, **settings)
-    return InferenceEngine(chosen, support.checkpoint_shapes(config), dist.get_rank())
-
-
-def model_matrix(directory: str, num_tp: int) -> dict[str, dict[str, Any]]:
-    """Every model of MATRIX at this TP size, filled by records and compared with a native load; by model."""
-    dist.init_process_group("gloo")
-    base = Path(directory)
-    host = support.write_config(base / "host", support.QWEN3_MOE)
-    engine = _engine(host, support.QWEN3_MOE, tensor_parallel_size=num_tp)
-    results = {}
-    for index, (name, (config, changes)) in enumerate(MATRIX.items()):
-        weights = support.random_weights(config, seed=index)
-        checkpoint = support.write_checkpoint(base / str(index), config, weights)
-        adaptor = support.adaptor_of(engine, checkpoint, support.checkpoint_shapes(config), **changes)
-        filled = support.fill_by_records(adaptor, weights)
-        layout = adaptor.layout()
-        results[name] = {
-            "differences": support.differences(filled, support.native_parameters(engine, checkpoint, **changes)),
-            "ready": adaptor.ready,
-            "staged": adaptor.staged,
-            "padding": {
-                buffer_id.name: [(extent.start, extent.stop) for extent in buffer.padding]
-                for buffer_id, buffer in layout.buffers.items()
-                if buffer.padding
-            },
-            "unread": sorted(set(layout.tensors) - {shard.region.tensor for shard in layout.shards}),
-        }
-    engine.shutdown()
-    dist.destroy_process_group()
-    return results
+    dtypes = checkpoint_dtypes(config)
+    return InferenceEngine(chosen, support.checkpoint_shapes(config), dist.get_rank(), dtypes=dtypes)
 
 
 def native_answers(directory: str, checkpoint: str, num_tp: int) -> tuple[list[Any], list[Any]]:
@@ -129,8 +102,10 @@ def cycles(directory: str, num_tp: int) -> dict[str, Any]:
     native = native_answers(directory, checkpoints[2], num_tp)
     torch.manual_seed(7)
     random_state = torch.get_rng_state()
-    engine = _engine(checkpoints[0], config, tensor_parallel_size=num_tp)
-    result: dict[str, Any] = {"native": native, "differences": [], "errors": []}
+    # Against the order of the native engine: where gathers must follow the positions, not the ranks.
+    order = tuple(reversed(range(num_tp)))
+    engine = _engine(checkpoints[0], config, tensor_parallel_size=num_tp, rank_order=order)
+    result: dict[str, Any] = {"native": native, "differences": [], "errors": [], "tp_rank": engine.tp_rank}
 
     def expect(error: type[Exception], call: Any) -> None:
         try:
@@ -195,6 +170,7 @@ def replicas(directory: str) -> dict[str, Any]:
             result["errors"][name] = (type(error).__name__, str(error))
 
     attempt("world", path, shapes, data_parallel_size=3)
+    attempt("no experts", path, shapes, data_parallel_size=2, expert_parallel_size=2)
     attempt("unknown", unknown, shapes, data_parallel_size=2)
     attempt("lacking", path, lacking, data_parallel_size=2)
     attempt("one rank", path, misshapen if rank == 1 else shapes, data_parallel_size=2)
@@ -210,8 +186,115 @@ def replicas(directory: str) -> dict[str, Any]:
     stopped = Sampling(temperature=0.0, max_tokens=6, stop_token_ids=tuple(range(130)))
     result["stopped"] = engine.generate(PROMPTS[:1], stopped)[0][0]
     engine.shutdown()
+    result["refused"] = [
+        _refused(Path(directory), support.LLAMA, pipeline_parallel_size=2),
+        _refused(Path(directory), support.QWEN3_MOE, data_parallel_size=2, expert_parallel_size=2),
+    ]
     dist.destroy_process_group()
     return result
+
+
+def orders(directory: str, chosen: Sequence[tuple[int, ...] | None]) -> list[dict[str, Any]]:
+    """Two replicas of two ranks each, in several orders: who is where, and greedy answers."""
+    dist.init_process_group("gloo")
+    config, results = support.LLAMA, []
+    path = support.write_config(Path(directory) / "llama", config)
+    for order in chosen:
+        engine = _engine(path, config, tensor_parallel_size=2, data_parallel_size=2, rank_order=order)
+        support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
+        results.append({"place": (engine.dp_rank, engine.tp_rank), "answers": _answers(engine)})
+        engine.shutdown()
+    dist.destroy_process_group()
+    return results
+
+
+def _refused(directory: Path, config: dict[str, Any], **settings: Any) -> tuple[bool, str]:
+    """An engine that takes weights but cannot generate on CPU: whether it took them, and the error."""
+    from hybrid_engine.backends.vllm import Sampling
+    from hybrid_engine.errors import StateError
+
+    path = support.write_config(directory / config["model_type"], config)
+    engine = _engine(path, config, **settings)
+    support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
+    try:
+        engine.generate(PROMPTS, Sampling())
+    except StateError as error:
+        return engine.adaptor.ready, str(error)
+    finally:
+        engine.shutdown()
+    return engine.adaptor.ready, "it generated"
+
+
+def quantised(directory: str, num_tp: int) -> dict[str, Any]:
+    """fp8 weights over two switches and a release, beside a vLLM that loads the same checkpoint by itself."""
+    from hybrid_engine.backends.vllm.guest import destroy_groups
+    from hybrid_engine.errors import HybridEngineError
+
+    dist.init_process_group("gloo")
+    base = Path(directory)
+    # As a quantised checkpoint's config would say; the weights of training are not.
+    config = {**support.QWEN3, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    weights = [support.random_weights(config, seed) for seed in range(2)]
+    path = support.write_checkpoint(base / "weights", support.QWEN3, weights[1])
+    result: dict[str, Any] = {"errors": {}, "native": _plain_answers(path, num_tp, "fp8_per_channel")}
+    destroy_groups()
+    engine_path = support.write_config(base / "config", config)
+    for quantization in ("fp8_per_channel", None):
+        engine = _engine(engine_path, config, tensor_parallel_size=num_tp, quantization=quantization)
+        for values in weights:
+            support.fill_by_records(engine.adaptor, values)
+            engine.reset_caches()
+        result[str(quantization)] = _answers(engine)
+        native = support.native_parameters(engine, path)
+        engine.release()
+        result[f"{quantization} released"] = engine.memory_bytes()["weights"]
+        filled = support.fill_by_records(engine.adaptor, weights[1])
+        engine.reset_caches()
+        result[f"{quantization} differences"] = support.differences(filled, native)
+        result[f"{quantization} again"] = _answers(engine)
+        layer = engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model.model.layers[0]
+        result[f"{quantization} dtype"] = str(layer.mlp.down_proj.weight.dtype)
+        engine.shutdown()
+    moe = support.write_config(base / "experts", support.QWEN3_MOE)
+    for where, model, method in (
+        (engine_path, support.QWEN3, "fp8"),
+        (engine_path, support.QWEN3, "no such"),
+        (moe, support.QWEN3_MOE, "fp8_per_channel"),
+    ):
+        try:
+            _engine(where, model, tensor_parallel_size=num_tp, quantization=method).shutdown()
+        except HybridEngineError as error:
+            result["errors"][method] = (type(error).__name__, str(error))
+    dist.destroy_process_group()
+    return result
+
+
+def _plain_answers(checkpoint: str, num_tp: int, quantization: str) -> list[tuple[Any, Any]]:
+    """Greedy tokens and their log-probabilities from vLLM without anything of ours."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        checkpoint,
+        quantization=quantization,
+        skip_tokenizer_init=True,
+        distributed_executor_backend="external_launcher",
+        tensor_parallel_size=num_tp,
+        enforce_eager=True,
+        max_model_len=64,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=16 << 20,
+    )
+    llm.llm_engine.engine_core._finalizer.detach()  # at collection it would end the default process group
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+    choices = [output.outputs[0] for output in outputs]
+    return [
+        (
+            tuple(choice.token_ids),
+            tuple(at[token].logprob for at, token in zip(choice.logprobs, choice.token_ids, strict=True)),
+        )
+        for choice in choices
+    ]
 
 
 class _Computing(torch.nn.Module):
@@ -234,7 +317,7 @@ class _Computing(torch.nn.Module):
                 getattr(self.three, name).data.copy_(named[name])
 
 
-def _staged_switch() -> float:
+def staged_switch() -> float:
     """A tensor that cannot be traced goes through the loader: greatest difference from loading it, over two cycles."""
     from hybrid_engine.backends.vllm import VllmAdaptor
 
@@ -284,25 +367,46 @@ def _resident() -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def transformers_oracle(directory: str) -> dict[str, float]:
-    """Greatest difference of vLLM's and transformers' float32 log-probabilities, by model; and `_staged_switch`."""
-    import transformers
-
+def transformers_oracle(directory: str, num_tp: int, families: Sequence[str]) -> dict[str, float]:
+    """Greatest difference of vLLM's and transformers' float32 log-probabilities over two switches, by family."""
     dist.init_process_group("gloo")
-    result: dict[str, float] = {"staged": _staged_switch()}
-    for name in ("QWEN3", "QWEN2"):
-        config = {**getattr(support, name), "torch_dtype": "float32"}
-        weights = support.random_weights(config, 0, torch.float32)
-        path = support.write_checkpoint(Path(directory) / name, config, weights)
-        engine = _engine(path, config, dtype="float32")
-        support.fill_by_records(engine.adaptor, weights)
-        reference = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    result: dict[str, float] = {}
+    for name in families:
+        config = {**FAMILIES[name], **(COMPUTABLE if "deepseek" in name else {}), "torch_dtype": "float32"}
+        weights = [support.random_weights(config, seed, torch.float32) for seed in range(2)]
+        places = [Path(directory, f"{name} {seed}") for seed in range(2)]
+        paths = [support.write_checkpoint(*each) for each in zip(places, (config, config), weights, strict=True)]
+        # First, for vLLM changes the classes of models that it takes from transformers.
+        expected = [_reference_distributions(path) for path in paths]
+        engine = _engine(paths[0], config, dtype="float32", tensor_parallel_size=num_tp)
         gaps = []
-        for tokens, ours in zip(PROMPTS, engine.prompt_distributions(PROMPTS), strict=True):
-            with torch.no_grad():
-                theirs = reference(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
-            gaps.append((ours - theirs).abs().max().item())
+        for values, theirs in zip(weights, expected, strict=True):
+            support.fill_by_records(engine.adaptor, values)
+            engine.reset_caches()
+            gaps += [_gap(*pair) for pair in zip(engine.prompt_distributions(PROMPTS), theirs, strict=True)]
+            gaps.append(_greatest_gap_while_decoding(engine))
         result[name] = max(gaps)
         engine.shutdown()
     dist.destroy_process_group()
     return result
+
+
+def _reference_distributions(path: str) -> list[torch.Tensor]:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        return [model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1) for tokens in PROMPTS]
+
+
+def _gap(one: torch.Tensor, other: torch.Tensor) -> float:
+    return (one - other).abs().max().item()
+
+
+def _greatest_gap_while_decoding(engine: Any) -> float:
+    """Between the log-probabilities of drawn tokens and those of the same tokens in a prompt: other kernels."""
+    from hybrid_engine.backends.vllm import Sampling
+
+    row = engine.generate(PROMPTS[:1], Sampling(temperature=0.0, max_tokens=6, ignore_eos=True))[0][0]
+    (whole,) = engine.prompt_logprobs([[*PROMPTS[0], *row.token_ids]])
+    return _gap(torch.tensor(row.logprobs), whole[-6:])

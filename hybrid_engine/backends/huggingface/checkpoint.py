@@ -11,6 +11,7 @@ import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,15 @@ COMPANIONS = ("config.json", "generation_config.json", "*token*.json", "tokenize
 _SUFFIX = ".incomplete"
 
 
-def load_hf_checkpoint(path: str | Path, weights: TrainingWeights, table: ModelTable, agreement: Agreement) -> None:
+class LoadableWeights(TrainingWeights, Protocol):
+    """Training weights that a checkpoint can be read into."""
+
+    def zero_padding(self) -> None:
+        """Zero what no weight covers."""
+        ...
+
+
+def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelTable, agreement: Agreement) -> None:
     """Fill this rank's training shards from a checkpoint; on all ranks or on none. Collective.
 
     Args:
@@ -67,7 +76,7 @@ def load_hf_checkpoint(path: str | Path, weights: TrainingWeights, table: ModelT
             offsets = _unravel(transfer.src.offset, strides)
             box = reader.read(transfer.tensor, known[transfer.tensor], offsets, transfer.lengths)
             _view(buffers[transfer.dst.buffer.name], transfer.dst, transfer.lengths).copy_(box)
-        _zero_padding(weights.layout(), buffers)
+        weights.zero_padding()
 
 
 def save_hf_checkpoint(
@@ -169,12 +178,6 @@ def _unravel(position: int, strides: tuple[int, ...]) -> tuple[int, ...]:
         index.append(position // stride)
         position %= stride
     return tuple(index)
-
-
-def _zero_padding(layout: Layout, buffers: Mapping[str, torch.Tensor]) -> None:
-    for buffer_id, buffer in layout.buffers.items():
-        for extent in buffer.padding:
-            buffers[buffer_id.name][extent.start : extent.stop] = 0
 
 
 def _hosts() -> list[str]:

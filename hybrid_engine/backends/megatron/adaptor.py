@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +12,16 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import unwrap_model
 
+from hybrid_engine.backends.megatron.lora import ADAPTER, WRAPPED, MergedWeights, wrapped_layers
 from hybrid_engine.errors import ParameterMismatchError, ReshardError, WeightError
 from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.models.packing import Held, Over, held_regions
 from hybrid_engine.models.table import Match, ModelTable
 from hybrid_engine.planning.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from megatron_patches.buffers import iter_buffers
+
+MERGED = "weights with adapters"
+"""Name of the buffer that holds sums of weights and adapters."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,20 @@ class MegatronAdaptor:
             Over.EXPERT_TENSOR: (expert_group.rank(), expert_group.size()),
         }
         self._storages = self._find_storages()
+        adapted = list(wrapped_layers(self.model_chunks))
+        self._merged = MergedWeights(adapted) if adapted else None
+
+    @property
+    def base(self) -> MegatronAdaptor:
+        """The same weights without adapters: what a checkpoint is read into."""
+        base = copy.copy(self)
+        base._merged = None
+        return base
+
+    @property
+    def scratch(self) -> frozenset[str]:
+        """Names of buffers whose contents `prepare` computes; they need not be kept."""
+        return frozenset() if self._merged is None else frozenset({MERGED})
 
     def layout(self) -> Layout:
         """This rank's records. Raises ParameterMismatchError that names every parameter it cannot place."""
@@ -75,24 +94,35 @@ class MegatronAdaptor:
         if findings:
             raise ParameterMismatchError(findings)
         held = {shard.region.tensor for shard in shards}
-        runs: dict[str, list[Extent]] = {}
-        for shard in shards:
-            runs.setdefault(shard.place.buffer.name, []).append(_run_of(shard))
+        runs = _runs_by_buffer(shards)
         return Layout(
             tensors={name: shape for name, shape in self.table.shapes.items() if name in held},
             buffers={
                 BufferId(self.rank, name): _describe(tensor, _gaps(tensor.numel(), runs.get(name, ())))
-                for name, tensor in self._storages.tensors.items()
+                for name, tensor in self.buffers().items()
             },
             shards=tuple(shards),
         )
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Flat live storage by buffer name."""
-        return self._storages.tensors
+        return self._storages.tensors | ({} if self._merged is None else {MERGED: self._merged.flat})
+
+    @torch.no_grad()
+    def zero_padding(self) -> None:
+        """Zero what belongs to no weight and no adapter: padding of the vocabulary and of buckets."""
+        runs = _runs_by_buffer(self.layout().shards)
+        weights = {tensor for _, tensor in self.named_weights()}
+        for tensor, home in self._storages.homes.items():
+            if tensor not in weights:
+                runs.setdefault(home.buffer, []).append(Extent(home.offset, home.offset + tensor.numel()))
+        for name, flat in self._storages.tensors.items():
+            for gap in _gaps(flat.numel(), runs.get(name, ())):
+                flat[gap.start : gap.stop] = 0
 
     def prepare(self) -> None:
-        """Finish parameter gathers that an overlapping distributed optimizer left for the next forward pass.
+        """Finish parameter gathers that an overlapping distributed optimizer left for the next forward pass, and add
+        adapters to what the layout shows of the weights they are on.
 
         Without overlap the optimizer's step has gathered already and nothing is done; with it every call gathers,
         owed or not, and is collective over data parallel ranks. Raises ReshardError with the number of parameters that
@@ -107,10 +137,12 @@ class MegatronAdaptor:
                 f"{len(moved)} parameters lie elsewhere than when the layout was made, first {', '.join(moved[:4])}. "
                 "Offload through the engine, not by .data or .to(); or build a new engine"
             )
+        if self._merged is not None:
+            self._merged.fill()
 
     def check_values(self) -> None:
         """Raise WeightError naming every parameter that holds a NaN. Reads each buffer once."""
-        if not any(torch.isnan(tensor.sum()) for tensor in self._storages.tensors.values()):
+        if not any(torch.isnan(tensor.sum()) for tensor in self.buffers().values()):
             return
         findings = [
             f"{name} on rank {self.rank} (canonical {', '.join(self._tensors_of(name, tensor))}): "
@@ -130,14 +162,23 @@ class MegatronAdaptor:
                 yield names.of(name), parameter
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All parameters, and the persistent buffers that the name table speaks of (a router's expert bias)."""
-        yield from self.named_parameters()
+        """All parameters but those of adapters, and the persistent buffers that the name table speaks of (a router's
+        expert bias)."""
+        for name, parameter in self.named_parameters():
+            if ADAPTER not in name:
+                yield name.replace(WRAPPED, ""), parameter
         for chunk in self.model_chunks:
             model = unwrap_model(chunk)
             names = _GlobalNames(model, self.table.dims.num_layers, self.noop_layers)
             for local_name, tensor in model.named_buffers():
                 if self.table.match(name := names.of(local_name)) is not None:
                     yield name, tensor
+
+    def published_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What `layout` shows of `named_weights`: with adapters added, once `prepare` did so."""
+        for name, tensor in self.named_weights():
+            has_sum = self._merged is not None and tensor in self._merged.offsets
+            yield name, self._merged.view_of(tensor) if has_sum else tensor
 
     def _find_storages(self) -> _Storages:
         """Parameters in DDP's flat buffers by their index map; every other one is a buffer of its own."""
@@ -168,11 +209,17 @@ class MegatronAdaptor:
         match = self.table.match(name)
         if match is None:
             raise ValueError("the model's name table has no such parameter")
-        home = self._storages.homes[tensor]
+        home = self._published_home(tensor)
         strides = tensor.stride()[::-1] if match.packing.transposed else tensor.stride()
         for held in self._held(match, tensor):
             offset = home.offset + held.start * tensor.stride()[held.local_dim]
             yield Shard(held.region, Place(BufferId(self.rank, home.buffer), offset, strides))
+
+    def _published_home(self, tensor: torch.Tensor) -> _Home:
+        """Where a weight is read: where it lives, or where its sum with an adapter is."""
+        if self._merged is not None and tensor in self._merged.offsets:
+            return _Home(MERGED, self._merged.offsets[tensor])
+        return self._storages.homes[tensor]
 
     def _held(self, match: Match, tensor: torch.Tensor) -> list[Held]:
         part, num_parts = self._groups[match.packing.over]
@@ -229,6 +276,13 @@ def _run_of(shard: Shard) -> Extent:
     """From a shard's first to its last element; parameters are dense and cut along their rows, so all of it is held."""
     reach = sum((size - 1) * step for size, step in zip(shard.region.lengths, shard.place.strides, strict=True))
     return Extent(shard.place.offset, shard.place.offset + reach + 1)
+
+
+def _runs_by_buffer(shards: Sequence[Shard]) -> dict[str, list[Extent]]:
+    runs: dict[str, list[Extent]] = {}
+    for shard in shards:
+        runs.setdefault(shard.place.buffer.name, []).append(_run_of(shard))
+    return runs
 
 
 def _gaps(numel: int, runs: Sequence[Extent]) -> tuple[Extent, ...]:

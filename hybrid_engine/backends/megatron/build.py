@@ -5,9 +5,11 @@ Teams with a Megatron script of their own bring these objects; the example and t
 
 from __future__ import annotations
 
+import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,21 +17,30 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.utils import unwrap_model
 
+from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
+from hybrid_engine.backends.megatron.extras import finish_model
+from hybrid_engine.backends.megatron.lora import add_adapters
+from hybrid_engine.backends.megatron.routing import rank_groups
+from hybrid_engine.backends.megatron.specs import layer_spec_for, mtp_spec_for
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ModelError
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.buffers import buffer_allocator
 
-ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
 """Activation functions by the names that the tables use."""
 
 
@@ -41,11 +52,13 @@ class Actor:
         chunks: DDP-wrapped model chunks in virtual-pipeline order.
         optimizer: None for a model that is only read (the reference).
         transformer_config: shared by all chunks.
+        noop_layers: positions of layers that do nothing.
     """
 
     chunks: list[torch.nn.Module]
     optimizer: MegatronOptimizer | None
     transformer_config: TransformerConfig
+    noop_layers: tuple[int, ...] = ()
 
 
 def initialize_parallel_state(actor: ActorConfig, timeout_seconds: float) -> None:
@@ -56,10 +69,11 @@ def initialize_parallel_state(actor: ActorConfig, timeout_seconds: float) -> Non
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=actor.tensor_model_parallel_size,
         pipeline_model_parallel_size=actor.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=actor.virtual_pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=num_virtual_stages(actor),
         context_parallel_size=actor.context_parallel_size,
         expert_model_parallel_size=actor.expert_model_parallel_size,
         expert_tensor_parallel_size=actor.expert_tensor_parallel_size,
+        get_embedding_ranks=_embedding_ranks(actor),
         distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
     )
     # as Megatron-LM: equal on tensor and data parallel ranks, another one on every pipeline stage
@@ -68,18 +82,39 @@ def initialize_parallel_state(actor: ActorConfig, timeout_seconds: float) -> Non
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def _embedding_ranks(actor: ActorConfig) -> Callable[[list[int]], list[int]] | None:
+    """Which ranks of a pipeline keep the embedding alike: Megatron's choice, unless multi-token prediction, which has a
+    copy of it, is on another stage than the last."""
+    stage = _mtp_stage(actor)
+    return None if stage in (None, actor.pipeline_model_parallel_size - 1) else lambda ranks: [ranks[0], ranks[stage]]
+
+
+def _mtp_stage(actor: ActorConfig) -> int | None:
+    """The stage to which a layout that is written out gives multi-token prediction."""
+    stages = PipelineParallelLayerLayout.parse_str_to_list(actor.pipeline_model_parallel_layout or "")
+    found = [index for index, layers in enumerate(stages) if LayerType.mtp in layers]
+    return found[0] % actor.pipeline_model_parallel_size if found else None
+
+
 def destroy_parallel_state() -> None:
     """End Megatron's process groups."""
     parallel_state.destroy_model_parallel()
 
 
-def build_actor(actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, Any]) -> Actor:
-    """Model, DDP and optimizer; parameters and gradients live in elastic buffers that peers on the host can map."""
-    chunks, config = build_model(actor, table, hf_config)
+def build_actor(
+    actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, Any], *, weights_only: bool = False
+) -> Actor:
+    """Model, DDP and optimizer; parameters and gradients live in elastic buffers that peers on the host can map.
+
+    `weights_only`: see `build_model`.
+    """
+    chunks, config = build_model(actor, table, hf_config, weights_only=weights_only)
     with buffer_allocator(allocate_elastic):
         chunks = [_wrap_ddp(actor, config, chunk, index) for index, chunk in enumerate(chunks)]
-    if not actor.use_distributed_optimizer:
-        _move_to_elastic_buffers(chunks)
+    _move_to_elastic_buffers(
+        chunks, lambda parameter: not (actor.use_distributed_optimizer and parameter.requires_grad)
+    )
+    _move_buffers_to_elastic(chunks, table)
     optimizer = get_megatron_optimizer(_optimizer_config(actor), chunks)
     for group in optimizer.param_groups:  # Megatron leaves this to its scheduler: norms and biases do not decay
         group["weight_decay"] = actor.optimizer.weight_decay * group["wd_mult"]
@@ -90,34 +125,75 @@ def build_actor(actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, A
         config.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in chunks])
     if actor.overlap_param_gather:
         config.param_sync_func = _one_or_list([chunk.start_param_sync for chunk in chunks])
-    return Actor(chunks, optimizer, config)
+    return Actor(chunks, optimizer, config, actor.noop_layers)
 
 
 def build_reference(actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, Any]) -> Actor:
     """The same model without DDP and optimizer, for reading only."""
-    chunks, config = build_model(actor, table, hf_config)
+    chunks, config = build_model(actor.model_copy(update={"lora": None}), table, hf_config)
     for chunk in chunks:
         chunk.eval().requires_grad_(False)
-    return Actor(chunks, None, config)
+    return Actor(chunks, None, config, actor.noop_layers)
 
 
 def build_model(
-    actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, Any]
+    actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, Any], *, weights_only: bool = False
 ) -> tuple[list[torch.nn.Module], TransformerConfig]:
     """This rank's model chunks on its device, in the training dtype, without DDP.
 
+    `weights_only`: the model is there to hold weights and need not run; with context parallelism it does not.
+
     Raises ModelError for settings of the config that the model would not have.
     """
-    if table.not_built:
-        raise ModelError(f"not built here: {'; '.join(table.not_built)}. Bring your own Megatron model")
+    if problems := list(_not_built(actor, table, weights_only)):
+        raise ModelError(f"not built here: {'; '.join(problems)}. Bring your own Megatron model")
     config = _transformer_config(actor, table)
-    num_chunks = actor.virtual_pipeline_model_parallel_size or 1
+    num_chunks = num_virtual_stages(actor) or 1
     chunks = [_build_chunk(actor, table, hf_config, config, stage, num_chunks) for stage in range(num_chunks)]
+    if actor.lora is not None:
+        for chunk in chunks:
+            add_adapters(chunk, actor.lora)
+    _freeze(chunks, table, actor)
     if torch.cuda.is_available():
         chunks = [chunk.cuda() for chunk in chunks]
     if config.bf16 or config.fp16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
+        _keep_expert_bias_in_float32(chunks)
     return chunks, config
+
+
+def _not_built(actor: ActorConfig, table: ModelTable, weights_only: bool) -> Iterator[str]:
+    """What the model would not have or could not do; one sentence each."""
+    yield from table.not_built
+    num_positions = table.gpt.get("max_sequence_length", actor.seq_length)
+    if actor.seq_length > num_positions:
+        yield f"seq_length {actor.seq_length}: the model has learned {num_positions} positions"
+    num_layers, noops = table.dims.num_layers + len(actor.noop_layers), set(actor.noop_layers)
+    if len(noops) < len(actor.noop_layers) or any(position >= num_layers for position in noops):
+        yield f"noop_layers {actor.noop_layers}: not all different and below {num_layers}, the number with them"
+    if table.dims.tied_embeddings and _mtp_stage(actor) not in (None, actor.pipeline_model_parallel_size - 1):
+        yield "tied embeddings with multi-token prediction on another stage than the last"
+    if weights_only:
+        return
+    if actor.context_parallel_size > 1:
+        yield f"context_parallel_size {actor.context_parallel_size}: TrainEngine does not split sequences over ranks"
+    if not table.dims.num_experts:
+        return
+    tp, etp = actor.tensor_model_parallel_size, actor.expert_tensor_parallel_size
+    if tp > 1 and not actor.sequence_parallel:
+        yield "sequence_parallel false: megatron-core trains experts under tensor parallelism only with it"
+    if actor.expert_model_parallel_size == 1 and etp not in (None, tp):
+        # Megatron takes experts for parameters like all others then, and reduces gradients over the wrong ranks
+        yield f"expert_tensor_parallel_size {etp} beside {tp}: without expert parallelism experts are cut like the rest"
+
+
+def num_virtual_stages(actor: ActorConfig) -> int | None:
+    """Model chunks per pipeline stage; a layout that is written out says it itself. None without virtual stages."""
+    if actor.pipeline_model_parallel_layout is None:
+        return actor.virtual_pipeline_model_parallel_size
+    stages = PipelineParallelLayerLayout.get_num_stages_from_str(actor.pipeline_model_parallel_layout)
+    num_chunks = stages // actor.pipeline_model_parallel_size
+    return num_chunks if num_chunks > 1 else None
 
 
 def padded_vocab_size(actor: ActorConfig, vocab_size: int) -> int:
@@ -135,42 +211,39 @@ def _build_chunk(
     num_chunks: int,
 ) -> GPTModel:
     vp_stage = stage if num_chunks > 1 else None
-    return GPTModel(
+    with_te = _has_transformer_engine()
+    model = GPTModel(
         config=config,
-        transformer_layer_spec=_layer_spec(config),
+        transformer_layer_spec=layer_spec_for(table, config, with_te, vp_stage, actor.noop_layers),
         vocab_size=padded_vocab_size(actor, table.dims.vocab_size),
-        max_sequence_length=max(actor.seq_length, int(hf_config.get("max_position_embeddings", 0))),
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=table.dims.tied_embeddings,
-        **table.gpt,
+        **{"max_sequence_length": max(actor.seq_length, int(hf_config.get("max_position_embeddings", 0))), **table.gpt},
+        mtp_block_spec=mtp_spec_for(table, config, with_te, vp_stage),
         vp_stage=vp_stage,
     )
+    rank_groups(model, table.extras)
+    return finish_model(model, table.extras)
 
 
-def _layer_spec(config: TransformerConfig):
-    """Transformer Engine's layers where a GPU and the package are there, megatron-core's own otherwise."""
-    if torch.cuda.is_available() and find_spec("transformer_engine") is not None:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    return get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization=config.normalization)
+def _has_transformer_engine() -> bool:
+    """Transformer Engine's layers are built where a GPU and the package are there, megatron-core's own otherwise."""
+    return torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
 
 def _transformer_config(actor: ActorConfig, table: ModelTable) -> TransformerConfig:
     dtype = getattr(torch, actor.params_dtype)
-    has_virtual_stages = actor.virtual_pipeline_model_parallel_size is not None
-    settings = dict(table.transformer)
+    settings = {**table.transformer, **_pipeline_settings(actor, table), **_expert_settings(actor, table)}
     settings["activation_func"] = ACTIVATIONS[settings["activation_func"]]
-    return TransformerConfig(
+    config_class = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    return config_class(
         **settings,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=actor.tensor_model_parallel_size,
-        pipeline_model_parallel_size=actor.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=actor.virtual_pipeline_model_parallel_size,
-        context_parallel_size=actor.context_parallel_size,
-        # batched sends of two interleaved stages would meet each other's receives: previous and next rank are one
-        overlap_p2p_comm=has_virtual_stages,
-        batch_p2p_comm=not has_virtual_stages,
+        # what a rank holds does not depend on it, and megatron-core's own attention refuses more; see _not_built
+        context_parallel_size=1,
         sequence_parallel=actor.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -187,6 +260,40 @@ def _transformer_config(actor: ActorConfig, table: ModelTable) -> TransformerCon
     )
 
 
+def _pipeline_settings(actor: ActorConfig, table: ModelTable) -> dict[str, Any]:
+    """How the layers are spread over stages."""
+    num_chunks = num_virtual_stages(actor)
+    return {
+        "num_layers": table.dims.num_layers + len(actor.noop_layers),
+        "mtp_num_layers": table.dims.num_mtp_layers or None,
+        "pipeline_model_parallel_size": actor.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": num_chunks,
+        "pipeline_model_parallel_layout": actor.pipeline_model_parallel_layout,
+        "num_layers_in_first_pipeline_stage": actor.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": actor.num_layers_in_last_pipeline_stage,
+        "account_for_embedding_in_pipeline_split": actor.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": actor.account_for_loss_in_pipeline_split,
+        # batched sends of two interleaved stages would meet each other's receives: previous and next rank are one
+        "overlap_p2p_comm": num_chunks is not None,
+        "batch_p2p_comm": num_chunks is None,
+    }
+
+
+def _expert_settings(actor: ActorConfig, table: ModelTable) -> dict[str, Any]:
+    """How the experts are spread over ranks; nothing for a dense model."""
+    if not table.dims.num_experts:
+        return {}
+    has_experts = iter(table.transformer["moe_layer_freq"])
+    num_positions = table.dims.num_layers + len(actor.noop_layers)
+    return {
+        "expert_model_parallel_size": actor.expert_model_parallel_size,
+        "expert_tensor_parallel_size": actor.expert_tensor_parallel_size,
+        "moe_layer_freq": [0 if p in actor.noop_layers else next(has_experts) for p in range(num_positions)],
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": _has_transformer_engine(),
+    }
+
+
 def _wrap_ddp(
     actor: ActorConfig, config: TransformerConfig, chunk: torch.nn.Module, index: int
 ) -> DistributedDataParallel:
@@ -199,18 +306,54 @@ def _wrap_ddp(
     return DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
 
 
-def _move_to_elastic_buffers(chunks: list[torch.nn.Module]) -> None:
-    """Without the distributed optimizer DDP leaves parameters where they are; move them into one elastic buffer.
+def _freeze(chunks: list[torch.nn.Module], table: ModelTable, actor: ActorConfig) -> None:
+    """Take what `frozen_parameters` names out of training. Collective; raises ModelError for a pattern of nothing."""
+    if not actor.frozen_parameters:
+        return
+    parameters = list(MegatronAdaptor(chunks, table, actor.noop_layers).named_parameters())
+    num_found = torch.zeros(len(actor.frozen_parameters), dtype=torch.int64)
+    for index, pattern in enumerate(actor.frozen_parameters):
+        for parameter in (parameter for name, parameter in parameters if fnmatch.fnmatchcase(name, pattern)):
+            parameter.requires_grad_(False)
+            num_found[index] += 1
+    torch.distributed.all_reduce(num_found)
+    unknown = [pattern for pattern, count in zip(actor.frozen_parameters, num_found, strict=True) if not count]
+    if unknown:
+        raise ModelError(f"actor_config.frozen_parameters: no parameter is called {', '.join(unknown)}")
 
-    Done before the optimizer is built, so nothing refers to the old storage.
+
+def _move_to_elastic_buffers(chunks: list[torch.nn.Module], is_outside: Callable[[torch.nn.Parameter], bool]) -> None:
+    """Move parameters that are outside of DDP's buffers into elastic ones, where peers on the host can map them.
+
+    Those are the frozen ones and, without the distributed optimizer, all. Done before the optimizer is built, so
+    nothing refers to the old storage.
     """
     for chunk in chunks:
-        parameters = list(chunk.parameters())
-        sizes = [parameter.numel() for parameter in parameters]
-        flat = allocate_elastic(sum(sizes), parameters[0].dtype, parameters[0].device, "param")
-        for parameter, part in zip(parameters, flat.split(sizes), strict=True):
-            part.copy_(parameter.data.reshape(-1))
-            parameter.data = part.view(parameter.shape)
+        parameters = [parameter for parameter in chunk.parameters() if is_outside(parameter)]
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+            same = [parameter for parameter in parameters if parameter.dtype is dtype]
+            sizes = [parameter.numel() for parameter in same]
+            flat = allocate_elastic(sum(sizes), dtype, same[0].device, "param")
+            for parameter, part in zip(same, flat.split(sizes), strict=True):
+                part.copy_(parameter.data.reshape(-1))
+                parameter.data = part.view(parameter.shape)
+
+
+def _keep_expert_bias_in_float32(chunks: list[torch.nn.Module]) -> None:
+    """Float16Module rounds the routers' biases; Megatron undoes that at the first forward pass, with new storage."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                module._maintain_float32_expert_bias()
+
+
+def _move_buffers_to_elastic(chunks: list[torch.nn.Module], table: ModelTable) -> None:
+    """Persistent buffers that go to vLLM, where its ranks on this host can map them."""
+    for chunk in chunks:
+        for name, tensor in unwrap_model(chunk).named_buffers():
+            if table.match(name) is not None:
+                flat = allocate_elastic(tensor.numel(), tensor.dtype, tensor.device, "param")
+                tensor.data = flat.copy_(tensor.reshape(-1)).view(tensor.shape)
 
 
 def _optimizer_config(actor: ActorConfig) -> OptimizerConfig:

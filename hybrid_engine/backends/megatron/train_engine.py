@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -35,6 +36,10 @@ class TrainEngine:
     A batch is a dict of tensors whose dim 0 is this data parallel rank's sequences: `tokens` and `labels` [B, S]
     int64 (`labels[i, t]` is the token after `tokens[i, t]`), and whatever the loss function reads.
 
+    Layers for multi-token prediction, where a model has them, learn from every training step: Megatron adds their own
+    loss to the gradients, over the labels where `mask` [B, S] of the batch is 1 (over all without one, and in a micro
+    batch where it is 0 everywhere).
+
     Padding of the vocabulary gets probability 0, as in the inference engine: its logits are set to -inf from here on.
     """
 
@@ -46,7 +51,7 @@ class TrainEngine:
         self.transformer_config = actor.transformer_config
         self.micro_batch_size = micro_batch_size
         self.vocab_size = table.dims.vocab_size
-        self.weights = MegatronAdaptor(actor.chunks, table)
+        self.weights = MegatronAdaptor(actor.chunks, table, actor.noop_layers)
         for model in unwrap_model(actor.chunks):
             if model.post_process:
                 model.output_layer.register_forward_hook(_hide_padding(self.vocab_size))
@@ -60,6 +65,11 @@ class TrainEngine:
     def dp_size(self) -> int:
         """Number of data parallel ranks."""
         return parallel_state.get_data_parallel_world_size()
+
+    @property
+    def unserved(self) -> list[str]:
+        """Canonical tensors that the model trains and vLLM's does not read (multi-token prediction)."""
+        return [name for name in self.weights.table.shapes if not self.weights.table.is_served(name)]
 
     @property
     def version(self) -> int:
@@ -122,8 +132,9 @@ class TrainEngine:
 
     def offload_items(self) -> list[OffloadItem]:
         """Everything of this model that can leave the device: parameters, gradients, optimizer state."""
+        scratch = self.weights.scratch
         items = [
-            OffloadItem(owner=name, kind="param", tensor=tensor, action="copy")
+            OffloadItem(owner=name, kind="param", tensor=tensor, action="drop" if name in scratch else "copy")
             for name, tensor in self.weights.buffers().items()
         ]
         if self.optimizer is None:
@@ -149,32 +160,48 @@ class TrainEngine:
             self.optimizer.reload_model_params()
 
     def copy_weights_from(self, other: TrainEngine) -> None:
-        """Take over another engine's parameters (same layout), e.g. to freeze a reference. Collective."""
+        """Take over another engine's weights (same layout), e.g. to freeze a reference. Collective."""
         other.weights.prepare()
-        sources = dict(other.weights.named_parameters())
+        sources = dict(other.weights.published_weights())
         with torch.no_grad():
-            for name, parameter in self.weights.named_parameters():
-                parameter.copy_(sources[name])
+            for name, tensor in self.weights.named_weights():
+                tensor.copy_(sources[name])
 
     def _run(self, batch: Batch, loss_function: LossFunction, forward_only: bool) -> list[dict[str, torch.Tensor]]:
         """All micro batches through Megatron's schedule; the reports, on the last pipeline stage only."""
         if forward_only:
-            self.weights.prepare()  # an overlapped gather is otherwise owed until the next training step
+            self.weights.base.prepare()  # an overlapped gather is otherwise owed until the next training step
         micro_batches = self._micro_batches(batch)
         seq_length = batch["tokens"].shape[1]
         forward_backward = get_forward_backward_func()
         for chunk in self.chunks:
             chunk.train(not forward_only)
         iterators = [iter(micro_batches) for _ in self.chunks]
-        return forward_backward(
-            forward_step_func=_forward_step(loss_function),
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-            num_microbatches=len(micro_batches),
-            seq_length=seq_length,
-            micro_batch_size=self.micro_batch_size,
-            forward_only=forward_only,
-        )
+        with self._without_multi_token_prediction() if forward_only else contextlib.nullcontext():
+            return forward_backward(
+                forward_step_func=_forward_step(loss_function),
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=len(micro_batches),
+                seq_length=seq_length,
+                micro_batch_size=self.micro_batch_size,
+                forward_only=forward_only,
+            )
+
+    @contextlib.contextmanager
+    def _without_multi_token_prediction(self) -> Iterator[None]:
+        """Run the decoder alone: the layers after it only serve a loss, and Megatron cannot run them without labels."""
+        num_layers, models = self.transformer_config.mtp_num_layers, unwrap_model(self.chunks)
+        processes = [model.mtp_process for model in models]
+        self.transformer_config.mtp_num_layers = None
+        for model in models:
+            model.mtp_process = False
+        try:
+            yield
+        finally:
+            self.transformer_config.mtp_num_layers = num_layers
+            for model, process in zip(models, processes, strict=True):
+                model.mtp_process = process
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
         num_sequences = batch["tokens"].shape[0]
@@ -226,10 +253,13 @@ def _forward_step(loss_function: LossFunction) -> Callable[[Iterator[Batch], tor
         length = tokens.shape[1]
         position_ids = torch.arange(length, device=tokens.device).expand_as(tokens)
         future = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
-        output = model(tokens, position_ids, future, labels=micro_batch.get("labels"))
+        labels, mask = micro_batch.get("labels"), micro_batch.get("mask")
+        # Megatron divides by its sum, which must not be 0
+        mask = None if mask is None else mask.float().clamp_min(1e-8)
+        output = model(tokens, position_ids, future, labels=labels, loss_mask=mask)
 
         def loss(output: torch.Tensor):
-            mean_loss, report = loss_function(micro_batch, -output if "labels" in micro_batch else output)
+            mean_loss, report = loss_function(micro_batch, output if labels is None else -output)
             # Megatron divides the loss in place; a report that shares its memory must not change with it
             return mean_loss, {name: value.detach().clone() for name, value in report.items()}
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -24,8 +25,9 @@ import torch
 
 from hybrid_engine.backends.vllm import heap, postload
 from hybrid_engine.backends.vllm.inventory import Binding, WeightStorage, flat_view, take_inventory
+from hybrid_engine.backends.vllm.quantization import materialize
 from hybrid_engine.backends.vllm.records import STAGED, build_layout
-from hybrid_engine.backends.vllm.tracing import trace_loader
+from hybrid_engine.backends.vllm.tracing import storage_key, trace_loader
 from hybrid_engine.errors import StateError
 from hybrid_engine.planning.layout import Layout
 
@@ -76,6 +78,7 @@ class VllmAdaptor:
         dtype: torch.dtype,
         rank: int,
         act_dtype: torch.dtype | None = None,
+        dtypes: Mapping[str, str] | None = None,
     ) -> None:
         """Trace the loader of a freshly constructed model; its parameters are set to zero.
 
@@ -85,6 +88,7 @@ class VllmAdaptor:
             dtype: of the canonical tensors, the training side's weight dtype.
             rank: global rank.
             act_dtype: of the model's activations, for attention's post-load processing; `dtype` by default.
+            dtypes: canonical name -> dtype ("float32"), where it is not `dtype`.
 
         Raises ModelError or ParameterMismatchError; the model cannot be used then.
         """
@@ -95,10 +99,12 @@ class VllmAdaptor:
         self.memory: DeviceMemory | None = None
         self._dtype = dtype
         self._act_dtype = act_dtype or dtype
+        materialize(model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        self._trace = trace_loader(model.load_weights, tensors, dtype)
+        self._dtypes = {name: getattr(torch, other) for name, other in (dtypes or {}).items()}
+        self._trace = trace_loader(model.load_weights, tensors, dtype, self._dtypes)
         self._report_staged()
         written = {write.storage for write in (*self._trace.copies, *self._trace.staged_writes)}
         storages = take_inventory(model, written)
@@ -107,7 +113,7 @@ class VllmAdaptor:
         self._layout = build_layout(
             rank,
             tensors,
-            str(dtype).removeprefix("torch."),
+            lambda name: str(self._dtype_of(name)).removeprefix("torch."),
             storages,
             self._trace,
             postload.vocabulary_padding(model),
@@ -118,17 +124,21 @@ class VllmAdaptor:
             storage.name for storage in storages if any(binding.module in repacked for binding in storage.bindings)
         }
         # A repacked module's first parameters are vLLM's to drop: holding them would keep their memory.
+        self._first = {
+            storage.name: weakref.ref(storage.tensor) for storage in storages if storage.name in repacked_storages
+        }
         self._storages = {
             storage.name: replace(storage, tensor=None) if storage.name in repacked_storages else storage
             for storage in storages
         }
         self.nbytes = sum(storage.nbytes for storage in storages)
-        self._plain_attributes = {name: set(self._modules[name].__dict__) for name in self._repacked_modules()}
+        self._plain_attributes = {name: _attributes(self._modules[name]) for name in self._repacked_modules()}
         self._derived: dict[str, set[str]] = {}
         self._filling: dict[str, torch.Tensor] = {}  # loader-layout tensors between allocate and commit, by storage
         self._uncommitted = set(self._groups)
         self._released = False  # from release until the next allocate
         self._stale: set[str] = set()  # live storages whose memory is new since the release
+        self._left_in_place: set[str] = set()  # storages of repacked modules that are live all the same
 
     # -- the port ---------------------------------------------------------------------------------------------------
 
@@ -156,7 +166,7 @@ class VllmAdaptor:
                 buffers[storage_name] = flat_view(tensor)
             for tensor_name in group.staged:
                 shape = self._layout.tensors[tensor_name]
-                tensor = torch.zeros(shape, dtype=self._dtype, device=self._device)
+                tensor = torch.zeros(shape, dtype=self._dtype_of(tensor_name), device=self._device)
                 self._filling[STAGED + tensor_name] = tensor
                 buffers[STAGED + tensor_name] = tensor.view(-1)
         return buffers
@@ -214,6 +224,12 @@ class VllmAdaptor:
         """Canonical tensors that go through the model's own loader at every reshard."""
         return self._trace.staged
 
+    @property
+    def written_buffers(self) -> tuple[str, ...]:
+        """Names of the buffers, as against parameters, that the model's loader writes."""
+        bindings = (storage.bindings[0] for storage in self._storages.values())
+        return tuple(binding.name for binding in bindings if not binding.is_parameter)
+
     def resident_nbytes(self) -> int:
         """Bytes of weights in memory now; a packed copy counts as many bytes as its loader layout."""
         committed = [group for name, group in self._groups.items() if name not in self._uncommitted]
@@ -221,9 +237,18 @@ class VllmAdaptor:
         return filled + sum(tensor.untyped_storage().nbytes() for tensor in self._filling.values())
 
     def note_processed(self) -> None:
-        """Called once vLLM's first post-load processing is over: what it added to a module is derived from weights."""
+        """Called once vLLM's first post-load processing is over, to see what it changed.
+
+        What it added to a module is derived from weights. A repacked module's parameter that it left in place (a
+        router's bias, a head) is filled in place from now on: others may refer to it.
+        """
         for name, before in self._plain_attributes.items():
-            self._derived[name] = set(self._modules[name].__dict__) - before
+            self._derived[name] = _attributes(self._modules[name]) - before
+        for name, first in self._first.items():
+            storage, tensor = self._storages[name], first()
+            if tensor is not None and storage_key(tensor) == storage.key and self._is_bound(storage, tensor):
+                self._storages[name] = replace(storage, tensor=tensor)
+                self._left_in_place.add(name)
 
     # -- groups -------------------------------------------------------------------------------------------------------
 
@@ -275,6 +300,9 @@ class VllmAdaptor:
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
+    def _dtype_of(self, tensor: str) -> torch.dtype:
+        return self._dtypes.get(tensor, self._dtype)
+
     def _check_known(self, groups: Iterable[str]) -> None:
         if unknown := [name for name in groups if name not in self._groups]:
             raise StateError(f"no such groups in this rank's layout: {', '.join(unknown)}")
@@ -293,6 +321,8 @@ class VllmAdaptor:
             if storage.tensor.untyped_storage().nbytes() == 0:
                 storage.tensor.untyped_storage().resize_(storage.nbytes)
             flat_view(storage.tensor).zero_()
+        elif storage.name in self._left_in_place:
+            flat_view(storage.tensor).zero_()  # packing may have touched the padding
         return storage.tensor
 
     def _drop_packed(self, group: _Group) -> None:
@@ -300,7 +330,8 @@ class VllmAdaptor:
         for name in group.repacked:
             module = self._modules[name]
             for attribute in self._derived.get(name, ()):
-                module.__dict__.pop(attribute, None)
+                for table in (module.__dict__, module._parameters, module._buffers):
+                    table.pop(attribute, None)
             postload.forget_kernel(postload.post_load_method(module))
         for name in group.storages:
             storage = self._storages[name]
@@ -324,6 +355,11 @@ class VllmAdaptor:
         for name in group.attention:
             self._modules[name].process_weights_after_loading(self._act_dtype)
 
+    def _is_bound(self, storage: WeightStorage, tensor: torch.Tensor) -> bool:
+        """Whether every binding of a storage still holds this very tensor."""
+        modules = ((self._modules[binding.module], binding) for binding in storage.bindings)
+        return all(getattr(module, binding.attribute, None) is tensor for module, binding in modules)
+
     def _bind(self, bindings: Sequence[Binding], tensor: torch.Tensor) -> None:
         for binding in bindings:
             module = self._modules[binding.module]
@@ -337,6 +373,11 @@ class VllmAdaptor:
                 len(self._trace.staged),
                 ", ".join(self._trace.staged),
             )
+
+
+def _attributes(module: torch.nn.Module) -> set[str]:
+    """Names of plain attributes, parameters and buffers."""
+    return {*module.__dict__, *module._parameters, *module._buffers}
 
 
 class _DisjointSets:

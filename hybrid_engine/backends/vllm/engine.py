@@ -7,7 +7,7 @@
     engine.adaptor.release()
 
 Every rank of a replica passes the same prompts and computes the same answers; replicas may pass different numbers of
-prompts, also none.
+prompts, also none. Replicas that share experts call `generate` together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.agreement import Agreement
+from hybrid_engine.backends.vllm.adapters import Adapters
 from hybrid_engine.backends.vllm.adaptor import VllmAdaptor
+from hybrid_engine.backends.vllm.arguments import check_arguments, is_eager, is_sleepy, llm_arguments
 from hybrid_engine.backends.vllm.guest import (
     check_world,
     destroy_groups,
@@ -29,12 +31,12 @@ from hybrid_engine.backends.vllm.guest import (
     register_model_class,
     set_environment,
 )
+from hybrid_engine.backends.vllm.placement import placed
 from hybrid_engine.backends.vllm.random_state import get_state, random_state_kept, seeded_state, set_state
-from hybrid_engine.backends.vllm.settings import Completion, InferenceSettings, Sampling
+from hybrid_engine.backends.vllm.settings import AdapterConfig, Completion, InferenceSettings, Sampling
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
-from hybrid_engine.errors import ConfigError, StateError, Violation
+from hybrid_engine.errors import ConfigError, ModelError, StateError, Violation
 
-_DEFAULT_CPU_KV_CACHE = 256 << 20
 _SECONDS_TO_BUILD = 1800.0
 
 
@@ -43,7 +45,6 @@ class InferenceEngine:
 
     Attributes:
         adaptor: this rank's weights (`InferenceWeights`).
-        tp_rank, pp_rank, dp_rank: which shard, stage and replica this rank is.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class InferenceEngine:
         tensors: Mapping[str, tuple[int, ...]],
         rank: int,
         agreement: Agreement | None = None,
+        dtypes: Mapping[str, str] | None = None,
     ) -> None:
         """Build vLLM; every rank calls this at the same time, with an initialised default process group.
 
@@ -60,6 +62,7 @@ class InferenceEngine:
             tensors: canonical names and shapes of the whole model.
             rank: global rank.
             agreement: of all ranks; made here when there is none.
+            dtypes: canonical name -> dtype, where it is not that of the weights (`ModelTable.dtypes`).
 
         Weights are zero and `generate` refuses until all groups were committed once. The process's random state and
         its process groups are as before. Raises DependencyError, ConfigError, ModelError or ParameterMismatchError.
@@ -69,42 +72,44 @@ class InferenceEngine:
         self._agreement = agreement or Agreement(_SECONDS_TO_BUILD)
         self.settings = settings
         self.rank = rank
-        tp, pp = settings.tensor_parallel_size, settings.pipeline_parallel_size
-        self.tp_rank, self.pp_rank, self.dp_rank = rank % tp, rank // tp % pp, rank // (tp * pp)
         self._adaptor: VllmAdaptor | None = None
         self._kv_cache_asleep = False
         with self._agreement.phase("checking vLLM and the model"):
             check_world(settings, rank)
+            self._place = settings.place_of(rank)
             self._device_type = self._check_vllm()
         with random_state_kept():
             try:
-                self._llm: Any = self._build(tensors)
+                self._llm: Any = self._build(tensors, dtypes)
             except BaseException:
                 destroy_groups()
                 raise
             # At collection or exit vLLM would end the default process group, which is the caller's; see `shutdown`.
             self._llm.llm_engine.engine_core._finalizer.detach()
             self._generator_state = seeded_state(settings.seed + self.dp_rank)
-        if self._device_type == "cuda" and self._sleep_mode:
+        self._adapters: Adapters | None = Adapters(self._llm) if settings.max_loras else None
+        if is_sleepy(settings, self._device_type):
             self.adaptor.memory = _SleepMode(self)
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
-        """Complete token-id prompts: per prompt, `sampling.n` completions.
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, adapter: str | None = None
+    ) -> list[list[Completion]]:
+        """Complete token-id prompts: per prompt, `sampling.n` completions; with a LoRA adapter, if one is named.
 
         All ranks call together. Raises StateError while the weights are released or incomplete, and ConfigError
         naming every prompt that is empty, too long or out of the vocabulary.
         """
         self.check_prompts(prompts, sampling.max_tokens)
-        outputs = self._run(prompts, _sampling_params(sampling))
+        outputs = self._run(prompts, _sampling_params(sampling), adapter)
         return [[_completion(choice) for choice in output.outputs] for output in outputs]
 
-    def prompt_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def prompt_logprobs(self, token_ids: Sequence[Sequence[int]], adapter: str | None = None) -> list[torch.Tensor]:
         """Log-probability of each token after the tokens before it: per sequence a float32 tensor [length - 1]."""
         return [
             torch.tensor([position[token].logprob for position, token in zip(rows[1:], tokens[1:], strict=True)])
-            for rows, tokens in zip(self._score(token_ids, 0), token_ids, strict=True)
+            for rows, tokens in zip(self._score(token_ids, 0, adapter), token_ids, strict=True)
         ]
 
     def prompt_distributions(self, token_ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -123,12 +128,55 @@ class InferenceEngine:
         with random_state_kept():
             self._generator_state = seeded_state(seed + self.dp_rank)
 
+    # -- adapters -----------------------------------------------------------------------------------------------------
+
+    def set_adapter(self, name: str, config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Deliver a LoRA adapter, or a new version of one; it stays through switches of the base weights.
+
+        All ranks call, with the whole adapter; each keeps a copy on the host and its slice on the device.
+
+        Args:
+            name: to generate with.
+            config: rank, alpha and modules.
+            tensors: by PEFT names: base_model.model.<module>.lora_A.weight [rank, in], lora_B [out, rank].
+
+        Raises ConfigError with everything that does not fit, StateError when LoRA is off.
+        """
+        self.adapters.set(name, config, tensors)
+
+    def remove_adapter(self, name: str) -> None:
+        """Forget an adapter. Raises StateError when there is none of this name."""
+        self.adapters.remove(name)
+
+    @property
+    def adapters(self) -> Adapters:
+        """Raises StateError when vLLM was built without LoRA, or after `shutdown`."""
+        _ = self.llm  # raises after `shutdown`
+        if self._adapters is None:
+            raise StateError("vLLM was built without LoRA: set max_loras to the number of adapters in one batch")
+        return self._adapters
+
     # -- memory -------------------------------------------------------------------------------------------------------
 
     @property
     def adaptor(self) -> VllmAdaptor:
         assert self._adaptor is not None
         return self._adaptor
+
+    @property
+    def tp_rank(self) -> int:
+        """Which shard this rank holds."""
+        return self._place.tp_rank
+
+    @property
+    def pp_rank(self) -> int:
+        """Which stage this rank holds."""
+        return self._place.pp_rank
+
+    @property
+    def dp_rank(self) -> int:
+        """Which replica this rank is in, of all."""
+        return self._place.dp_rank
 
     @property
     def llm(self) -> Any:
@@ -144,6 +192,8 @@ class InferenceEngine:
     def release(self) -> None:
         """Give up the weights' memory and, on GPU with sleep mode, the KV cache's."""
         self.llm.reset_prefix_cache()
+        if self._adapters is not None:
+            self._adapters.drop_from_device()
         self.adaptor.release()
 
     def wake_kv_cache(self) -> None:
@@ -167,7 +217,7 @@ class InferenceEngine:
         """End vLLM and its process groups, not the caller's; idempotent. Another engine may be built afterwards."""
         if self._llm is None:
             return
-        llm, self._llm, self._adaptor = self._llm, None, None
+        llm, self._llm, self._adaptor, self._adapters = self._llm, None, None, None
         core = llm.llm_engine.engine_core.engine_core
         core.structured_output_manager.clear_backend()
         core.model_executor.shutdown()
@@ -179,16 +229,6 @@ class InferenceEngine:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    @property
-    def _sleep_mode(self) -> bool:
-        chosen = self.settings.enable_sleep_mode
-        return self._device_type == "cuda" if chosen is None else chosen and self._device_type == "cuda"
-
-    @property
-    def _eager(self) -> bool:
-        chosen = self.settings.enforce_eager
-        return self._device_type == "cpu" if chosen is None else chosen
-
     def _check_vllm(self) -> str:
         """Import vLLM, which must be the tested one and know the model; returns its device type."""
         require_vllm()
@@ -196,10 +236,11 @@ class InferenceEngine:
         register_model_class(self.settings.model_dir)
         from vllm.platforms import current_platform
 
+        check_arguments(self.settings, self.rank, current_platform.device_type)
         return current_platform.device_type
 
-    def _build(self, tensors: Mapping[str, tuple[int, ...]]) -> Any:
-        with own_shared_memory(), self._stance():
+    def _build(self, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str] | None) -> Any:
+        with own_shared_memory(), placed(self.settings, self.rank), self._stance():
             from vllm import LLM
 
             from hybrid_engine.backends.vllm.loader import capturing
@@ -207,54 +248,27 @@ class InferenceEngine:
             def capture(model: torch.nn.Module, model_config: Any) -> VllmAdaptor:
                 dtype = getattr(torch, self.settings.dtype)
                 with self._agreement.phase("tracing vLLM's loader"):
-                    self._adaptor = VllmAdaptor(model, tensors, dtype, self.rank, model_config.dtype)
-                return self._adaptor
+                    adaptor = VllmAdaptor(model, tensors, dtype, self.rank, model_config.dtype, dtypes)
+                    if self.settings.max_loras and adaptor.staged:
+                        raise ModelError(
+                            f"{', '.join(adaptor.staged)} can only be written by the model's own loader, which does "
+                            "not know the layers that adapters wrap: set max_loras to 0"
+                        )
+                self._adaptor = adaptor
+                return adaptor
 
             with capturing(capture):
-                return LLM(**self._llm_arguments())
-
-    def _llm_arguments(self) -> dict[str, Any]:
-        from hybrid_engine.backends.vllm.loader import LOAD_FORMAT
-
-        settings = self.settings
-        arguments = {
-            "model": settings.model_dir,
-            "load_format": LOAD_FORMAT,
-            "skip_tokenizer_init": True,
-            "distributed_executor_backend": "external_launcher",
-            "tensor_parallel_size": settings.tensor_parallel_size,
-            "pipeline_parallel_size": settings.pipeline_parallel_size,
-            # Replicas know of each other only where they share experts; else vLLM would keep them in lockstep.
-            "data_parallel_size": settings.data_parallel_size if settings.enable_expert_parallel else 1,
-            "enable_expert_parallel": settings.enable_expert_parallel,
-            "dtype": settings.dtype,
-            "seed": settings.seed,
-            "enforce_eager": self._eager,
-            "max_num_seqs": settings.max_num_seqs,
-            "enable_prefix_caching": settings.enable_prefix_caching,
-            "gpu_memory_utilization": settings.gpu_memory_utilization,
-            "enable_sleep_mode": self._sleep_mode,
-            "max_logprobs": -1,
-            "disable_log_stats": True,
-        }
-        kv_cache_bytes = settings.kv_cache_bytes
-        if self._device_type == "cpu":
-            kv_cache_bytes = kv_cache_bytes or _DEFAULT_CPU_KV_CACHE
-            arguments["worker_cls"] = "hybrid_engine.backends.vllm.worker.GuestCPUWorker"
-        if kv_cache_bytes is not None:
-            arguments["kv_cache_memory_bytes"] = kv_cache_bytes
-        if settings.max_model_len is not None:
-            arguments["max_model_len"] = settings.max_model_len
-        return {**arguments, **settings.extra}
+                return LLM(**llm_arguments(self.settings, self._device_type))
 
     def _stance(self) -> contextlib.AbstractContextManager[Any]:
         """Eager on CPU means eager: vLLM's samplers carry `torch.compile` decorators that cost seconds at first use."""
-        if self._eager and self._device_type == "cpu":
+        if self._device_type == "cpu" and is_eager(self.settings, "cpu"):
             return torch.compiler.set_stance("force_eager")
         return contextlib.nullcontext()
 
-    def _run(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+    def _run(self, prompts: Sequence[Sequence[int]], params: Any, adapter: str | None) -> list[Any]:
         llm = self.llm
+        lora_request = None if adapter is None else self.adapters.request(adapter)
         self._check_can_generate()
         self.adaptor.require_ready()
         if self._kv_cache_asleep:
@@ -262,7 +276,7 @@ class InferenceEngine:
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         with random_state_kept(), self._stance():
             set_state(self._generator_state)
-            outputs = llm.generate(requests, params, use_tqdm=False)
+            outputs = llm.generate(requests, params, use_tqdm=False, lora_request=lora_request)
             self._generator_state = get_state()
         return outputs
 
@@ -271,19 +285,19 @@ class InferenceEngine:
         if self._device_type != "cpu":
             return
         settings = self.settings
-        if settings.pipeline_parallel_size > 1 or settings.enable_expert_parallel:
+        if settings.pipeline_parallel_size > 1 or settings.expert_parallel_size > 1:
             raise StateError(
                 f"vLLM {TESTED_VERSION} on CPU loads but cannot generate with pipeline_parallel_size="
-                f"{settings.pipeline_parallel_size} and enable_expert_parallel={settings.enable_expert_parallel}: "
-                "use 1 and False, and tensor or data parallelism instead"
+                f"{settings.pipeline_parallel_size} and expert_parallel_size={settings.expert_parallel_size}: "
+                "use 1 and 1, and tensor or data parallelism instead"
             )
 
-    def _score(self, token_ids: Sequence[Sequence[int]], num_logprobs: int) -> list[Any]:
+    def _score(self, token_ids: Sequence[Sequence[int]], num_logprobs: int, adapter: str | None = None) -> list[Any]:
         from vllm import SamplingParams
 
         self.check_prompts(token_ids, 1)
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=num_logprobs, detokenize=False)
-        return [output.prompt_logprobs for output in self._run(token_ids, params)]
+        return [output.prompt_logprobs for output in self._run(token_ids, params, adapter)]
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         """Raise ConfigError naming every prompt that is empty, too long or out of the vocabulary."""

@@ -96,11 +96,23 @@ def register_model_class(model_dir: str) -> None:
             ModelRegistry.register_model(name, registered.load_model_cls())
 
 
+def forget_models() -> None:
+    """Drop what vLLM remembers of models by their address in memory, where another model may come to lie.
+
+    Call it whenever a model was freed or a new one was made: a stage of a pipeline would take the layers that a former
+    model lacked for its own.
+    """
+    from vllm.model_executor.models import utils
+
+    utils._model_to_pp_missing_layer_names.clear()
+
+
 def destroy_groups() -> None:
     """End vLLM's process groups; its own way of doing this also ends the default group, which is the caller's."""
     from vllm import envs
     from vllm.distributed import parallel_state
 
+    forget_models()
     envs.disable_envs_cache()
     parallel_state.destroy_model_parallel()
     if parallel_state._WORLD is not None:

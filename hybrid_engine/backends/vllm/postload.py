@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hybrid_engine.backends.vllm.quantization import ONLINE_METHODS, TRIED
 from hybrid_engine.errors import ModelError
 from hybrid_engine.planning.layout import Extent
 
@@ -45,6 +46,8 @@ def is_repacked(name: str, module: torch.nn.Module, device: torch.device) -> boo
     kind = type(method).__name__
     if kind in DENSE_METHODS:
         return device.type == "cpu"
+    if kind in ONLINE_METHODS.get(device.type, ()):
+        return True
     if kind in EXPERT_METHODS:
         kernel = getattr(method.unquantized_backend, "name", str(method.unquantized_backend))
         if device.type == "cpu" or kernel in LOADER_LAYOUT_KERNELS:
@@ -53,7 +56,8 @@ def is_repacked(name: str, module: torch.nn.Module, device: torch.device) -> boo
     raise ModelError(
         f"{name}: vLLM's {kind} on {device.type} may change the layout of weights after loading, and writing new ones "
         f"was not tried. Use unquantised weights ({', '.join((*DENSE_METHODS, *EXPERT_METHODS))}), on GPU with "
-        f"moe_backend one of {', '.join(LOADER_LAYOUT_KERNELS).lower()}"
+        f"moe_backend one of {', '.join(LOADER_LAYOUT_KERNELS).lower()}, or a quantization that was tried here: "
+        f"{', '.join(TRIED.get(device.type, ())) or 'none'}, for models without experts"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybrid_engine.backends.vllm.inventory import WeightStorage, dense_order
@@ -36,7 +36,7 @@ class _Write:
 def build_layout(
     rank: int,
     tensors: Mapping[str, tuple[int, ...]],
-    dtype: str,
+    dtype_of: Callable[[str], str],
     storages: Sequence[WeightStorage],
     trace: Trace,
     padding: Mapping[str, tuple[Extent, ...]],
@@ -47,7 +47,7 @@ def build_layout(
     Args:
         rank: global rank.
         tensors: canonical name -> shape, as offered to the loader.
-        dtype: of the canonical tensors, e.g. "bfloat16"; staged buffers have it.
+        dtype_of: canonical name -> its dtype, e.g. "bfloat16"; staged buffers have it.
         storages: the model's, see `take_inventory`.
         trace: what the loader does.
         padding: storage name -> intervals without a canonical tensor on purpose.
@@ -77,7 +77,7 @@ def build_layout(
             shards += _shards_of(write.copy, tensors[write.copy.tensor], buffer_id)
     for name in trace.staged:
         buffer_id, shape = BufferId(rank, STAGED + name), tensors[name]
-        buffers[buffer_id] = Buffer(math.prod(shape), dtype, group_of[STAGED + name])
+        buffers[buffer_id] = Buffer(math.prod(shape), dtype_of(name), group_of[STAGED + name])
         if math.prod(shape):
             region = Region(name, (0,) * len(shape), shape)
             shards.append(Shard(region, Place(buffer_id, 0, contiguous_strides(shape))))

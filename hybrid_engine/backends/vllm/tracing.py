@@ -62,8 +62,19 @@ class Trace:
     staged: tuple[str, ...]
 
 
-def trace_loader(load_weights: LoadWeights, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Trace:
+def trace_loader(
+    load_weights: LoadWeights,
+    tensors: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+) -> Trace:
     """Run `load_weights` once on meta tensors of these names and shapes and return what it would write.
+
+    Args:
+        load_weights: the loader.
+        tensors: canonical names and shapes.
+        dtype: of the tensors.
+        dtypes: of those whose dtype is another.
 
     The tensors are offered in the order of `tensors`. Parameters are not changed, except that constants the loader
     itself writes (zeros into padding) are. Raises ModelError, naming the tensor being read, when the loader fails.
@@ -73,7 +84,7 @@ def trace_loader(load_weights: LoadWeights, tensors: Mapping[str, tuple[int, ...
 
     def offer() -> Iterator[tuple[str, torch.Tensor]]:
         for name, shape in tensors.items():
-            tensor = torch.empty(shape, dtype=dtype, device="meta")
+            tensor = torch.empty(shape, dtype=(dtypes or {}).get(name, dtype), device="meta")
             recorder.declare(name, tensor)
             offered.append(name)
             yield name, tensor

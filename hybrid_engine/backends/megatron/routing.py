@@ -1,0 +1,42 @@
+"""Group-limited routing as DeepSeek's models do it, where megatron-core does it otherwise.
+
+A token goes to experts of a few groups only. megatron-core ranks the groups by the sum of their best k // g scores (k
+experts of g groups are chosen), DeepSeek-V2 by the best one and DeepSeek-V3 by the sum of the best two, whatever k
+and g are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+
+from hybrid_engine.models.extras import Extras
+
+TopK = tuple[torch.Tensor, torch.Tensor]
+
+
+def rank_groups(model: torch.nn.Module, extras: Extras) -> None:
+    """Have the model's routers rank groups of experts as `extras.experts_per_group_score` says, if it does."""
+    if extras.experts_per_group_score is None:
+        return
+    for module in model.modules():
+        if isinstance(module, TopKRouter):
+            module.router_replay = _GroupChoice(extras.experts_per_group_score)
+
+
+class _GroupChoice:
+    """Stands where megatron-core takes the choice of experts from a recording (RouterReplay); chooses them instead."""
+
+    def __init__(self, experts_per_group_score: int) -> None:
+        self.experts_per_group_score = experts_per_group_score
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default: Callable[..., TopK]
+    ) -> TopK:
+        """Scores and numbers [tokens, topk] of each token's experts, from `scores` [tokens, experts]."""
+        groups = scores.unflatten(1, (num_groups, -1))
+        rank = groups.topk(self.experts_per_group_score, dim=-1).values.sum(dim=-1)
+        chosen = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, rank.topk(group_topk, dim=1).indices, True)
+        return groups.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1).topk(topk, dim=1)

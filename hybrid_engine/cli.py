@@ -1,0 +1,248 @@
+"""The command line: `python -m hybrid_engine plan …`.
+
+Exit status 0 when the command did what it was asked, 2 when the request is impossible; then every reason is printed,
+and nothing was started.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hybrid_engine.errors import ConfigError, DependencyError, Violation
+from hybrid_engine.layouts.facts import facts_of, facts_of_rank
+from hybrid_engine.layouts.job import GIB, LINK_GBPS, Cluster, JobPlan, plan_job, read_table
+from hybrid_engine.layouts.page import page_of
+from hybrid_engine.layouts.sizes import parse_job
+from hybrid_engine.planning.layout import DTYPE_NBYTES
+from hybrid_engine.planning.plan import Link
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def main() -> None:
+    """Train with Megatron and generate with vLLM in turn, on one set of devices."""
+
+
+class Order(StrEnum):
+    """Which rank takes which inference position."""
+
+    AUTO = "auto"
+    SEQUENTIAL = "sequential"
+
+
+_RATES = ",".join(f"{link.value}={rate:g}" for link, rate in LINK_GBPS.items())
+
+
+@app.command()
+def plan(
+    model: Annotated[Path, typer.Option(help="Directory with a Hugging Face config.json; weights are not needed.")],
+    train: Annotated[
+        str,
+        typer.Option(
+            help="Training sizes: tp,pp,vpp,cp,dp,ep,etp; first,last,embedding,loss,layout for uneven stages; "
+            "noop=3:7; vocab. For example tp=8,pp=2,dp=4."
+        ),
+    ],
+    infer: Annotated[str, typer.Option(help="Inference sizes: tp,pp,dp,ep. For example tp=4,dp=16.")],
+    order: Annotated[Order, typer.Option(help="auto gives each rank what it already holds most of.")] = Order.AUTO,
+    hosts_of: Annotated[int, typer.Option(help="Ranks of one host.")] = 8,
+    device_gib: Annotated[float, typer.Option(help="Memory of one device, GiB.")] = 141.0,
+    host_gib: Annotated[float | None, typer.Option(help="Memory of one host, GiB; not checked without.")] = None,
+    link_gbps: Annotated[
+        str, typer.Option(help="10^9 bytes per second of one rank, each direction: self, host, network.")
+    ] = _RATES,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights; default: the config's, else bfloat16.")] = None,
+    bucket_mb: Annotated[int, typer.Option(help="Destination MiB per rank that move between two commits.")] = 256,
+    rank: Annotated[int | None, typer.Option(help="Also plan every transfer of this rank.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print numbers as JSON, in bytes and seconds.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page that shows who holds what.")] = None,
+) -> None:
+    """Say what a switch between two layouts would move, and whether it fits. Needs no device and no weights."""
+    found: list[Violation] = list(_option_violations(hosts_of, device_gib, host_gib, bucket_mb, dtype, html))
+    rates = _collect(found, _parse_rates, link_gbps)
+    table, config = _collect(found, read_table, model) or (None, {})
+    sizes = _collect(found, parse_job, train, infer, table)
+    if sizes is not None and rank is not None and not 0 <= rank < sizes[0].world_size:
+        found.append(Violation("--rank", f"{rank} of {sizes[0].world_size} ranks, counted from 0", "Name one of them"))
+    if found or sizes is None or table is None or rates is None:
+        _refuse(found)
+    cluster = Cluster(hosts_of, device_gib, host_gib, rates)
+    dtype = dtype or _dtype_of(config)
+    started = time.perf_counter()
+    try:
+        job = plan_job(table, *sizes, cluster, order=order.value, dtype=dtype, bucket_nbytes=bucket_mb * 1024**2)
+    except DependencyError as error:
+        _refuse([Violation("--order", str(error), "Install it or use --order sequential")])
+    facts = facts_of(job)
+    facts["planning"] = {"seconds": time.perf_counter() - started}
+    if rank is not None:
+        started = time.perf_counter()
+        facts["rank"] = facts_of_rank(job.plan_of(rank))
+        facts["rank"]["planning_seconds"] = time.perf_counter() - started
+    facts["planning"]["peak_memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if html is not None:
+        html.write_text(page_of(job, f"{model.resolve().name}: {train} to {infer}"))
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        _print(job, facts)
+
+
+def _option_violations(
+    hosts_of: int, device_gib: float, host_gib: float | None, bucket_mb: int, dtype: str | None, html: Path | None
+) -> Iterator[Violation]:
+    numbers = {"--hosts-of": hosts_of, "--device-gib": device_gib, "--host-gib": host_gib, "--bucket-mb": bucket_mb}
+    for key, value in numbers.items():
+        if value is not None and not value > 0:
+            yield Violation(key, f"{value:g} is no size", "Use a positive number")
+    if dtype is not None and dtype not in DTYPE_NBYTES:
+        yield Violation("--dtype", f"{dtype!r} is not known", f"Use one of {', '.join(DTYPE_NBYTES)}")
+    if html is not None and not html.resolve().parent.is_dir():
+        yield Violation("--html", f"there is no directory {html.resolve().parent}", "Make it first")
+
+
+def _parse_rates(text: str) -> dict[Link, float]:
+    """Rates by link; those that are not given stay at their default. Raises ConfigError."""
+    rates, found = dict(LINK_GBPS), []
+    for part in filter(None, text.replace(" ", "").split(",")):
+        key, _, value = part.partition("=")
+        try:
+            rates[Link(key)] = float(value)
+        except ValueError:
+            found.append(Violation("--link-gbps", f"{part!r} cannot be read", f"For example {_RATES}"))
+    found += [
+        Violation("--link-gbps", f"{link.value}={rate:g} is no rate", "Use a positive number")
+        for link, rate in rates.items()
+        if not rate > 0
+    ]
+    if found:
+        raise ConfigError(found)
+    return rates
+
+
+def _dtype_of(config: dict[str, Any]) -> str:
+    """The weights' dtype in a config written by transformers 4 (torch_dtype) or 5 (dtype)."""
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return dtype if dtype in DTYPE_NBYTES else "bfloat16"
+
+
+def _collect(found: list[Violation], function: Any, *args: Any) -> Any:
+    """The function's result, or None and its findings added to `found`."""
+    try:
+        return function(*args)
+    except ConfigError as error:
+        found.extend(error.findings)
+        return None
+
+
+def _refuse(found: list[Violation]) -> None:
+    typer.echo(str(ConfigError(found)), err=True)
+    raise typer.Exit(2)
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+def _print(job: JobPlan, facts: dict[str, Any]) -> None:
+    console = Console()
+    console.print(_bytes_table(facts), _peers_table(facts), _memory_table(facts))
+    memory = facts["memory"]
+    console.print(_fit_text(job, memory))
+    times = facts["seconds"]
+    rates = ", ".join(f"{link} {rate / 1e9:g}" for link, rate in facts["link_bytes_per_second"].items())
+    console.print(
+        f"Estimated time of the transfers: {times['max']:.3f} s (the slowest rank; {times['mean']:.3f} s on average) "
+        f"at assumed 10^9 bytes per second and rank: {rates}."
+    )
+    if "rank" in facts:
+        console.print(_rank_table(facts["rank"]))
+    planning = facts["planning"]
+    console.print(f"Planned in {planning['seconds']:.2f} s, peak memory {planning['peak_memory'] / GIB:.2f} GiB.")
+
+
+def _spread_row(name: str, numbers: dict[str, float]) -> tuple[str, ...]:
+    return name, *(_gib(numbers[key]) for key in ("min", "mean", "max"))
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.3f}" if nbytes >= GIB / 1000 or nbytes == 0 else f"{nbytes / GIB:.3g}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right")
+    return table
+
+
+def _bytes_table(facts: dict[str, Any]) -> Table:
+    world, hosts = facts["world_size"], -(-facts["world_size"] // facts["ranks_per_host"])
+    table = _table(f"A switch on {world} ranks of {hosts} hosts, GiB by rank", "", "min", "mean", "max")
+    for name, numbers in facts["bytes"].items():
+        table.add_row(*_spread_row(name.replace("_", " "), numbers))
+    table.add_section()
+    table.add_row(*_spread_row("received in sequential order", facts["sequential"]["received"]))
+    return table
+
+
+def _peers_table(facts: dict[str, Any]) -> Table:
+    table = _table("The same job elsewhere, by formula: GiB received by each rank", "system", "formula", "mean")
+    for peer in facts["peers"]:
+        value = peer["reason"] if peer["nbytes"] is None else _gib(peer["nbytes"])
+        table.add_row(peer["system"], peer["formula"], value)
+    table.add_row("this plan", "least", _gib(facts["bytes"]["received"]["mean"]))
+    return table
+
+
+def _memory_table(facts: dict[str, Any]) -> Table:
+    table = _table("Memory, GiB by rank (without activations and KV cache)", "", "min", "mean", "max")
+    device, host = facts["memory"]["device"], facts["memory"]["host"]
+    names = {
+        "params": "parameters",
+        "grads": "gradients, float32",
+        "optimizer": "optimizer state",
+        "training": "training, together",
+        "inference": "inference weights",
+        "switch_today": "switch, today: parameters + inference weights",
+        "switch_elastic_bound": "switch, bound: the larger of both + a bucket",
+        "peak": "device peak, today",
+    }
+    for key, name in names.items():
+        table.add_row(*_spread_row(name, device[key]))
+    table.add_section()
+    table.add_row(*_spread_row("host memory while generating", host["per_rank"]))
+    table.add_row(*_spread_row("the same, by host", host["per_host"]))
+    return table
+
+
+def _fit_text(job: JobPlan, memory: dict[str, Any]) -> str:
+    verb = "fits" if job.fits_device else "[bold red]does not fit[/]"
+    text = f"The peak of {_gib(memory['device']['peak']['max'])} GiB {verb} a device of {job.cluster.device_gib:g} GiB."
+    if job.fits_host is not None:
+        verb = "fits" if job.fits_host else "[bold red]does not fit[/]"
+        largest = _gib(memory["host"]["per_host"]["max"])
+        text += f" Offloaded state of {largest} GiB {verb} a host of {job.cluster.host_gib:g} GiB."
+    return text
+
+
+def _rank_table(facts: dict[str, Any]) -> Table:
+    table = _table(f"Rank {facts['rank']}", "", "")
+    for name in ("transfers", "buckets", "peers"):
+        table.add_row(name, str(facts[name]))
+    for way in ("received", "sent"):
+        for link, nbytes in facts[way].items():
+            name = "copied on the rank" if link == Link.SELF else f"{way}, {link}"
+            table.add_row(f"{name}, GiB", _gib(nbytes))
+    table.add_row("planned in, seconds", f"{facts['planning_seconds']:.2f}")
+    return table

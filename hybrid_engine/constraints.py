@@ -1,0 +1,295 @@
+"""What makes a configuration impossible: one record for each rule, with what is wrong and what to do about it.
+
+All rules are looked at before a process group exists, and all findings are reported at once. docs/constraints.md is
+made from this table (`make docs`), and every rule has a test that breaks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from hybrid_engine.errors import Violation
+from hybrid_engine.layouts import inference, training
+from hybrid_engine.layouts.from_config import inference_parallelism, train_parallelism
+from hybrid_engine.layouts.inference import InferenceParallelism
+from hybrid_engine.layouts.parameters import head_violations
+from hybrid_engine.layouts.stages import split_violations
+from hybrid_engine.layouts.training import TrainParallelism
+from hybrid_engine.models.table import ModelTable
+
+if TYPE_CHECKING:
+    from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the rules look at."""
+
+    config: HybridConfig
+    table: ModelTable
+    world_size: int
+
+    @property
+    def actor(self) -> ActorConfig:
+        return self.config.actor_config
+
+    @property
+    def generate(self) -> GenerateConfig:
+        return self.config.generate_config
+
+    @cached_property
+    def train_sizes(self) -> TrainParallelism:
+        """The training side's sizes; parameters lie as in megatron-core's local layer spec."""
+        return train_parallelism(self.actor, self.world_size, cuts_whole_projections=True)
+
+    @cached_property
+    def infer_sizes(self) -> InferenceParallelism:
+        """The inference side's sizes, ranks in order."""
+        return inference_parallelism(self.generate, self.world_size)
+
+
+TRAIN_KEYS = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "virtual_pipeline": "virtual_pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size",
+    "num_layers_in_first_pipeline_stage": "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage": "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split": "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
+    "pipeline_layout": "pipeline_model_parallel_layout",
+    "noop_layers": "noop_layers",
+    "make_vocab_size_divisible_by": "make_vocab_size_divisible_by",
+}
+"""Attribute of `TrainParallelism` -> key of `actor_config`."""
+
+INFER_KEYS = {
+    "tensor": "infer_tensor_parallel_size",
+    "pipeline": "infer_pipeline_parallel_size",
+    "expert": "infer_expert_parallel_size",
+}
+"""Attribute of `InferenceParallelism` -> key of `generate_config`."""
+
+
+def _of_training(found: Iterable[Violation]) -> Iterator[Violation]:
+    """Findings of the layouts under the keys of the configuration."""
+    return (Violation(f"actor_config.{TRAIN_KEYS[one.key]}", one.problem, one.remedy) for one in found)
+
+
+def _of_inference(found: Iterable[Violation]) -> Iterator[Violation]:
+    return (Violation(f"generate_config.{INFER_KEYS[one.key]}", one.problem, one.remedy) for one in found)
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """One rule.
+
+    Attributes:
+        key: the configuration key that is most often to change; a finding names its own.
+        rule: what holds of a sound configuration; a sentence for the documentation.
+        find: yields what breaks it.
+        computing: concerns training's computation only; a model that just holds weights may break it.
+    """
+
+    key: str
+    rule: str
+    find: Callable[[Job], Iterator[Violation]]
+    computing: bool = False
+
+
+CONSTRAINTS: list[Constraint] = []
+
+
+def _constraint(key: str, rule: str, *, computing: bool = False) -> Callable[..., Callable[[Job], Iterator[Violation]]]:
+    def register(find: Callable[[Job], Iterator[Violation]]) -> Callable[[Job], Iterator[Violation]]:
+        CONSTRAINTS.append(Constraint(key, rule, find, computing))
+        return find
+
+    return register
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+@_constraint("model", "The training model computes everything that the config asks for.", computing=True)
+def _model_is_built(job: Job) -> Iterator[Violation]:
+    for what in job.table.not_built:
+        yield Violation("model", f"{what} is not built here", "Bring your own model")
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+@_constraint(
+    "actor_config.tensor_model_parallel_size",
+    "TP x PP x CP, and ETP x EP x PP with experts, divide the number of ranks.",
+)
+def _training_world(job: Job) -> Iterator[Violation]:
+    return _of_training(training.rank_violations(job.train_sizes, job.table))
+
+
+@_constraint(
+    "actor_config.tensor_model_parallel_size",
+    "TP divides the attention heads; it divides the key/value heads or is a multiple.",
+)
+def _training_heads(job: Job) -> Iterator[Violation]:
+    return _of_training(head_violations(job.table, job.train_sizes.tensor, "tensor"))
+
+
+@_constraint(
+    "actor_config.tensor_model_parallel_size",
+    "Every parameter divides evenly over the ranks that share it: TP, and ETP for experts.",
+)
+def _training_cuts(job: Job) -> Iterator[Violation]:
+    return _of_training(training.cut_violations_of(job.train_sizes, job.table))
+
+
+@_constraint("actor_config.expert_model_parallel_size", "EP divides the number of experts; EP and ETP are 1 without.")
+def _training_experts(job: Job) -> Iterator[Violation]:
+    return _of_training(training.expert_violations(job.train_sizes, job.table))
+
+
+@_constraint("actor_config.pipeline_model_parallel_size", "The layers can be dealt out to the stages and their chunks.")
+def _training_stages(job: Job) -> Iterator[Violation]:
+    sizes, dims = job.train_sizes, job.table.dims
+    num_layers = dims.num_layers + len(sizes.noop_layers)
+    return _of_training(split_violations(sizes.split, num_layers, dims.num_mtp_layers))
+
+
+@_constraint("actor_config.noop_layers", "Layers that do nothing have positions among all layers.")
+def _training_noops(job: Job) -> Iterator[Violation]:
+    return _of_training(training.noop_violations(job.train_sizes, job.table))
+
+
+@_constraint(
+    "actor_config.context_parallel_size",
+    "CP is 1 where this project's TrainEngine trains; Megatron's own training loop may split sequences.",
+    computing=True,
+)
+def _context_parallel(job: Job) -> Iterator[Violation]:
+    if (cp := job.actor.context_parallel_size) > 1:
+        problem = f"{cp}: sequences are not split over ranks by TrainEngine"
+        yield Violation("actor_config.context_parallel_size", problem, "Use 1, or train with Megatron's own loop")
+
+
+@_constraint("actor_config.sequence_parallel", "Sequence parallelism goes with TP above 1.")
+def _sequence_parallel(job: Job) -> Iterator[Violation]:
+    if job.actor.sequence_parallel and job.actor.tensor_model_parallel_size == 1:
+        yield Violation("actor_config.sequence_parallel", "needs tensor parallelism", "Set it to false or raise TP")
+
+
+@_constraint(
+    "actor_config.sequence_parallel",
+    "Experts are trained with TP above 1 only with sequence parallelism.",
+    computing=True,
+)
+def _sequence_parallel_of_experts(job: Job) -> Iterator[Violation]:
+    tp = job.actor.tensor_model_parallel_size
+    if job.table.dims.num_experts and tp > 1 and not job.actor.sequence_parallel:
+        problem = f"false with TP {tp}: megatron-core trains experts under tensor parallelism only with it"
+        yield Violation("actor_config.sequence_parallel", problem, "Set it to true, or TP to 1")
+
+
+@_constraint("actor_config.seq_length", "With sequence parallelism TP divides the sequence length.")
+def _sequence_length(job: Job) -> Iterator[Violation]:
+    if job.actor.sequence_parallel:
+        tp, length = job.actor.tensor_model_parallel_size, job.actor.seq_length
+        if length % tp:
+            yield Violation(
+                "actor_config.seq_length", f"{tp} does not divide the sequence length {length}", "Use a multiple"
+            )
+
+
+@_constraint("actor_config.seq_length", "Sequences are not longer than the positions that the model has learned.")
+def _learned_positions(job: Job) -> Iterator[Violation]:
+    positions = job.table.gpt.get("max_sequence_length")
+    if positions is not None and job.actor.seq_length > positions:
+        yield Violation(
+            "actor_config.seq_length",
+            f"{job.actor.seq_length}, but the model has {positions} positions",
+            f"Use at most {positions}",
+        )
+
+
+@_constraint("actor_config.overlap_param_gather", "Parameters are gathered by the distributed optimizer only.")
+def _gather_needs_distributed_optimizer(job: Job) -> Iterator[Violation]:
+    if job.actor.overlap_param_gather and not job.actor.use_distributed_optimizer:
+        problem = "parameters are gathered by the distributed optimizer only"
+        yield Violation("actor_config.overlap_param_gather", problem, "Set use_distributed_optimizer to true")
+
+
+@_constraint("actor_config.overlap_param_gather", "An overlapped gather goes with overlapped gradient reduction.")
+def _gather_needs_overlapped_reduction(job: Job) -> Iterator[Violation]:
+    if job.actor.overlap_param_gather and not job.actor.overlap_grad_reduce:
+        problem = "Megatron overlaps the gather only together with the gradient reduction"
+        yield Violation("actor_config.overlap_param_gather", problem, "Set overlap_grad_reduce to true")
+
+
+# -- inference -------------------------------------------------------------------------------------------------------
+
+
+@_constraint(
+    "generate_config.infer_tensor_parallel_size",
+    "TP x PP divides the number of ranks; EP is 1 or a multiple of TP, and EP x PP divides the number of ranks.",
+)
+def _inference_world(job: Job) -> Iterator[Violation]:
+    return _of_inference(inference.rank_violations(job.infer_sizes))
+
+
+@_constraint(
+    "generate_config.infer_tensor_parallel_size",
+    "TP divides the attention heads; it divides the key/value heads or is a multiple.",
+)
+def _inference_heads(job: Job) -> Iterator[Violation]:
+    return _of_inference(head_violations(job.table, job.infer_sizes.tensor, "tensor"))
+
+
+@_constraint(
+    "generate_config.infer_tensor_parallel_size",
+    "TP divides everything that vLLM cuts: projections, the padded vocabulary and, without EP, each expert.",
+)
+def _inference_cuts(job: Job) -> Iterator[Violation]:
+    return _of_inference(inference.cut_violations_of(job.infer_sizes, job.table))
+
+
+@_constraint("generate_config.infer_pipeline_parallel_size", "Every stage has a layer, every rank of EP an expert.")
+def _inference_counts(job: Job) -> Iterator[Violation]:
+    return _of_inference(inference.count_violations(job.infer_sizes, job.table))
+
+
+@_constraint("generate_config.infer_data_parallel_size", "TP x PP x DP is the number of ranks, where DP is given.")
+def _inference_replicas(job: Job) -> Iterator[Violation]:
+    tp, pp = job.generate.infer_tensor_parallel_size, job.generate.infer_pipeline_parallel_size
+    replicas = job.generate.infer_data_parallel_size
+    if replicas is not None and tp * pp * replicas != job.world_size:
+        yield Violation(
+            "generate_config.infer_data_parallel_size",
+            f"TP {tp} x PP {pp} x DP {replicas} is not the world size {job.world_size}",
+            "Leave it out: it is what remains of the world",
+        )
+
+
+@_constraint("generate_config.dtype", "vLLM's weights have the training weights' dtype.")
+def _dtype(job: Job) -> Iterator[Violation]:
+    if job.generate.dtype not in (None, job.actor.params_dtype):
+        yield Violation(
+            "generate_config.dtype",
+            f"{job.generate.dtype} differs from the training dtype {job.actor.params_dtype}; "
+            "casts are not supported yet",
+            "Leave it out",
+        )
+
+
+@_constraint("generate_config.lora_delivery", "Adapters are delivered by themselves where there are adapters.")
+def _lora_delivery(job: Job) -> Iterator[Violation]:
+    if job.generate.lora_delivery == "adapter" and job.actor.lora is None:
+        yield Violation(
+            "generate_config.lora_delivery",
+            "adapter, but no adapters are trained",
+            "Set actor_config.lora or leave it out",
+        )

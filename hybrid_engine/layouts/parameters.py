@@ -1,0 +1,125 @@
+"""Every parameter that a name table speaks of: which rule, which layer and expert, which tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hybrid_engine.errors import Violation
+from hybrid_engine.models.packing import GateUp, Over, Packing, Shape
+from hybrid_engine.models.table import DECODER_LAYER, MTP_LAYER, ModelTable, Rule
+
+
+class Location(StrEnum):
+    """The part of a model that a parameter is in, by the beginning of Megatron's name."""
+
+    EMBEDDING = "embedding."
+    DECODER = DECODER_LAYER
+    MTP = MTP_LAYER
+    FINAL_NORM = "decoder.final_layernorm."
+    HEAD = "output_layer."
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of the whole model.
+
+    Attributes:
+        rule: its rule's index in the table.
+        packing: how it is packed.
+        location: part of the model.
+        name: Megatron's, as a pattern.
+        indices: `layer` and `expert`, global, where the name has them.
+        tensors: canonical tensors that it packs; all are in the table.
+    """
+
+    rule: int
+    packing: Packing
+    location: Location
+    name: str
+    indices: Mapping[str, int]
+    tensors: tuple[str, ...]
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether it belongs to one of the routed experts."""
+        return "expert" in self.indices
+
+
+def parameters_of(table: ModelTable) -> Iterator[Parameter]:
+    """All parameters, each once; one that is on several stages (a tied head, an embedding) once for each location.
+
+    Raises ValueError for a rule whose names begin with no known location.
+    """
+    dims = table.dims
+    layers = {
+        Location.DECODER: range(dims.num_layers),
+        Location.MTP: range(dims.num_layers, dims.num_layers + dims.num_mtp_layers),
+    }
+    for number, rule in enumerate(table.rules):
+        patterns = rule.packing.tensors()
+        for location, name in _locations_of(rule).items():
+            has_experts = "{expert}" in name
+            for layer in layers.get(location, (None,)):
+                for expert in range(dims.num_experts) if has_experts else (None,):
+                    numbers = (("layer", layer), ("expert", expert))
+                    indices = {key: value for key, value in numbers if value is not None}
+                    tensors = tuple(pattern.format(**indices) for pattern in patterns)
+                    if any(tensor in table.shapes for tensor in tensors):
+                        yield Parameter(number, rule.packing, location, name, indices, tensors)
+
+
+def packed_size(packing: Packing, shapes: Mapping[str, Shape], tensors: tuple[str, ...]) -> int:
+    """Length of the whole parameter along the packed dim, without padding."""
+    return sum(shapes[tensor][packing.dim] for tensor in tensors)
+
+
+def cut_violations(
+    table: ModelTable, sizes: Mapping[Over, int], keys: Mapping[Over, str], is_even: Callable[[Parameter], bool]
+) -> Iterator[Violation]:
+    """Parameters that do not divide evenly.
+
+    Args:
+        sizes: number of parts by the group that cuts.
+        keys: the setting that has this number.
+        is_even: whether a parameter is cut evenly at all.
+
+    One finding for each rule and size, naming its first tensor.
+    """
+    seen: set[tuple[int, int]] = set()
+    for parameter in parameters_of(table):
+        packing, parts = parameter.packing, sizes[parameter.packing.over]
+        size = packed_size(packing, table.shapes, parameter.tensors)
+        if parts == 1 or (parameter.rule, size) in seen or not is_even(parameter):
+            continue
+        seen.add((parameter.rule, size))
+        units = size // 2 if isinstance(packing, GateUp) else size
+        if units % parts:
+            yield Violation(
+                keys[packing.over],
+                f"{parts} does not divide the {units} indices of {parameter.tensors[0]}",
+                f"Use a divisor of {units}",
+            )
+
+
+def head_violations(table: ModelTable, tensor: int, key: str) -> Iterator[Violation]:
+    """Attention heads that tensor parallel ranks cannot share."""
+    dims = table.dims
+    if dims.num_heads % tensor:
+        problem = f"{tensor} does not divide the number of attention heads {dims.num_heads}"
+        yield Violation(key, problem, f"Use a divisor of {dims.num_heads}")
+    if dims.num_kv_heads != dims.num_heads and dims.num_kv_heads % tensor and tensor % dims.num_kv_heads:
+        problem = f"{tensor} neither divides nor is a multiple of the {dims.num_kv_heads} key/value heads"
+        yield Violation(key, problem, "Choose a size that is one or the other")
+
+
+def _locations_of(rule: Rule) -> dict[Location, str]:
+    """The parts of the model that a rule speaks of, each with one of its names (they differ by layer spec)."""
+    found: dict[Location, str] = {}
+    for name in rule.names:
+        location = next((location for location in Location if name.startswith(location)), None)
+        if location is None:
+            raise ValueError(f"{name}: begins with none of {', '.join(Location)}, so it is on no known stage")
+        found.setdefault(location, name)
+    return found

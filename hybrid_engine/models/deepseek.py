@@ -1,0 +1,272 @@
+"""DeepSeek-V2 and DeepSeek-V3: latent attention (MLA), shared and routed experts, multi-token prediction.
+
+Queries come straight from the hidden state or through a small latent vector (`q_lora_rank`); keys and values always
+through one, with the rotary part of the key beside it. Megatron rotates the pairs (0, 1), (2, 3), ... of a rotary head
+as the checkpoint means them, so no rows are permuted. Its local layer spec cuts the projections to the latent vectors
+by rows, Transformer Engine's gives every rank all of them.
+
+A checkpoint numbers the layers for multi-token prediction on after the decoder's, repeats embedding and head in them,
+and vLLM's model does not read them.
+
+Sources: `transformers` models deepseek_v2 and deepseek_v3; Megatron-LM `transformer/multi_latent_attention.py`,
+`transformer/multi_token_prediction.py`; arXiv:2405.04434 and 2412.19437.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hybrid_engine.models.blocks import (
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    Shapes,
+    mlp_rules,
+    mlp_shapes,
+    model_shapes,
+    norm_rules,
+    norm_shapes,
+    outer_rules,
+    output_rules,
+)
+from hybrid_engine.models.extras import Extras, rope_parameters
+from hybrid_engine.models.moe import Experts, expert_rules, expert_settings, expert_shapes, num_experts
+from hybrid_engine.models.packing import Replicated, Split
+from hybrid_engine.models.table import MTP_LAYER, ModelDims, ModelTable, Rule, Serving, in_layer
+
+Config = Mapping[str, Any]
+
+
+def deepseek_v2(config: Config) -> ModelTable:
+    """DeepSeek-V2 and V2-Lite: softmax over all experts, groups ranked by their best expert."""
+    routing = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
+    method = config.get("topk_method", "greedy")
+    groups = config["n_group"] if method == "group_limited_greedy" else 1
+    not_built = [] if method in ("greedy", "group_limited_greedy") else [f"topk_method {method!r}"]
+    if config.get("norm_topk_prob"):
+        not_built.append("norm_topk_prob true, which implementations of DeepSeek-V2 read differently")
+    return _table(config, _experts(config), routing, groups, 1, not_built)
+
+
+def deepseek_v3(config: Config) -> ModelTable:
+    """DeepSeek-V3 and R1: sigmoid scores, a bias that only chooses, groups ranked by their two best experts."""
+    routing = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    not_built = [] if config.get("norm_topk_prob", True) else ["norm_topk_prob false with sigmoid scores"]
+    if not config.get("rope_interleave", True):
+        not_built.append("rope_interleave false")
+    experts = _experts(config, bias="gate.e_score_correction_bias")
+    return _table(config, experts, routing, config.get("n_group") or 1, 2, not_built)
+
+
+def _experts(config: Config, bias: str | None = None) -> Experts:
+    return Experts(
+        num_experts(config),
+        config["moe_intermediate_size"],
+        config["num_experts_per_tok"],
+        bias=bias,
+        shared_width=config["moe_intermediate_size"] * (config.get("n_shared_experts") or 0),
+    )
+
+
+def _table(
+    config: Config,
+    experts: Experts,
+    routing: Mapping[str, Any],
+    num_groups: int,
+    experts_per_group_score: int,
+    not_built: list[str],
+) -> ModelTable:
+    sparse = _sparse_layers(config)
+    dims = _dims(config, experts, sparse)
+    mtp_layers = range(dims.num_layers, dims.num_layers + dims.num_mtp_layers)
+    if num_groups > 1:
+        routing = {**routing, "moe_router_num_groups": num_groups, "moe_router_group_topk": config["topk_group"]}
+    scores = experts_per_group_score if num_groups > 1 else None
+    return ModelTable(
+        dims=dims,
+        rules=(
+            *outer_rules(dims),
+            *norm_rules(),
+            *_attention_rules(),
+            *mlp_rules(),
+            *expert_rules(experts),
+            *_mtp_rules(),
+        ),
+        shapes=_shapes(config, dims, experts, sparse),
+        transformer={
+            **_transformer(config, dims),
+            **expert_settings(experts, sparse),
+            **routing,
+            "moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 1.0),
+        },
+        gpt={"position_embedding_type": "rope"},
+        extras=Extras(experts_per_group_score=scores),
+        copies={name: tensor for layer in mtp_layers for name, tensor in _mtp_copies(layer, dims).items()},
+        unserved=tuple(LAYER.format(layer=layer) for layer in mtp_layers),
+        serving=Serving(whole_shared_experts=True),
+        dtypes=_bias_dtypes(experts, sparse, mtp_layers),
+        not_built=(*not_built, *_not_built(config)),
+    )
+
+
+def _sparse_layers(config: Config) -> list[bool]:
+    first, step = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
+    return [layer >= first and layer % step == 0 for layer in range(config["num_hidden_layers"])]
+
+
+def _dims(config: Config, experts: Experts, sparse: list[bool]) -> ModelDims:
+    """Every head has its own keys and values, made from the latent vector; `head_dim` is a query's."""
+    return ModelDims(
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        ffn_hidden_size=0 if all(sparse) else config["intermediate_size"],
+        vocab_size=config["vocab_size"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config["num_attention_heads"],
+        head_dim=config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        num_experts=experts.num,
+        moe_ffn_hidden_size=experts.width,
+        num_mtp_layers=config.get("num_nextn_predict_layers") or 0,
+    )
+
+
+def _attention_rules() -> tuple[Rule, ...]:
+    attention = LAYER + "self_attn."
+
+    def split(parameter: str, tensor: str, may_be_whole: bool = False) -> Rule:
+        names = in_layer(f"self_attention.{parameter}.weight")
+        return Rule(names, Split(f"{attention}{tensor}.weight", dim=0, may_be_whole=may_be_whole))
+
+    def norm(tensor: str, *parameters: str) -> Rule:
+        names = (f"self_attention.{parameter}" for parameter in parameters)
+        return Rule(in_layer(*names), Replicated(f"{attention}{tensor}.weight"))
+
+    return (
+        split("linear_q_proj", "q_proj"),
+        split("linear_q_down_proj", "q_a_proj", may_be_whole=True),
+        norm("q_a_layernorm", "q_layernorm.weight", "linear_q_up_proj.layer_norm_weight"),
+        split("linear_q_up_proj", "q_b_proj"),
+        split("linear_kv_down_proj", "kv_a_proj_with_mqa", may_be_whole=True),
+        norm("kv_a_layernorm", "kv_layernorm.weight", "linear_kv_up_proj.layer_norm_weight"),
+        split("linear_kv_up_proj", "kv_b_proj"),
+        *output_rules(),
+    )
+
+
+def _mtp_rules() -> tuple[Rule, ...]:
+    """What a layer for multi-token prediction has around its transformer layer."""
+    norms = {"enorm": "enorm", "hnorm": "hnorm", "final_layernorm": "shared_head.norm"}
+    return (
+        *(
+            Rule((f"{MTP_LAYER}{parameter}.weight",), Replicated(f"{LAYER}{tensor}.weight"))
+            for parameter, tensor in norms.items()
+        ),
+        Rule((MTP_LAYER + "eh_proj.weight",), Split(LAYER + "eh_proj.weight", dim=0)),
+    )
+
+
+def _mtp_copies(layer: int, dims: ModelDims) -> dict[str, str]:
+    """The embedding and the head, which a checkpoint repeats in every layer for multi-token prediction."""
+    prefix = LAYER.format(layer=layer)
+    return {
+        prefix + "embed_tokens.weight": EMBEDDING,
+        prefix + "shared_head.head.weight": EMBEDDING if dims.tied_embeddings else HEAD,
+    }
+
+
+def _shapes(config: Config, dims: ModelDims, experts: Experts, sparse: list[bool]) -> Shapes:
+    hidden = dims.hidden_size
+    common = {**_attention_shapes(config, dims), **norm_shapes(hidden)}
+    dense_mlp, sparse_mlp = mlp_shapes(hidden, config["intermediate_size"]), expert_shapes(experts, hidden)
+    shapes = model_shapes(dims, lambda layer: {**common, **(sparse_mlp if sparse[layer] else dense_mlp)})
+    around = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden)}
+    mtp_layer = {**common, **sparse_mlp, **around, "shared_head.norm.weight": (hidden,)}
+    for layer in range(dims.num_layers, dims.num_layers + dims.num_mtp_layers):
+        shapes |= {LAYER.format(layer=layer) + name: shape for name, shape in mtp_layer.items()}
+    return shapes
+
+
+def _attention_shapes(config: Config, dims: ModelDims) -> Shapes:
+    hidden, heads, query_rows = dims.hidden_size, dims.num_heads, dims.num_heads * dims.head_dim
+    q_rank, kv_rank = config.get("q_lora_rank"), config["kv_lora_rank"]
+    query: Shapes = {"q_proj.weight": (query_rows, hidden)}
+    if q_rank is not None:
+        query = {"q_a_proj.weight": (q_rank, hidden), "q_a_layernorm.weight": (q_rank,)}
+        query["q_b_proj.weight"] = (query_rows, q_rank)
+    shapes = {
+        **query,
+        "kv_a_proj_with_mqa.weight": (kv_rank + config["qk_rope_head_dim"], hidden),
+        "kv_a_layernorm.weight": (kv_rank,),
+        "kv_b_proj.weight": (heads * (config["qk_nope_head_dim"] + config["v_head_dim"]), kv_rank),
+        "o_proj.weight": (hidden, heads * config["v_head_dim"]),
+    }
+    return {f"self_attn.{name}": shape for name, shape in shapes.items()}
+
+
+def _bias_dtypes(experts: Experts, sparse: list[bool], mtp_layers: range) -> dict[str, str]:
+    """The routers' biases are float32 whatever the weights are."""
+    if not experts.bias:
+        return {}
+    layers = [layer for layer, has_experts in enumerate(sparse) if has_experts] + list(mtp_layers)
+    return {LAYER.format(layer=layer) + experts.block + experts.bias: "float32" for layer in layers}
+
+
+def _transformer(config: Config, dims: ModelDims) -> dict[str, Any]:
+    """What the architecture determines of MLATransformerConfig (see `ModelTable.transformer`).
+
+    All norms get the config's epsilon, as in vLLM; transformers' norms of latent vectors always have 1e-6.
+    """
+    return {
+        "multi_latent_attention": True,
+        "num_layers": dims.num_layers,
+        "hidden_size": dims.hidden_size,
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": dims.num_heads,
+        "kv_channels": config["v_head_dim"],
+        "q_lora_rank": config.get("q_lora_rank"),
+        "kv_lora_rank": config["kv_lora_rank"],
+        "qk_head_dim": config["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
+        "v_head_dim": config["v_head_dim"],
+        **_rotary(config),
+        "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": "silu",
+        "add_bias_linear": False,
+        "qk_layernorm": True,
+    }
+
+
+def _rotary(config: Config) -> dict[str, Any]:
+    """Rotary settings; DeepSeek stretches long contexts by YaRN (arXiv:2309.00071)."""
+    rope = rope_parameters(config)
+    base = {"rotary_base": rope.get("rope_theta") or 10000.0}
+    if rope["rope_type"] != "yarn":
+        return {"rope_type": "rope", **base}
+    return {
+        "rope_type": "yarn",
+        **base,
+        "rotary_scaling_factor": rope["factor"],
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+        "mscale": rope.get("mscale") or 1.0,
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
+    }
+
+
+def _not_built(config: Config) -> Iterator[str]:
+    rope = rope_parameters(config)
+    if rope["rope_type"] not in ("default", "yarn"):
+        yield f"rotary scaling of type {rope['rope_type']!r}"
+    if bool(rope.get("mscale")) != bool(rope.get("mscale_all_dim")):
+        yield "YaRN with only one of mscale and mscale_all_dim"
+    if rope.get("attention_factor") is not None or not rope.get("truncate", True):
+        yield "YaRN with attention_factor or without truncate"
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        yield "biases in attention or MLP"
+    if config.get("hidden_act", "silu") != "silu":
+        yield f"hidden_act {config['hidden_act']!r}"

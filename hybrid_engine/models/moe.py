@@ -1,0 +1,190 @@
+"""Models with experts: Qwen2-MoE, Qwen3-MoE, Mixtral, and what the tables of other families with experts use.
+
+A checkpoint has one tensor per expert (transformers 5 joins them in memory only). Megatron numbers the experts of a
+rank from 0 where each is an MLP of its own (SequentialMLP) and where Transformer Engine groups them (TEGroupedMLP:
+one parameter per expert, the number at the end); the adaptor gives global numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hybrid_engine.models.blocks import (
+    LAYER,
+    PROJECTIONS,
+    Shapes,
+    mlp_rules,
+    mlp_shapes,
+    model_shapes,
+)
+from hybrid_engine.models.extras import Extras
+from hybrid_engine.models.llama import Traits, family_table, layer_shapes, qwen_windows
+from hybrid_engine.models.packing import Over, Replicated
+from hybrid_engine.models.table import ModelTable, Rule, Serving, in_layer
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a layer and what they are called.
+
+    Attributes:
+        num, width: routed experts, and the intermediate size of one.
+        top_k: experts per token.
+        block: prefix in a layer of the checkpoint; `projections`: gate, up and down of an expert.
+        bias: name below `block` of the bias by which experts are chosen, if there is one.
+        shared, shared_width: name below `block` and intermediate size of the expert that sees every token; 0 without.
+        shared_gate: name below `block` of the shared expert's gate, if it has one.
+    """
+
+    num: int
+    width: int
+    top_k: int
+    block: str = "mlp."
+    projections: tuple[str, str, str] = PROJECTIONS
+    bias: str | None = None
+    shared: str = "shared_experts."
+    shared_width: int = 0
+    shared_gate: str | None = None
+
+
+def qwen3_moe(config: Mapping[str, Any]) -> ModelTable:
+    """Qwen3 with experts: attention as in the dense model."""
+    attention_bias = bool(config.get("attention_bias", False))
+    traits = Traits(qkv_bias=attention_bias, output_bias=attention_bias, qk_norm=True)
+    experts = Experts(num_experts(config), config["moe_intermediate_size"], config["num_experts_per_tok"])
+    return _qwen_table(config, traits, experts)
+
+
+def qwen2_moe(config: Mapping[str, Any]) -> ModelTable:
+    """Qwen1.5 and Qwen2 with experts, one of them shared and gated."""
+    experts = Experts(
+        num_experts(config),
+        config["moe_intermediate_size"],
+        config["num_experts_per_tok"],
+        shared="shared_expert.",
+        shared_width=config["shared_expert_intermediate_size"],
+        shared_gate="shared_expert_gate.weight",
+    )
+    traits = Traits(qkv_bias=bool(config.get("qkv_bias", True)))
+    return _qwen_table(config, traits, experts)
+
+
+def mixtral(config: Mapping[str, Any]) -> ModelTable:
+    """Mixtral: experts in every layer, each as wide as the model's MLP would be."""
+    experts = Experts(
+        config["num_local_experts"],
+        config["intermediate_size"],
+        config["num_experts_per_tok"],
+        block="block_sparse_moe.",
+        projections=("w1", "w3", "w2"),
+    )
+    num_layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    extras = Extras(windows=(window,) * num_layers) if window else Extras()
+    return with_experts(family_table(config, Traits(), extras), Traits(), experts, [True] * num_layers, normalized=True)
+
+
+def num_experts(config: Mapping[str, Any]) -> int:
+    """Routed experts, by the names that transformers 4 and 5 write."""
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if config.get(name) is not None:
+            return config[name]
+    raise KeyError("num_experts")
+
+
+def _qwen_table(config: Mapping[str, Any], traits: Traits, experts: Experts) -> ModelTable:
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    sparse = [(layer + 1) % step == 0 and layer not in dense for layer in range(config["num_hidden_layers"])]
+    table = family_table(config, traits, Extras(windows=qwen_windows(config)))
+    return with_experts(table, traits, experts, sparse, normalized=bool(config.get("norm_topk_prob", False)))
+
+
+def with_experts(
+    dense: ModelTable, traits: Traits, experts: Experts, sparse: Sequence[bool], *, normalized: bool
+) -> ModelTable:
+    """The table of a Llama-like model in which the layers marked in `sparse` have experts in place of the MLP.
+
+    Args:
+        dense: the model with an MLP in every layer; `traits`: what it was made with.
+        normalized: the probabilities of a token's experts sum to 1; else they are what the softmax over all gave.
+    """
+    dims = replace(
+        dense.dims,
+        ffn_hidden_size=0 if all(sparse) else dense.dims.ffn_hidden_size,
+        num_experts=experts.num,
+        moe_ffn_hidden_size=experts.width,
+    )
+
+    sparse_mlp = expert_shapes(experts, dims.hidden_size)
+    return replace(
+        dense,
+        dims=dims,
+        rules=(*dense.rules, *expert_rules(experts)),
+        shapes=model_shapes(dims, lambda layer: layer_shapes(dims, traits, sparse_mlp if sparse[layer] else None)),
+        transformer={
+            **dense.transformer,
+            **expert_settings(experts, sparse),
+            "moe_router_pre_softmax": not normalized,
+        },
+        serving=Serving(ends_on_every_stage=True),
+        not_built=(*dense.not_built, *_not_built(experts, normalized)),
+    )
+
+
+def _not_built(experts: Experts, normalized: bool) -> Iterator[str]:
+    if experts.top_k == 1 and normalized:
+        yield "one expert per token with probability 1, which trains no router"
+
+
+def expert_rules(experts: Experts) -> tuple[Rule, ...]:
+    """Router, routed experts, shared expert."""
+    block = LAYER + experts.block
+    local = "mlp.experts.local_experts.{expert}."
+    rules = [
+        Rule(in_layer("mlp.router.weight"), Replicated(block + "gate.weight")),
+        *mlp_rules(
+            (local + "linear_fc1.{kind}", "mlp.experts.linear_fc1.{kind}{expert}"),
+            (local + "linear_fc2.{kind}", "mlp.experts.linear_fc2.{kind}{expert}"),
+            block + "experts.{expert}.",
+            experts.projections,
+            Over.EXPERT_TENSOR,
+        ),
+    ]
+    if experts.bias:
+        rules.append(Rule(in_layer("mlp.router.expert_bias"), Replicated(block + experts.bias)))
+    if experts.shared_width:
+        fc1, fc2 = ((f"mlp.shared_experts.linear_fc{number}.{{kind}}",) for number in (1, 2))
+        rules.extend(mlp_rules(fc1, fc2, block + experts.shared))
+    if experts.shared_gate:
+        rules.append(Rule(in_layer("mlp.shared_experts.gate_weight"), Replicated(block + experts.shared_gate)))
+    return tuple(rules)
+
+
+def expert_shapes(experts: Experts, hidden: int) -> Shapes:
+    """Of one layer, without the layer's prefix."""
+    block = experts.block
+    shapes: Shapes = {block + "gate.weight": (experts.num, hidden)}
+    if experts.bias:
+        shapes[block + experts.bias] = (experts.num,)
+    for expert in range(experts.num):
+        shapes |= mlp_shapes(hidden, experts.width, f"{block}experts.{expert}.", experts.projections)
+    if experts.shared_width:
+        shapes |= mlp_shapes(hidden, experts.shared_width, block + experts.shared)
+    if experts.shared_gate:
+        shapes[block + experts.shared_gate] = (1, hidden)
+    return shapes
+
+
+def expert_settings(experts: Experts, sparse: Sequence[bool]) -> dict[str, Any]:
+    """What experts determine of TransformerConfig. The router computes in fp32, whatever the weights are."""
+    return {
+        "num_moe_experts": experts.num,
+        "moe_ffn_hidden_size": experts.width,
+        "moe_layer_freq": [int(has_experts) for has_experts in sparse],
+        "moe_router_topk": experts.top_k,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_shared_expert_intermediate_size": experts.shared_width or None,
+        "moe_shared_expert_gate": experts.shared_gate is not None,
+    }

@@ -1,0 +1,132 @@
+"""Adapters and frozen weights on the training side, on real ranks; switches with them are in the matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine.config import ActorConfig
+from hybrid_engine.errors import ModelError
+from tests.hybrid_engine.tiny_models import (
+    DENSE_FLOAT32,
+    load_canonical,
+    negative_log_likelihood,
+    running,
+    save_model,
+    token_batch,
+)
+from tests.launch import launch
+
+pytestmark = pytest.mark.engines
+
+LORA = {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"lr": 1e-2}}
+TP2 = {"tensor_model_parallel_size": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": TP2,
+    "tp2 sequence parallel": {**TP2, "sequence_parallel": True},
+    "tp2 replicated": {**TP2, "use_distributed_optimizer": False},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
+
+
+def train_adapters(path: Path) -> dict[str, Any]:
+    """Three steps in every layout: losses, what changed, and how far the merged model is from the adapted one."""
+    results = {}
+    for name, layout in LAYOUTS.items():
+        with running(path, ActorConfig(**{**DENSE_FLOAT32, **LORA, **layout})) as run:
+            load_canonical(run, path)
+            _start_alike(run)
+            results[name] = _train(run)
+    return results
+
+
+def _start_alike(run: Any) -> None:
+    """The same matrices A in every layout; else they depend on how much each layout drew before."""
+    from megatron.core import parallel_state
+
+    for name, parameter in run.engine.weights.named_parameters():
+        if not name.endswith(".adapter.linear_in.weight"):
+            continue
+        rows, columns = parameter.shape
+        is_cut = parameter.tensor_model_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        whole = 0.3 * torch.randn(rows, columns * (2 if is_cut else 1), generator=generator)
+        part = parallel_state.get_tensor_model_parallel_rank() if is_cut else 0
+        parameter.data.copy_(whole[:, part * columns : (part + 1) * columns])
+    run.engine.take_up_weights()
+
+
+def _train(run: Any) -> dict[str, Any]:
+    weights = run.engine.weights
+    before = {name: parameter.detach().clone() for name, parameter in weights.named_parameters()}
+    batch = token_batch(0, 4, 12)
+    losses = [run.engine.train_step(batch, negative_log_likelihood)["loss"] for _ in range(3)]
+    weights.prepare()
+    changed = {
+        name for name, parameter in weights.named_parameters() if not torch.equal(before[name], parameter.detach())
+    }
+    tokens = batch["tokens"]
+    adapted = run.engine.logits(tokens)
+    sums = dict(weights.published_weights())
+    with torch.no_grad():
+        for name, parameter in weights.named_parameters():
+            if name.endswith(".adapter.linear_out.weight"):
+                parameter.zero_()
+        for name, weight in weights.named_weights():
+            weight.copy_(sums[name])
+    return {
+        "losses": losses,
+        "changed": changed,
+        "adapters": {name for name in before if ".adapter." in name},
+        "frozen": {name: name not in changed for name in before},
+        "from merged": float((run.engine.logits(tokens) - adapted).abs().max()),
+    }
+
+
+def test_adapters_train_and_are_merged(tmp_path: Path) -> None:
+    """Every layout trains as one rank's does, touches nothing but adapters, and its merged weights compute the same."""
+    path = save_model(tmp_path / "model", "qwen3")
+    results = launch(train_adapters, 2, path)
+    expected = results[0]["dp2"]["losses"]
+    for result in results:
+        for name, seen in result.items():
+            assert seen["losses"][0] > seen["losses"][-1]
+            assert seen["losses"] == pytest.approx(expected, abs=1e-5), name
+            assert seen["adapters"] and seen["changed"] == seen["adapters"], name
+            assert seen["from merged"] < 1e-4, name
+
+
+def freeze_and_fail(path: Path) -> tuple[Mapping[str, bool], list[str]]:
+    """Which parameters a step leaves as they are; messages for what cannot be frozen or adapted."""
+    frozen = {"frozen_parameters": ["embedding.*", "decoder.layers.1.*"], "optimizer": {"lr": 1e-2}}
+    with running(path, ActorConfig(**{**DENSE_FLOAT32, **frozen})) as run:
+        kept = {name: not parameter.requires_grad for name, parameter in run.engine.weights.named_parameters()}
+        before = {name: parameter.detach().clone() for name, parameter in run.engine.weights.named_parameters()}
+        run.engine.train_step(token_batch(0, 4, 12), negative_log_likelihood)
+        for name, parameter in run.engine.weights.named_parameters():
+            assert torch.equal(before[name], parameter.detach()) == kept[name], name
+    messages = []
+    for wrong in (
+        {"frozen_parameters": ["decoder.layer.*"]},
+        {"lora": {"target_modules": ["input_layernorm"]}},
+    ):
+        with pytest.raises(ModelError) as caught, running(path, ActorConfig(**{**DENSE_FLOAT32, **wrong})):
+            pass
+        messages.append(str(caught.value))
+    return kept, messages
+
+
+def test_frozen_parameters_and_wrong_names(tmp_path: Path) -> None:
+    path = save_model(tmp_path / "model", "qwen3")
+    ((kept, messages),) = launch(freeze_and_fail, 1, path)
+    assert {name for name, is_kept in kept.items() if is_kept} == {
+        name for name in kept if name.startswith(("embedding.", "decoder.layers.1."))
+    }
+    assert not all(kept.values())
+    assert "no parameter is called decoder.layer.*" in messages[0]
+    assert "input_layernorm" in messages[1] and "lora.target_modules" in messages[1]
