@@ -1,18 +1,21 @@
-"""The command line: `python -m hybrid_engine plan …`.
+"""The command line: `python -m hybrid_engine plan …` and `python -m hybrid_engine verify …`.
 
-Exit status 0 when the command did what it was asked, 2 when the request is impossible; then every reason is printed,
-and nothing was started.
+Exit status 0 when the command did what it was asked and found nothing wrong, 1 when `verify` found a difference, 2 when
+the request is impossible; then every reason is printed, and nothing was started.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import resource
+import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -25,6 +28,9 @@ from hybrid_engine.layouts.page import page_of
 from hybrid_engine.layouts.sizes import parse_job
 from hybrid_engine.planning.layout import DTYPE_NBYTES
 from hybrid_engine.planning.plan import Link
+
+if TYPE_CHECKING:
+    from hybrid_engine.verify import Verdict
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -97,6 +103,71 @@ def plan(
         typer.echo(json.dumps(facts, indent=2))
     else:
         _print(job, facts)
+
+
+@app.command()
+def verify(
+    model: Annotated[Path, typer.Option(help="Directory with a Hugging Face config.json; weights are not needed.")],
+    train: Annotated[str, typer.Option(help="Training sizes, as for plan. For example tp=2,pp=2.")],
+    infer: Annotated[str, typer.Option(help="Inference sizes, as for plan. For example tp=2.")],
+    layers: Annotated[int, typer.Option(help="Decoder layers of the small model.")] = 4,
+    nproc: Annotated[int | None, typer.Option(help="Processes; default: as many ranks as the sizes make.")] = None,
+    order: Annotated[Order, typer.Option(help="Which rank takes which inference position.")] = Order.AUTO,
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+) -> None:
+    """Switch a small model of the same architecture between two layouts, with both real engines, and compare.
+
+    Random weights; three switches with changing weights. Every vLLM parameter must be bitwise what vLLM itself loads,
+    and Megatron and vLLM must compute the log-probabilities that transformers computes.
+    """
+    from hybrid_engine.verify import case_of, run_cases
+
+    found: list[Violation] = []
+    if layers < 1:
+        found.append(Violation("--layers", f"{layers} is no number of layers", "Use 1 or more"))
+    table, _ = _collect(found, read_table, model) or (None, {})
+    train = train if nproc is None or "dp=" in train + infer else f"{train},dp={_replicas(train, nproc)}"
+    sizes = _collect(found, parse_job, train, infer, table)
+    if found or sizes is None:
+        _refuse(found)
+    world_size = sizes[0].world_size
+    if nproc is not None and nproc != world_size:
+        problem = f"{nproc} processes, but the sizes make {world_size} ranks"
+        _refuse([Violation("--nproc", problem, "Leave it out, or leave dp out")])
+    with tempfile.TemporaryDirectory(prefix="verify-") as directory:
+        case = case_of(f"{train} to {infer}", model, Path(directory), *sizes, layers, order.value, dtype)
+        _collect(found, case.config, world_size)
+        if found:
+            _refuse(found)
+        (verdict,) = run_cases([case], world_size)
+    if as_json:
+        typer.echo(json.dumps({**asdict(verdict), "faults": verdict.faults}, indent=2))
+    else:
+        Console().print(_verdict_table(verdict))
+        for line in (*verdict.remarks, *verdict.faults):
+            typer.echo(line)
+    raise typer.Exit(1 if verdict.faults else 0)
+
+
+def _replicas(train: str, nproc: int) -> int:
+    """Data parallel replicas that are left when `nproc` ranks take these sizes; 1 where they do not divide."""
+    sizes = dict(part.split("=", 1) for part in train.replace(" ", "").split(",") if "=" in part)
+    numbers = [int(sizes.get(key, 1)) for key in ("tp", "pp", "cp") if str(sizes.get(key, 1)).isdigit()]
+    return max(1, nproc // max(1, math.prod(numbers)))
+
+
+def _verdict_table(verdict: Verdict) -> Table:
+    table = _table(f"{'Not the same' if verdict.faults else 'The same'}: {verdict.name}", "", "")
+    table.add_row("vLLM parameters compared, all switches and ranks", str(verdict.num_parameters))
+    table.add_row("of them not the bits that vLLM loads itself", str(len(verdict.different)))
+    table.add_row("switches with changed weights", str(verdict.num_versions))
+    for name, difference in (("Megatron", verdict.megatron), ("vLLM", verdict.vllm)):
+        text = "not computed" if difference is None else f"{difference:.1e}"
+        table.add_row(f"log-probabilities, {name}, largest difference from transformers", text)
+    table.add_row("bytes received, least possible", f"{verdict.bytes_received}, {verdict.bytes_least}")
+    table.add_row("seconds", f"{verdict.seconds:.1f}")
+    return table
 
 
 def _option_violations(

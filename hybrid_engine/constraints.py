@@ -18,6 +18,7 @@ from hybrid_engine.layouts.inference import InferenceParallelism
 from hybrid_engine.layouts.parameters import head_violations
 from hybrid_engine.layouts.stages import split_violations
 from hybrid_engine.layouts.training import TrainParallelism
+from hybrid_engine.models.lora import VLLM_LORA_RANKS
 from hybrid_engine.models.table import ModelTable
 
 if TYPE_CHECKING:
@@ -152,6 +153,18 @@ def _training_cuts(job: Job) -> Iterator[Violation]:
 @_constraint("actor_config.expert_model_parallel_size", "EP divides the number of experts; EP and ETP are 1 without.")
 def _training_experts(job: Job) -> Iterator[Violation]:
     return _of_training(training.expert_violations(job.train_sizes, job.table))
+
+
+@_constraint(
+    "actor_config.expert_tensor_parallel_size",
+    "ETP is TP where EP is 1: megatron-core 0.16.1 would sum the experts' gradients over other ranks.",
+    computing=True,
+)
+def _expert_tensor_alone(job: Job) -> Iterator[Violation]:
+    sizes = job.train_sizes
+    if job.table.dims.num_experts and sizes.expert == 1 and sizes.expert_cut != sizes.tensor:
+        problem = f"{sizes.expert_cut} with TP {sizes.tensor} and EP 1: replicas of experts would drift apart"
+        yield Violation("actor_config.expert_tensor_parallel_size", problem, "Leave it out, or raise EP")
 
 
 @_constraint("actor_config.pipeline_model_parallel_size", "The layers can be dealt out to the stages and their chunks.")
@@ -293,3 +306,13 @@ def _lora_delivery(job: Job) -> Iterator[Violation]:
             "adapter, but no adapters are trained",
             "Set actor_config.lora or leave it out",
         )
+
+
+@_constraint(
+    "generate_config.lora_delivery", "vLLM has room for the rank of adapters that are delivered by themselves."
+)
+def _lora_rank(job: Job) -> Iterator[Violation]:
+    lora = job.actor.lora
+    if job.generate.lora_delivery == "adapter" and lora is not None and lora.rank > VLLM_LORA_RANKS[-1]:
+        problem = f"adapter, but rank {lora.rank} is above vLLM's {VLLM_LORA_RANKS[-1]}"
+        yield Violation("generate_config.lora_delivery", problem, "Use a smaller rank or merge")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from hybrid_engine.agreement import Agreement
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.sharding_manager import ReshardReport, ShardingManager, State
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class HybridEngine:
         config: the checked configuration.
         offloader: of the training engine's state; made here when there is none.
         agreement: of all ranks; made here when there is none.
+        weights: what is written at a switch; default: the inference engine's weights alone.
 
     All methods are collective. Example, as an RL loop uses it:
 
@@ -43,12 +45,13 @@ class HybridEngine:
         config: HybridConfig,
         offloader: MegatronOffloader | None = None,
         agreement: Agreement | None = None,
+        weights: InferenceWeights | None = None,
     ) -> None:
         self.train = train
         self.inference = inference
         self.sharding = ShardingManager(
             training=train.weights,
-            inference=inference.adaptor,
+            inference=weights or inference.adaptor,
             caches=inference,
             offloader=offloader or MegatronOffloader(train.offload_items),
             version=lambda: train.version,

@@ -29,7 +29,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.config import HybridConfig, find_violations, load_config
+from hybrid_engine.constraints import INFER_KEYS, TRAIN_KEYS
 from hybrid_engine.errors import ReshardError, StateError
+from hybrid_engine.layouts.inference import InferenceParallelism
+from hybrid_engine.layouts.training import TrainParallelism
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.reference import Reference
@@ -48,6 +51,8 @@ LOGITS_ATOL = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
 
 _SECONDS_TO_WAIT = 300
 """Longest wait of one rank for another."""
+
+_MOST_SKIPPED_STEPS = 40
 
 _DEFAULTS = {
     "actor_config": {
@@ -254,11 +259,19 @@ class _Examination:
                     write_random_checkpoint(checkpoint, model_dir, self.table, dtype, version)
             self.worker.load_hf_checkpoint(checkpoint)
         else:
-            self.worker.update(_tokens_and_labels(version, self.table.dims.vocab_size), _cross_entropy)
+            self._train(version)
             self.worker.save_hf_checkpoint(checkpoint)
         if not self.trains:
             return None
         return self.worker.train.logits(self._tokens())
+
+    def _train(self, version: int) -> None:
+        """One optimizer step; with float16 as many as it takes to find a loss scale that does not overflow."""
+        for _ in range(_MOST_SKIPPED_STEPS):
+            report = self.worker.update(_tokens_and_labels(version, self.table.dims.vocab_size), _cross_entropy)
+            if not report["skipped"]:
+                return
+        raise ReshardError(f"{_MOST_SKIPPED_STEPS} steps in a row were skipped: gradients overflow at every loss scale")
 
     def _switch(self, checkpoint: Path, expected: torch.Tensor) -> None:
         """Switch, and compare vLLM's parameters with those that vLLM itself loads from the checkpoint."""
@@ -269,8 +282,10 @@ class _Examination:
         adaptor = self.worker.inference.adaptor
         adaptor.observer = lambda name, tensor: seen.update({name: tensor.detach().clone()})
         with self.worker.rollout_context():
-            self._digests.add(sum(float(tensor.double().sum()) for tensor in seen.values()))
-            native = native_parameters(self.worker.inference, str(checkpoint))
+            self._digests.add(float(expected.double().sum()) + sum(float(one.double().sum()) for one in seen.values()))
+            # beside an adapter that is delivered apart, vLLM has the weights that training started from
+            base = checkpoint if self.worker.adapter is None else checkpoint.with_name("version0")
+            native = native_parameters(self.worker.inference, str(base))
             self.verdict.different += [
                 name for name in sorted({*seen, *native}) if not _same_bits(seen.get(name), native.get(name))
             ]
@@ -285,7 +300,7 @@ class _Examination:
         import torch
 
         try:
-            rows = self.worker.inference.prompt_distributions(self._tokens().tolist())
+            rows = self.worker.inference.prompt_distributions(self._tokens().tolist(), self.worker.adapter)
         except StateError as error:
             self.verdict.remarks.append(str(error))
             return None
@@ -355,11 +370,38 @@ def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
+def case_of(
+    name: str,
+    model: Path,
+    directory: Path,
+    training: TrainParallelism,
+    inference: InferenceParallelism,
+    num_layers: int,
+    rank_order: str,
+    dtype: str,
+) -> Case:
+    """The case for a published model in these layouts; its small model is written below `directory`."""
+    small = prepare_model(model, directory, num_layers, (training.tensor, inference.tensor))
+    actor = {key: getattr(training, attribute) for attribute, key in TRAIN_KEYS.items()}
+    generate = {key: getattr(inference, attribute) for attribute, key in INFER_KEYS.items()}
+    actor["make_vocab_size_divisible_by"] = min(actor["make_vocab_size_divisible_by"], 8)
+    actor["params_dtype"] = dtype
+    # what training with experts asks for
+    actor["sequence_parallel"] = training.tensor > 1 and bool(
+        table_for(json.loads(_config_text(small))).dims.num_experts
+    )
+    return Case(name, str(small), actor, {**generate, "infer_rank_order": rank_order})
+
+
+def _config_text(model: Path) -> str:
+    return (model / "config.json").read_text()
+
+
 def prepare_model(model: Path, directory: Path, num_layers: int, tp_sizes: Sequence[int]) -> Path:
     """A directory with the reduced config of the model in `model`. Raises UnknownModelError without a name table."""
     from hybrid_engine.reduced import reduced_config
 
-    config = reduced_config(json.loads((model / "config.json").read_text()), num_layers, tp_sizes)
+    config = reduced_config(json.loads(_config_text(model)), num_layers, tp_sizes)
     table_for(config)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))

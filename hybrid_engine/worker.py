@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,9 @@ from hybrid_engine.layouts.placement import rank_order
 from hybrid_engine.memory.elastic import host_id
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.models import table_for
+from hybrid_engine.models.lora import VLLM_LORA_RANKS, adapted_modules, adapter_shapes
 from hybrid_engine.planning.layout import Layout
+from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.sharding_manager import ShardingManager, State
 from megatron_patches.errors import PatchSetError
 
@@ -51,6 +53,7 @@ class ActorHybridWorker:
     def __init__(self, config: HybridConfig, *, weights_only: bool = False) -> None:
         self.config = config
         self._weights_only = weights_only
+        self.adapter: str | None = None  # what completions are drawn with, where adapters are delivered apart
         self._created_process_group = _initialize_process_group(config.generate_config.timeout_seconds)
         try:
             self._build(Agreement(config.generate_config.timeout_seconds))
@@ -71,7 +74,8 @@ class ActorHybridWorker:
             actor_config = self.config.actor_config
             build.initialize_parallel_state(actor_config, self.config.generate_config.timeout_seconds)
             self.actor = build.build_actor(actor_config, self.table, hf_config, weights_only=self._weights_only)
-            self.train: TrainEngine = TrainEngine(self.actor, self.table, actor_config.micro_batch_size)
+            adapters_apart = self.config.generate_config.lora_delivery == "adapter"
+            self.train: TrainEngine = TrainEngine(self.actor, self.table, actor_config.micro_batch_size, adapters_apart)
             offloader = MegatronOffloader(self.train.offload_items)
             offloader.offload()  # vLLM looks at the memory that is free while it starts
         order = self._choose_rank_order(agreement)
@@ -82,7 +86,21 @@ class ActorHybridWorker:
             self.inference: InferenceEngine = InferenceEngine(
                 settings, self.table.shapes, self.rank, agreement, dtypes=self.table.dtypes
             )
-        self.engine = HybridEngine(self.train, self.inference, self.config, offloader, agreement)
+            weights = self._weights_with_adapter() if adapters_apart else self.inference.adaptor
+        self.engine = HybridEngine(self.train, self.inference, self.config, offloader, agreement, weights)
+
+    def _weights_with_adapter(self) -> InferenceWeights:
+        """vLLM's weights and the adapter beside them; completions use it from then on."""
+        from hybrid_engine.backends.vllm.inbox import ADAPTER, WeightsWithAdapter
+        from hybrid_engine.backends.vllm.settings import AdapterConfig
+
+        lora = self.config.actor_config.lora
+        shapes = adapter_shapes(self.table, lora.target_modules, lora.rank)
+        adapter = AdapterConfig(lora.rank, lora.alpha, adapted_modules(shapes))
+        self.adapter = ADAPTER
+        return WeightsWithAdapter(
+            self.inference, shapes, adapter, getattr(torch, self.config.actor_config.params_dtype)
+        )
 
     def _choose_rank_order(self, agreement: Agreement) -> tuple[int, ...]:
         """Which rank takes which inference shard, from what the ranks hold; the same on all of them."""
@@ -128,7 +146,7 @@ class ActorHybridWorker:
         num_replicas = engine.settings.data_parallel_size
         with agreement.phase("generate"):
             engine.check_prompts(prompts, sampling.max_tokens)  # all of them everywhere: no replica starts in vain
-            completions = engine.generate(prompts[engine.dp_rank :: num_replicas], sampling)
+            completions = engine.generate(prompts[engine.dp_rank :: num_replicas], sampling, self.adapter)
         reports_back = engine.tp_rank == 0 and engine.pp_rank == 0
         shares = agreement.gather((engine.dp_rank, completions) if reports_back else None)
         by_replica = dict(share for share in shares if share is not None)
@@ -172,7 +190,7 @@ class ActorHybridWorker:
         self.train.take_up_weights()
 
     def save_hf_checkpoint(self, path: str | Path, dtype: str | None = None) -> None:
-        """Write the weights as a Hugging Face checkpoint, with config and tokenizer of `config.model`.
+        """Write the weights, adapters added, as a Hugging Face checkpoint with config and tokenizer of `config.model`.
 
         In `train_context`. `path` is on storage that all ranks share; every rank writes its part and nothing is
         gathered. `dtype`: of the stored weights, e.g. "bfloat16"; default: the training weights' own.
@@ -181,7 +199,7 @@ class ActorHybridWorker:
         from hybrid_engine.backends.huggingface import save_hf_checkpoint
 
         model_dir, agreement = self.config.model, self.sharding.agreement
-        save_hf_checkpoint(path, self.train.weights, self.table, agreement, model_dir, dtype)
+        save_hf_checkpoint(path, self.train.weights.merged, self.table, agreement, model_dir, dtype)
 
     def shutdown(self) -> None:
         """End vLLM, Megatron's groups, and the process group if it was created here; idempotent.
@@ -257,6 +275,7 @@ def inference_settings(
         expert_parallel_size=generate.infer_expert_parallel_size,
         rank_order=rank_order,
         quantization=generate.quantization,
+        **_adapter_settings(config),
         max_model_len=generate.max_model_len,
         max_num_seqs=generate.max_num_seqs,
         seed=generate.seed,
@@ -264,6 +283,19 @@ def inference_settings(
         kv_cache_bytes=generate.kv_cache_mb * 1024**2 if generate.kv_cache_mb else None,
         gpu_memory_utilization=generate.gpu_memory_utilization,
     )
+
+
+def _adapter_settings(config: HybridConfig) -> dict[str, Any]:
+    """vLLM's settings for adapters, where they are delivered by themselves."""
+    lora = config.actor_config.lora
+    if config.generate_config.lora_delivery != "adapter" or lora is None:
+        return {}
+    shapes = adapter_shapes(table_for(config.hf_config()), lora.target_modules, lora.rank)
+    return {
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= lora.rank),
+        "lora_target_modules": adapted_modules(shapes),
+    }
 
 
 def _require_installed() -> None:

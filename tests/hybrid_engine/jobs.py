@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hybrid_engine import ActorHybridWorker, HybridConfig, Sampling, load_config
-from hybrid_engine.planning.layout import Layout
 from tests.hybrid_engine import vllm_support
-from tests.hybrid_engine.tiny_models import region_slices, token_batch, view_of
+from tests.hybrid_engine.tiny_models import token_batch
 
 SEQ_LENGTH = 32
 GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -65,24 +63,3 @@ def cross_entropy(
     """A loss whose report still hangs on the graph."""
     loss = -log_probs.mean()
     return loss, {"loss": loss}
-
-
-def canonical_weights(worker: ActorHybridWorker) -> dict[str, torch.Tensor]:
-    """The checkpoint tensors of the present training weights, whole, on every rank, read through the records."""
-    own = (worker.train.weights.layout(), {n: t.clone() for n, t in worker.train.weights.buffers().items()})
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    layout = Layout.merge(rank_layout for rank_layout, _ in everyone)
-    dtype = next(iter(own[1].values())).dtype
-    weights = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in layout.tensors.items()}
-    for shard in layout.shards:
-        _, buffers = everyone[shard.place.buffer.rank]
-        weights[shard.region.tensor][region_slices(shard)] = view_of(buffers, shard)
-    return weights
-
-
-def global_nbytes(worker: ActorHybridWorker) -> dict[str, int]:
-    """Bytes received and least bytes of the last switch, summed over ranks."""
-    report = worker.sharding.last_report
-    agreement = worker.sharding.agreement
-    return {"received": agreement.total(report.bytes_received), "least": agreement.total(report.bytes_least)}

@@ -92,6 +92,8 @@ ONE_KV_HEAD = {"num_attention_heads": 8, "num_key_value_heads": 1}
 TWO_KV_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
 
+LORA, APART = {"lora": {"rank": 4}}, {"lora_delivery": "adapter"}
+BY_MESSAGES = {"transport": "collective"}
 FROZEN = ["embedding.*", "decoder.layers.1.*", "*.linear_proj.weight"]
 
 MATRIX: tuple[Combination, ...] = (
@@ -151,9 +153,9 @@ MATRIX: tuple[Combination, ...] = (
     Combination("qwen3", 4, "tp2 overlap bf16", "tp4"),
     Combination("qwen3", 2, "tp2 replicated", ""),
     # adapters, added to the weights on their way; frozen weights
-    Combination("qwen3", 2, "tp2 sp", "", actor={"lora": {"rank": 4}}, label="adapters", in_suite=True),
-    Combination("llama-3", 2, "pp2 bf16", "tp2", actor={"lora": {"rank": 4}}, label="adapters"),
-    Combination("llama-2", 2, "tp2 replicated", "", actor={"lora": {"rank": 4}}, label="adapters"),
+    Combination("qwen3", 2, "tp2 sp", "", actor=LORA, label="adapters", in_suite=True),
+    Combination("llama-3", 2, "pp2 bf16", "tp2", actor=LORA, label="adapters"),
+    Combination("llama-2", 2, "tp2 replicated", "", actor=LORA, label="adapters"),
     Combination(
         "deepseek-v2",
         2,
@@ -162,6 +164,8 @@ MATRIX: tuple[Combination, ...] = (
         actor={"lora": {"target_modules": ["linear_proj", "linear_kv_up_proj"]}},
         label="adapters",
     ),
+    Combination("qwen3", 2, "tp2 sp", "", actor=LORA, generate=APART, label="adapters apart", in_suite=True),
+    Combination("llama-2", 2, "pp2", "tp2", actor=LORA, generate=APART, label="adapters apart"),
     Combination("qwen3", 2, "", "tp2", actor={"frozen_parameters": FROZEN}, label="frozen"),
     Combination("qwen2.5", 2, "tp2 replicated", "pp2", actor={"frozen_parameters": FROZEN}, label="frozen"),
     # rank order

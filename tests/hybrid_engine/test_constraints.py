@@ -145,6 +145,18 @@ BREAKS = (
         "float32 differs from the training dtype bfloat16",
         generate={"dtype": "float32"},
     ),
+    Break(
+        "ETP is TP where EP is 1",
+        "1 with TP 2 and EP 1",
+        actor={**TP2, **SP, **ETP1},
+        model=EXPERTS,
+    ),
+    Break(
+        "vLLM has room for the rank",
+        "rank 1000 is above vLLM's 512",
+        actor={"lora": {"rank": 1000}},
+        generate={"lora_delivery": "adapter"},
+    ),
     Break("Adapters are delivered by themselves", "no adapters are trained", generate={"lora_delivery": "adapter"}),
 )
 

@@ -15,7 +15,8 @@ from megatron.core.utils import unwrap_model
 from hybrid_engine.backends.megatron.lora import ADAPTER, WRAPPED, MergedWeights, wrapped_layers
 from hybrid_engine.errors import ParameterMismatchError, ReshardError, WeightError
 from hybrid_engine.memory.elastic import exported_buffer_of
-from hybrid_engine.models.packing import Held, Over, held_regions
+from hybrid_engine.models.lora import adapter_packings, adapter_shapes
+from hybrid_engine.models.packing import Held, Over, Shape, held_regions
 from hybrid_engine.models.table import Match, ModelTable
 from hybrid_engine.planning.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from megatron_patches.buffers import iter_buffers
@@ -50,10 +51,17 @@ class MegatronAdaptor:
     Layer and expert numbers come from the live modules (`layer_number`, `local_expert_indices`), so uneven and virtual
     pipeline stages and expert parallelism need no arithmetic here. `noop_layers` are 0-based positions that hold no
     layer of the checkpoint and are not counted in its numbering.
+
+    Adapters are added to the weights that the layout shows, or, with `adapters_apart`, shown beside them under PEFT's
+    names.
     """
 
     def __init__(
-        self, model_chunks: Sequence[torch.nn.Module], table: ModelTable, noop_layers: Sequence[int] = ()
+        self,
+        model_chunks: Sequence[torch.nn.Module],
+        table: ModelTable,
+        noop_layers: Sequence[int] = (),
+        adapters_apart: bool = False,
     ) -> None:
         self.model_chunks = list(model_chunks)
         self.table = table
@@ -66,16 +74,29 @@ class MegatronAdaptor:
             Over.TENSOR: (tensor_group.rank(), tensor_group.size()),
             Over.EXPERT_TENSOR: (expert_group.rank(), expert_group.size()),
         }
-        self._storages = self._find_storages()
         adapted = list(wrapped_layers(self.model_chunks))
-        self._merged = MergedWeights(adapted) if adapted else None
+        self._adapters_apart = adapters_apart and bool(adapted)
+        self._storages = self._find_storages()
+        self._merged = MergedWeights(adapted) if adapted and not adapters_apart else None
 
     @property
     def base(self) -> MegatronAdaptor:
         """The same weights without adapters: what a checkpoint is read into."""
         base = copy.copy(self)
-        base._merged = None
+        base._merged, base._adapters_apart = None, False
         return base
+
+    @property
+    def merged(self) -> MegatronAdaptor:
+        """The same weights with adapters added, whatever is delivered: what a checkpoint is written from.
+
+        Takes memory for the sums, if there is none yet, until the result is dropped.
+        """
+        if not self._adapters_apart:
+            return self
+        merged = copy.copy(self)
+        merged._merged, merged._adapters_apart = MergedWeights(list(wrapped_layers(self.model_chunks))), False
+        return merged
 
     @property
     def scratch(self) -> frozenset[str]:
@@ -95,8 +116,11 @@ class MegatronAdaptor:
             raise ParameterMismatchError(findings)
         held = {shard.region.tensor for shard in shards}
         runs = _runs_by_buffer(shards)
+        adapters = list(self._adapter_shards()) if self._adapters_apart else []
+        shards += [shard for shard, _ in adapters]
         return Layout(
-            tensors={name: shape for name, shape in self.table.shapes.items() if name in held},
+            tensors={name: shape for name, shape in self.table.shapes.items() if name in held}
+            | {shard.region.tensor: shape for shard, shape in adapters},
             buffers={
                 BufferId(self.rank, name): _describe(tensor, _gaps(tensor.numel(), runs.get(name, ())))
                 for name, tensor in self.buffers().items()
@@ -191,7 +215,10 @@ class MegatronAdaptor:
             storages.tensors[buffer_name] = record.param_data
             for slot in record.slots:
                 storages.homes[slot.param] = _Home(buffer_name, slot.start)
-        for name, tensor in self.named_weights():
+        outside = [*self.named_weights()]
+        if self._adapters_apart:
+            outside += [(name, parameter) for name, parameter in self.named_parameters() if ADAPTER in name]
+        for name, tensor in outside:
             if tensor not in storages.homes:
                 storages.tensors[name] = _flat(tensor.data)
                 storages.homes[tensor] = _Home(name, 0)
@@ -214,6 +241,29 @@ class MegatronAdaptor:
         for held in self._held(match, tensor):
             offset = home.offset + held.start * tensor.stride()[held.local_dim]
             yield Shard(held.region, Place(BufferId(self.rank, home.buffer), offset, strides))
+
+    def _adapter_shards(self) -> Iterator[tuple[Shard, Shape]]:
+        """Records of this rank's adapters, each with its canonical tensor's whole shape."""
+        for name, parameter in self.named_parameters():
+            if ADAPTER not in name:
+                continue
+            module, _, matrix = name.partition(ADAPTER)
+            match = self.table.match(f"{module}.weight")
+            assert match is not None, name
+            packings = adapter_packings(match.packing)
+            is_a = matrix == "linear_in.weight"
+            rank = parameter.shape[0] if is_a else parameter.shape[1]
+            shapes = adapter_shapes(self.table, {module.rpartition(".")[2]}, rank)
+            home = self._storages.homes[parameter]
+            for packing in packings.a if is_a else (packings.b,):
+                if any(tensor.format(**match.indices) not in shapes for tensor in packing.tensors()):
+                    continue  # of a layer that the inference engine does not have
+                part, num_parts = self._groups[packing.over]
+                held = held_regions(packing, match.indices, shapes, tuple(parameter.shape), part, num_parts)
+                for one in held:
+                    offset = home.offset + one.start * parameter.stride()[one.local_dim]
+                    place = Place(BufferId(self.rank, home.buffer), offset, parameter.stride())
+                    yield Shard(one.region, place), shapes[one.region.tensor]
 
     def _published_home(self, tensor: torch.Tensor) -> _Home:
         """Where a weight is read: where it lives, or where its sum with an adapter is."""

@@ -39,6 +39,10 @@ class _Layout:
     tensor_parallel_rank: int
     pipeline_parallel_rank: int
     data_parallel_rank: int
+    expert_parallel: int
+    expert_tensor_parallel: int
+    expert_parallel_rank: int
+    expert_tensor_parallel_rank: int
     num_chunks: int
     optimizers: str
 
@@ -51,6 +55,10 @@ class _Layout:
             tensor_parallel_rank=parallel_state.get_tensor_model_parallel_rank(),
             pipeline_parallel_rank=parallel_state.get_pipeline_model_parallel_rank(),
             data_parallel_rank=parallel_state.get_data_parallel_rank(),
+            expert_parallel=parallel_state.get_expert_model_parallel_world_size(),
+            expert_tensor_parallel=parallel_state.get_expert_tensor_parallel_world_size(),
+            expert_parallel_rank=parallel_state.get_expert_model_parallel_rank(),
+            expert_tensor_parallel_rank=parallel_state.get_expert_tensor_parallel_rank(),
             num_chunks=len(actor.chunks),
             optimizers=" ".join(type(member).__name__ for member in _members(actor.optimizer)),
         )

@@ -32,6 +32,7 @@ class TrainEngine:
         actor: the Megatron objects.
         table: the model's name table.
         micro_batch_size: sequences per micro batch.
+        adapters_apart: deliver adapters beside the weights instead of added to them.
 
     A batch is a dict of tensors whose dim 0 is this data parallel rank's sequences: `tokens` and `labels` [B, S]
     int64 (`labels[i, t]` is the token after `tokens[i, t]`), and whatever the loss function reads.
@@ -43,7 +44,7 @@ class TrainEngine:
     Padding of the vocabulary gets probability 0, as in the inference engine: its logits are set to -inf from here on.
     """
 
-    def __init__(self, actor: Actor, table: ModelTable, micro_batch_size: int) -> None:
+    def __init__(self, actor: Actor, table: ModelTable, micro_batch_size: int, adapters_apart: bool = False) -> None:
         if actor.optimizer is not None and not hooks_applied():
             raise StateError("call megatron_patches.apply() first: without its hooks nobody counts optimizer steps")
         self.chunks = actor.chunks
@@ -51,7 +52,7 @@ class TrainEngine:
         self.transformer_config = actor.transformer_config
         self.micro_batch_size = micro_batch_size
         self.vocab_size = table.dims.vocab_size
-        self.weights = MegatronAdaptor(actor.chunks, table, actor.noop_layers)
+        self.weights = MegatronAdaptor(actor.chunks, table, actor.noop_layers, adapters_apart)
         for model in unwrap_model(actor.chunks):
             if model.post_process:
                 model.output_layer.register_forward_hook(_hide_padding(self.vocab_size))
@@ -161,8 +162,9 @@ class TrainEngine:
 
     def copy_weights_from(self, other: TrainEngine) -> None:
         """Take over another engine's weights (same layout), e.g. to freeze a reference. Collective."""
-        other.weights.prepare()
-        sources = dict(other.weights.published_weights())
+        merged = other.weights.merged
+        merged.prepare()
+        sources = dict(merged.published_weights())
         with torch.no_grad():
             for name, tensor in self.weights.named_weights():
                 tensor.copy_(sources[name])

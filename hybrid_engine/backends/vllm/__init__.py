@@ -4,6 +4,7 @@ settings.py   InferenceSettings, Sampling, Completion, AdapterConfig: plain data
 engine.py     InferenceEngine: vLLM colocated with training
   arguments.py  settings -> vLLM's arguments, looked at by vLLM before anything is built
   adapters.py   LoRA adapters from memory
+  inbox.py      adapters that arrive with a switch
   random_state.py  the sampler's own random state
 adaptor.py    VllmAdaptor: vLLM's parameters as `InferenceWeights`
   tracing.py    run the model's loader once on meta tensors, record every copy

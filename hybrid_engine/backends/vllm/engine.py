@@ -112,10 +112,12 @@ class InferenceEngine:
             for rows, tokens in zip(self._score(token_ids, 0, adapter), token_ids, strict=True)
         ]
 
-    def prompt_distributions(self, token_ids: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    def prompt_distributions(
+        self, token_ids: Sequence[Sequence[int]], adapter: str | None = None
+    ) -> list[torch.Tensor]:
         """Log-probabilities of the whole vocabulary: per sequence float32 [length - 1, vocabulary]. Slow; for tests."""
         distributions = []
-        for rows in self._score(token_ids, -1):
+        for rows in self._score(token_ids, -1, adapter):
             table = torch.empty(len(rows) - 1, len(rows[1]))
             for index, position in enumerate(rows[1:]):
                 for token, entry in position.items():

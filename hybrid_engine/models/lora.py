@@ -1,0 +1,86 @@
+"""Adapters as canonical tensors: PEFT's names, and how Megatron packs them, from the rules of the weights they are on.
+
+W [out, in] of rule P        A [rank, in]                        B [out, rank]
+column-parallel (dim 0)      whole, the same for every tensor    packed and cut as P packs and cuts the rows of W
+                             that P packs
+row-parallel (dim 1)         cut along its columns               whole
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+
+from hybrid_engine.models.packing import Packing, Replicated, Shape, Span, Split
+from hybrid_engine.models.table import ModelTable
+
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Room that vLLM 0.32 makes for an adapter's rank; the adapter's own may be smaller."""
+
+
+@dataclass(frozen=True)
+class AdapterPackings:
+    """Rules of one layer's A (one for each canonical tensor that it belongs to) and of its B."""
+
+    a: tuple[Packing, ...]
+    b: Packing
+
+
+def a_name(weight: str) -> str:
+    """PEFT's name of the matrix A on a canonical weight."""
+    return f"base_model.model.{weight.removesuffix('.weight')}.lora_A.weight"
+
+
+def b_name(weight: str) -> str:
+    """PEFT's name of the matrix B on a canonical weight."""
+    return f"base_model.model.{weight.removesuffix('.weight')}.lora_B.weight"
+
+
+def adapter_packings(packing: Packing) -> AdapterPackings:
+    """How an adapter on a weight with this rule is packed. Raises ValueError for weights stored transposed."""
+    if packing.transposed:
+        raise ValueError(
+            f"{', '.join(packing.tensors())}: adapters on transposed weights cannot be delivered; merge them"
+        )
+    if packing.dim == 0:
+        return AdapterPackings(tuple(Replicated(a_name(weight)) for weight in packing.tensors()), _renamed(packing))
+    (weight,) = packing.tensors()
+    return AdapterPackings((Split(a_name(weight), dim=1),), Replicated(b_name(weight)))
+
+
+def _renamed(packing: Packing) -> Packing:
+    """The same rule for the matrices B of its tensors."""
+    changes = {}
+    for field in fields(packing):
+        value = getattr(packing, field.name)
+        if isinstance(value, Span):
+            changes[field.name] = Span(b_name(value.tensor), value.start)
+        elif field.name == "name":
+            changes[field.name] = b_name(value)
+    return replace(packing, **changes)
+
+
+def adapter_shapes(table: ModelTable, target_modules: Collection[str], rank: int) -> dict[str, Shape]:
+    """Canonical tensors of adapters on every layer's `target_modules` (Megatron's names): name -> shape."""
+    shapes: dict[str, Shape] = {}
+    patterns = {
+        pattern
+        for rule in table.rules
+        for name in rule.names
+        if name.endswith(".weight") and name.removesuffix(".weight").rpartition(".")[2] in target_modules
+        for pattern in rule.packing.tensors()
+    }
+    for layer in range(table.dims.num_layers + table.dims.num_mtp_layers):
+        for pattern in sorted(patterns):
+            weight = pattern.replace("{layer}", str(layer))
+            if weight in table.shapes and table.is_served(weight):
+                out, inner = table.shapes[weight]
+                shapes[a_name(weight)], shapes[b_name(weight)] = (rank, inner), (out, rank)
+    return shapes
+
+
+def adapted_modules(shapes: Mapping[str, Shape]) -> tuple[str, ...]:
+    """Last parts of the Hugging Face names of the modules that have adapters, e.g. "q_proj"."""
+    return tuple(
+        sorted({name.removesuffix(".lora_A.weight").rpartition(".")[2] for name in shapes if ".lora_A." in name})
+    )
