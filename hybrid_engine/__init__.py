@@ -16,7 +16,10 @@
                                               |
                       hybrid_engine.py (both engines given), worker.py (both built from a configuration)
 
-A canonical tensor is a Hugging Face checkpoint tensor; nothing but the two adaptors knows a parallel axis.
+A canonical tensor is a Hugging Face checkpoint tensor; nothing but the adaptors and layouts/ knows a parallel axis.
+backends/huggingface/ puts checkpoints at either end of the same planner. layouts/ computes what both engines would hold
+without them: for the order of ranks, for constraints.py, and for `python -m hybrid_engine plan`; verify.py tries a
+switch with both.
 
 To change: how a model is named or packed, models/. What moves, planning/. How bytes move, transports/. What is on the
 device when, sharding_manager.py and memory/offloader.py. What an engine does with its weights, backends/.
