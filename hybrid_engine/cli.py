@@ -1,7 +1,8 @@
 """The command line: `python -m hybrid_engine plan …` and `python -m hybrid_engine verify …`.
 
 Exit status 0 when the command did what it was asked and found nothing wrong, 1 when `verify` found a difference, 2 when
-the request is impossible; then every reason is printed, and nothing was started.
+the request is impossible; then every reason is printed, and nothing was started. 3 when the ranks of `verify` ended
+without a verdict; their output is printed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hybrid_engine.errors import ConfigError, DependencyError, Violation
+from hybrid_engine.errors import ConfigError, DependencyError, ReshardError, Violation
 from hybrid_engine.layouts.facts import facts_of, facts_of_rank
 from hybrid_engine.layouts.job import GIB, LINK_GBPS, Cluster, JobPlan, plan_job, read_table
 from hybrid_engine.layouts.page import page_of
@@ -140,7 +141,11 @@ def verify(
         _collect(found, case.config, world_size)
         if found:
             _refuse(found)
-        (verdict,) = run_cases([case], world_size)
+        try:
+            (verdict,) = run_cases([case], world_size)
+        except ReshardError as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(3) from None
     if as_json:
         typer.echo(json.dumps({**asdict(verdict), "faults": verdict.faults}, indent=2))
     else:

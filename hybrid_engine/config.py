@@ -10,7 +10,7 @@ import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import pydantic
 import yaml
@@ -232,7 +232,9 @@ def _violation_of(item: Mapping[str, Any]) -> Violation:
         return Violation(key, f"{item['msg']}, found {item.get('input')!r}", "Correct the value")
     section = HybridConfig
     for part in item["loc"][:-1]:
-        section = section.model_fields[part].annotation
+        annotation = section.model_fields[part].annotation
+        options = (annotation, *get_args(annotation))  # a section may be left out
+        section = next(one for one in options if isinstance(one, type) and issubclass(one, _Section))
     known = list(section.model_fields)
     close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
     remedy = f"Did you mean {close[0]}" if close else f"Known keys: {', '.join(known)}"

@@ -15,7 +15,7 @@ from hybrid_engine.errors import Violation
 from hybrid_engine.layouts import inference, training
 from hybrid_engine.layouts.from_config import inference_parallelism, train_parallelism
 from hybrid_engine.layouts.inference import InferenceParallelism
-from hybrid_engine.layouts.parameters import head_violations
+from hybrid_engine.layouts.parameters import head_violations, parameters_of
 from hybrid_engine.layouts.stages import split_violations
 from hybrid_engine.layouts.training import TrainParallelism
 from hybrid_engine.models.lora import VLLM_LORA_RANKS
@@ -296,6 +296,42 @@ def _dtype(job: Job) -> Iterator[Violation]:
             "casts are not supported yet",
             "Leave it out",
         )
+
+
+@_constraint("actor_config.lora", "Adapters go on linear layers that the model has, outside of experts.")
+def _lora_targets(job: Job) -> Iterator[Violation]:
+    if job.actor.lora is None:
+        return
+    modules = _linear_modules(job.table)
+    targets = job.actor.lora.target_modules
+    if unknown := [target for target in targets if target not in modules]:
+        problem = f"target_modules {', '.join(unknown)}: no linear layers of this model are called so in Megatron"
+        yield Violation("actor_config.lora", problem, f"Use some of {', '.join(sorted(modules))}")
+    if in_experts := [target for target in targets if modules.get(target)]:
+        problem = f"target_modules {', '.join(in_experts)} are parts of experts, where adapters are not supported"
+        yield Violation("actor_config.lora", problem, "Leave them out")
+    if not targets:
+        yield Violation("actor_config.lora", "target_modules is empty: nothing would be trained", "Name some or none")
+
+
+def _linear_modules(table: ModelTable) -> dict[str, bool]:
+    """Megatron's names of the layers' linear modules -> whether experts have them."""
+    found: dict[str, bool] = {}
+    for parameter in parameters_of(table):
+        module, _, kind = parameter.name.rpartition(".")
+        if "linear_" in module and kind.startswith("weight"):
+            name = module.rpartition(".")[2]
+            found[name] = found.get(name, False) or "{expert}" in parameter.name
+    return found
+
+
+@_constraint("generate_config.lora_delivery", "Weights that are stored transposed get their adapters added.")
+def _lora_transposed(job: Job) -> Iterator[Violation]:
+    if job.generate.lora_delivery != "adapter" or job.actor.lora is None:
+        return
+    if any(parameter.packing.transposed for parameter in parameters_of(job.table)):
+        problem = "adapter, but this model's checkpoint has transposed weights"
+        yield Violation("generate_config.lora_delivery", problem, "Use merge")
 
 
 @_constraint("generate_config.lora_delivery", "Adapters are delivered by themselves where there are adapters.")

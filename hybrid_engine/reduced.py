@@ -30,6 +30,8 @@ _SIZES = {
     "n_routed_experts": 8,
     "num_local_experts": 8,
     "num_experts": 8,
+    "sliding_window": 16,
+    "sliding_window_pattern": 2,
     "n_group": 2,
     "topk_group": 1,
     "num_experts_per_tok": 2,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -155,9 +156,11 @@ def run_cases(cases: Sequence[Case], num_ranks: int, timeout: float = 1800) -> l
         )
         try:
             output, _ = process.communicate(timeout=timeout)
-        except BaseException:
-            os.killpg(process.pid, 9)
-            process.communicate()
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise ReshardError(f"no verdict within {timeout:g} s:\n{output[-6000:]}") from None
             raise
         if process.returncode != 0 or not out.is_file():
             raise ReshardError(f"verify ended with status {process.returncode}:\n{output[-6000:]}")

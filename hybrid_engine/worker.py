@@ -104,7 +104,9 @@ class ActorHybridWorker:
 
     def _choose_rank_order(self, agreement: Agreement) -> tuple[int, ...]:
         """Which rank takes which inference shard, from what the ranks hold; the same on all of them."""
-        held = agreement.gather((host_id(), self.train.weights.layout()), "choosing the order of ranks")
+        with agreement.phase("training layout"):
+            own = (host_id(), self.train.weights.layout())
+        held = agreement.gather(own, "choosing the order of ranks")
         with agreement.phase("choosing the order of ranks"):
             sizes = inference_parallelism(self.config.generate_config, self.world_size)
             return rank_order(
@@ -167,7 +169,7 @@ class ActorHybridWorker:
         self.require(State.TRAIN)
         from hybrid_engine.backends.megatron import checkpoint
 
-        self.train.weights.prepare()
+        self.train.weights.base.prepare()
         checkpoint.save_checkpoint(directory, self.actor, self.sharding.agreement)
 
     def load_checkpoint(self, directory: str | Path) -> None:
@@ -180,7 +182,8 @@ class ActorHybridWorker:
     def load_hf_checkpoint(self, path: str | Path) -> None:
         """Take the weights from a Hugging Face checkpoint (safetensors), whatever the layout. In `train_context`.
 
-        Every rank reads only what it holds. Main parameters follow; moments and step count stay as they are. Raises
+        Every rank reads only what it holds. Main parameters follow; moments and step count stay as they are; adapters
+        add nothing from then on, for a checkpoint holds sums. Raises
         ConfigError, or ParameterMismatchError naming every tensor that is missing, unknown or of another shape.
         """
         self.require(State.TRAIN)
@@ -199,7 +202,9 @@ class ActorHybridWorker:
         from hybrid_engine.backends.huggingface import save_hf_checkpoint
 
         model_dir, agreement = self.config.model, self.sharding.agreement
-        save_hf_checkpoint(path, self.train.weights.merged, self.table, agreement, model_dir, dtype)
+        with agreement.phase("adding adapters"):
+            weights = self.train.weights.merged
+        save_hf_checkpoint(path, weights, self.table, agreement, model_dir, dtype)
 
     def shutdown(self) -> None:
         """End vLLM, Megatron's groups, and the process group if it was created here; idempotent.

@@ -307,6 +307,8 @@ def noop_violations(sizes: TrainParallelism, table: ModelTable) -> Iterator[Viol
     num_layers = table.dims.num_layers + len(sizes.noop_layers)
     if bad := [noop for noop in sizes.noop_layers if noop >= num_layers]:
         yield Violation("noop_layers", f"{bad} of {num_layers} positions, counted from 0", "Use smaller numbers")
+    if len(set(sizes.noop_layers)) < len(sizes.noop_layers):
+        yield Violation("noop_layers", f"{list(sizes.noop_layers)} names a position twice", "Name each once")
 
 
 def cut_violations_of(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:

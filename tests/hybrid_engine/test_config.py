@@ -157,7 +157,12 @@ def test_every_wrong_key_and_value_is_reported_at_once(model: Path) -> None:
     found = violations(
         model,
         2,
-        {"tensor_parallel_size": 2, "params_dtype": "int8", "optimizer": {"learning_rate": 1, "weight_decy": 0}},
+        {
+            "tensor_parallel_size": 2,
+            "params_dtype": "int8",
+            "optimizer": {"learning_rate": 1, "weight_decy": 0},
+            "lora": {"rnak": 4},
+        },
         {"infer_tensor_parallel_size": 0, "gpu_memory_utilisation": 0.4, "transport": "carrier pigeon"},
     )
     assert found.keys() == {
@@ -165,12 +170,14 @@ def test_every_wrong_key_and_value_is_reported_at_once(model: Path) -> None:
         "actor_config.params_dtype",
         "actor_config.optimizer.learning_rate",
         "actor_config.optimizer.weight_decy",
+        "actor_config.lora.rnak",
         "generate_config.infer_tensor_parallel_size",
         "generate_config.gpu_memory_utilisation",
         "generate_config.transport",
     }
     assert found["actor_config.tensor_parallel_size"].remedy == "Did you mean tensor_model_parallel_size"
     assert found["actor_config.optimizer.weight_decy"].remedy == "Did you mean weight_decay"
+    assert found["actor_config.lora.rnak"].remedy == "Did you mean rank"
     assert "Known keys: lr, weight_decay" in found["actor_config.optimizer.learning_rate"].remedy
     assert found["generate_config.gpu_memory_utilisation"].remedy == "Did you mean gpu_memory_utilization"
     assert "found 'carrier pigeon'" in found["generate_config.transport"].problem

@@ -113,7 +113,7 @@ def freeze_and_fail(path: Path) -> tuple[Mapping[str, bool], list[str]]:
     messages = []
     for wrong in (
         {"frozen_parameters": ["decoder.layer.*"]},
-        {"lora": {"target_modules": ["input_layernorm"]}},
+        {"lora": {"target_modules": ["input_layernorm"]}},  # the configuration's own check does not come first here
     ):
         with pytest.raises(ModelError) as caught, running(path, ActorConfig(**{**DENSE_FLOAT32, **wrong})):
             pass

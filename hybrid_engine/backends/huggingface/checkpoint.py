@@ -7,8 +7,10 @@ Every rank reads or writes its own boxes and nothing else; nothing is gathered.
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
@@ -32,7 +34,15 @@ FILE_NBYTES = 5 * 10**9
 NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Endings of tensors that older checkpoints carry and no model reads."""
 
-COMPANIONS = ("config.json", "generation_config.json", "*token*.json", "tokenizer.model", "vocab.*", "merges.txt")
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "*token*.json",
+    "tokenizer.model",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
+)
 """Files that belong to a model beside its weights."""
 
 _SUFFIX = ".incomplete"
@@ -45,6 +55,10 @@ class LoadableWeights(TrainingWeights, Protocol):
         """Zero what no weight covers."""
         ...
 
+    def zero_adapters(self) -> None:
+        """Make adapters add nothing."""
+        ...
+
 
 def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelTable, agreement: Agreement) -> None:
     """Fill this rank's training shards from a checkpoint; on all ranks or on none. Collective.
@@ -55,8 +69,8 @@ def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelT
         table: the model's name table.
         agreement: of all ranks.
 
-    Stored values are cast to the shards' dtype. Padding (of the vocabulary) becomes zero. Main parameters of an
-    optimizer are not touched: see `ActorHybridWorker.load_hf_checkpoint`. Raises ConfigError, or
+    Stored values are cast to the shards' dtype. Padding (of the vocabulary) becomes zero, and adapters add nothing. Main
+    parameters of an optimizer are not touched: see `ActorHybridWorker.load_hf_checkpoint`. Raises ConfigError, or
     ParameterMismatchError naming every tensor that is missing, has another shape or is unknown to the table.
     """
     directory = Path(path)
@@ -68,7 +82,8 @@ def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelT
         transfers = plan(
             _layout_of(known, rank, {}), weights.layout(), _hosts(), may_stay_unread=table.shapes
         ).transfers()
-    weights.prepare()
+    with agreement.phase("preparing the weights"):
+        weights.prepare()
     buffers = weights.buffers()
     with agreement.phase("reading the checkpoint"), torch.no_grad(), files.SliceReader(directory) as reader:
         for transfer in transfers:
@@ -77,6 +92,7 @@ def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelT
             box = reader.read(transfer.tensor, known[transfer.tensor], offsets, transfer.lengths)
             _view(buffers[transfer.dst.buffer.name], transfer.dst, transfer.lengths).copy_(box)
         weights.zero_padding()
+        weights.zero_adapters()
 
 
 def save_hf_checkpoint(
@@ -101,8 +117,10 @@ def save_hf_checkpoint(
 
     Every rank writes its share of the replicas in place. Files appear under their names once all are complete.
     """
-    weights.prepare()
-    layouts = agreement.gather(weights.layout(), "save_hf_checkpoint")
+    with agreement.phase("preparing the weights"):
+        weights.prepare()
+        own = weights.layout()
+    layouts = agreement.gather(own, "save_hf_checkpoint")
     directory, rank = Path(path), dist.get_rank()
     with agreement.phase("planning the checkpoint"):
         source = Layout.merge(layouts)
@@ -118,7 +136,7 @@ def save_hf_checkpoint(
             _write(transfers, weights.buffers(), files.open_for_writing(directory, stored, _SUFFIX))
         with agreement.phase("publishing the checkpoint"):
             if rank == 0:
-                _copy_companions(model_dir, directory)
+                _copy_companions(model_dir, directory, stored)
                 files.publish_files(directory, stored, _SUFFIX)
     except BaseException:
         if rank == 0:
@@ -185,9 +203,18 @@ def _hosts() -> list[str]:
     return [""] * dist.get_world_size() + ["files"]
 
 
-def _copy_companions(model_dir: str | Path | None, directory: Path) -> None:
-    if model_dir is None or Path(model_dir).resolve() == directory.resolve():
+def _copy_companions(model_dir: str | Path | None, directory: Path, stored: Mapping[str, files.StoredTensor]) -> None:
+    """Configuration and tokenizer; the config says what is stored: the dtype of most weights, and no quantisation."""
+    if model_dir is None:
         return
-    for pattern in COMPANIONS:
-        for path in Path(model_dir).glob(pattern):
-            shutil.copyfile(path, directory / path.name)
+    if Path(model_dir).resolve() != directory.resolve():
+        for pattern in COMPANIONS:
+            for path in Path(model_dir).glob(pattern):
+                shutil.copyfile(path, directory / path.name)
+    path = directory / "config.json"
+    if path.is_file():
+        config = json.loads(path.read_text())
+        config.pop("quantization_config", None)
+        dtypes = Counter(tensor.dtype for tensor in stored.values())
+        config["dtype" if "dtype" in config else "torch_dtype"] = dtypes.most_common(1)[0][0]
+        path.write_text(json.dumps(config, indent=2) + "\n")

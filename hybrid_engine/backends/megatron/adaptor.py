@@ -133,6 +133,13 @@ class MegatronAdaptor:
         return self._storages.tensors | ({} if self._merged is None else {MERGED: self._merged.flat})
 
     @torch.no_grad()
+    def zero_adapters(self) -> None:
+        """Make all adapters add nothing: the weights that were just read are the whole."""
+        for name, parameter in self.named_parameters():
+            if name.endswith(f"{ADAPTER}linear_out.weight"):
+                parameter.zero_()
+
+    @torch.no_grad()
     def zero_padding(self) -> None:
         """Zero what belongs to no weight and no adapter: padding of the vocabulary and of buckets."""
         runs = _runs_by_buffer(self.layout().shards)
@@ -168,10 +175,11 @@ class MegatronAdaptor:
         """Raise WeightError naming every parameter that holds a NaN. Reads each buffer once."""
         if not any(torch.isnan(tensor.sum()) for tensor in self.buffers().values()):
             return
+        adapters = [(name, parameter) for name, parameter in self.named_parameters() if ADAPTER in name]
         findings = [
-            f"{name} on rank {self.rank} (canonical {', '.join(self._tensors_of(name, tensor))}): "
+            f"{name} on rank {self.rank} (canonical {', '.join(self._tensors_of(name, tensor)) or 'of an adapter'}): "
             f"{count} of {tensor.numel()} elements are NaN"
-            for name, tensor in self.named_weights()
+            for name, tensor in [*self.named_weights(), *adapters]
             if (count := int(tensor.detach().isnan().sum()))
         ]
         if findings:
@@ -216,8 +224,7 @@ class MegatronAdaptor:
             for slot in record.slots:
                 storages.homes[slot.param] = _Home(buffer_name, slot.start)
         outside = [*self.named_weights()]
-        if self._adapters_apart:
-            outside += [(name, parameter) for name, parameter in self.named_parameters() if ADAPTER in name]
+        outside += [(name, parameter) for name, parameter in self.named_parameters() if ADAPTER in name]
         for name, tensor in outside:
             if tensor not in storages.homes:
                 storages.tensors[name] = _flat(tensor.data)

@@ -130,7 +130,7 @@ def build_actor(
 
 def build_reference(actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, Any]) -> Actor:
     """The same model without DDP and optimizer, for reading only."""
-    chunks, config = build_model(actor.model_copy(update={"lora": None}), table, hf_config)
+    chunks, config = build_model(actor.model_copy(update={"lora": None, "frozen_parameters": ()}), table, hf_config)
     for chunk in chunks:
         chunk.eval().requires_grad_(False)
     return Actor(chunks, None, config, actor.noop_layers)

@@ -44,8 +44,8 @@ ADAPTER = ".adapter."
 def add_adapters(model: torch.nn.Module, lora: LoraConfig) -> list[str]:
     """Freeze a model and put adapters on the linear layers that `lora.target_modules` names; returns their names.
 
-    Call before precision and DDP wrappers. Raises ModelError for a target that no module of this stage is called, or
-    that is no parallel linear layer outside of experts.
+    Call before precision and DDP wrappers. Names that no model has are found in the configuration; a stage need not
+    have them all. Raises ModelError for a target that is no parallel linear layer outside of experts.
     """
     model.requires_grad_(False)
     targets = [
