@@ -69,8 +69,8 @@ def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelT
         table: the model's name table.
         agreement: of all ranks.
 
-    Stored values are cast to the shards' dtype. Padding (of the vocabulary) becomes zero, and adapters add nothing. Main
-    parameters of an optimizer are not touched: see `ActorHybridWorker.load_hf_checkpoint`. Raises ConfigError, or
+    Stored values are cast to the shards' dtype. Padding (of the vocabulary) becomes zero, and adapters add nothing.
+    Main parameters of an optimizer are not touched: see `ActorHybridWorker.load_hf_checkpoint`. Raises ConfigError, or
     ParameterMismatchError naming every tensor that is missing, has another shape or is unknown to the table.
     """
     directory = Path(path)
