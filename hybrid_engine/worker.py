@@ -91,13 +91,13 @@ class ActorHybridWorker:
 
     def _weights_with_adapter(self) -> InferenceWeights:
         """vLLM's weights and the adapter beside them; completions use it from then on."""
-        from hybrid_engine.backends.vllm.inbox import ADAPTER, WeightsWithAdapter
+        from hybrid_engine.backends.vllm.inbox import ACTOR_ADAPTER, WeightsWithAdapter
         from hybrid_engine.backends.vllm.settings import AdapterConfig
 
         lora = self.config.actor_config.lora
         shapes = adapter_shapes(self.table, lora.target_modules, lora.rank)
         adapter = AdapterConfig(lora.rank, lora.alpha, adapted_modules(shapes))
-        self.adapter = ADAPTER
+        self.adapter = ACTOR_ADAPTER
         return WeightsWithAdapter(
             self.inference, shapes, adapter, getattr(torch, self.config.actor_config.params_dtype)
         )

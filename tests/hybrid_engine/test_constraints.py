@@ -1,4 +1,4 @@
-"""Every rule of hybrid_engine/constraints.py is broken once, alone, and kept once."""
+"""Every rule of hybrid_engine/constraints.py is broken at least once, and all are kept by a sound configuration."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.errors import ModelError
+from hybrid_engine.errors import ModelError, WeightError
 from tests.hybrid_engine.tiny_models import (
     DENSE_FLOAT32,
     load_canonical,
@@ -79,12 +79,18 @@ def _train(run: Any) -> dict[str, Any]:
                 parameter.zero_()
         for name, weight in weights.named_weights():
             weight.copy_(sums[name])
+    from_merged = float((run.engine.logits(tokens) - adapted).abs().max())
+    sick = next(name for name in before if name.endswith(".adapter.linear_in.weight"))
+    dict(weights.named_parameters())[sick].data[0, 0] = torch.nan
+    with pytest.raises(WeightError) as caught:
+        weights.check_values()
     return {
+        "nan": sick in str(caught.value),
         "losses": losses,
         "changed": changed,
         "adapters": {name for name in before if ".adapter." in name},
         "frozen": {name: name not in changed for name in before},
-        "from merged": float((run.engine.logits(tokens) - adapted).abs().max()),
+        "from merged": from_merged,
     }
 
 
@@ -99,6 +105,7 @@ def test_adapters_train_and_are_merged(tmp_path: Path) -> None:
             assert seen["losses"] == pytest.approx(expected, abs=1e-5), name
             assert seen["adapters"] and seen["changed"] == seen["adapters"], name
             assert seen["from merged"] < 1e-4, name
+            assert seen["nan"], name
 
 
 def freeze_and_fail(path: Path) -> tuple[Mapping[str, bool], list[str]]:

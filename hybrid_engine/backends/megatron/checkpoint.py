@@ -25,6 +25,7 @@ from megatron.core.utils import unwrap_model
 
 from hybrid_engine.agreement import Agreement
 from hybrid_engine.backends.megatron.build import Actor
+from hybrid_engine.backends.megatron.lora import LoraLinear
 from hybrid_engine.errors import StateError
 from megatron_patches import optimizers
 
@@ -44,6 +45,7 @@ class _Layout:
     expert_parallel_rank: int
     expert_tensor_parallel_rank: int
     num_chunks: int
+    adapters: str
     optimizers: str
 
     @classmethod
@@ -60,8 +62,20 @@ class _Layout:
             expert_parallel_rank=parallel_state.get_expert_model_parallel_rank(),
             expert_tensor_parallel_rank=parallel_state.get_expert_tensor_parallel_rank(),
             num_chunks=len(actor.chunks),
+            adapters=_adapters_of(actor.chunks),
             optimizers=" ".join(type(member).__name__ for member in _members(actor.optimizer)),
         )
+
+
+def _adapters_of(chunks: Sequence[torch.nn.Module]) -> str:
+    """Scale and rank of every adapter, by its layer's name; these are not in a state dict."""
+    layers = [
+        f"{index}.{name}: {layer.scale:g} x rank {layer.adapter.linear_in.weight.shape[0]}"
+        for index, chunk in enumerate(chunks)
+        for name, layer in chunk.named_modules()
+        if isinstance(layer, LoraLinear)
+    ]
+    return ", ".join(layers)
 
 
 def save_checkpoint(directory: str | Path, actor: Actor, agreement: Agreement) -> None:
@@ -175,10 +189,10 @@ def _tensors_only(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _members(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
-    """The optimizers that hold state."""
+    """The optimizers that hold state; one without parameters, as of a stage that is frozen, holds none."""
     if isinstance(optimizer, ChainedOptimizer):
         return [leaf for member in optimizer.chained_optimizers for leaf in _members(member)]
-    return [optimizer]
+    return [] if getattr(optimizer, "is_stub_optimizer", False) else [optimizer]
 
 
 def _file_name(rank: int) -> str:

@@ -12,7 +12,7 @@ from hybrid_engine.backends.vllm.settings import AdapterConfig
 from hybrid_engine.planning.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.planning.regions import Region, contiguous_strides
 
-ADAPTER = "actor"
+ACTOR_ADAPTER = "actor"
 """Name of the adapter, to generate with."""
 
 GROUP = "lora adapter"
@@ -65,14 +65,15 @@ class WeightsWithAdapter:
         return buffers
 
     def commit(self, groups: Sequence[str]) -> None:
-        """As the port says; the adapter becomes vLLM's adapter `ADAPTER`, in place of the version before."""
+        """As the port says; the adapter becomes vLLM's adapter `ACTOR_ADAPTER`, in place of the version before."""
         self._weights.commit([group for group in groups if group != GROUP])
         if GROUP in groups:
             tensors = {name: flat.view(self._shapes[name]) for name, flat in self._arriving.items()}
-            self._engine.set_adapter(ADAPTER, self._config, tensors)
+            self._engine.set_adapter(ACTOR_ADAPTER, self._config, tensors)
             self._arriving = {}
 
     def release(self) -> None:
         """As the port says; vLLM keeps its copy of the adapter on the host."""
         self._arriving = {}
+        self._engine.adapters.drop_from_device()
         self._weights.release()
