@@ -108,6 +108,30 @@ def test_adapters_train_and_are_merged(tmp_path: Path) -> None:
             assert seen["nan"], name
 
 
+def save_and_load(path: Path, out: Path) -> dict[str, Any]:
+    """What the model computes before it is saved as a Hugging Face checkpoint, and after that one is read again."""
+    from hybrid_engine.agreement import Agreement
+    from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
+
+    with running(path, ActorConfig(**{**DENSE_FLOAT32, **LORA})) as run:
+        weights, agreement = run.engine.weights, Agreement(60)
+        batch = token_batch(0, 4, 12)
+        for _ in range(3):
+            run.engine.train_step(batch, negative_log_likelihood)
+        trained = run.engine.logits(batch["tokens"])
+        save_hf_checkpoint(out, weights.merged, run.table, agreement, path)
+        load_hf_checkpoint(out, weights.base, run.table, agreement)
+        run.engine.take_up_weights()
+        read = run.engine.logits(batch["tokens"])
+    return {"difference": float((read - trained).abs().max()), "spread": float(trained.max() - trained.min())}
+
+
+def test_a_checkpoint_of_sums_is_read_as_the_whole(tmp_path: Path) -> None:
+    path = save_model(tmp_path / "model", "qwen3")
+    (result,) = launch(save_and_load, 1, path, tmp_path / "out")
+    assert result["difference"] < 1e-5 < result["spread"]
+
+
 def freeze_and_fail(path: Path) -> tuple[Mapping[str, bool], list[str]]:
     """Which parameters a step leaves as they are; messages for what cannot be frozen or adapted."""
     frozen = {"frozen_parameters": ["embedding.*", "decoder.layers.1.*"], "optimizer": {"lr": 1e-2}}
