@@ -10,7 +10,7 @@ import pytest
 
 from hybrid_engine.models import table_for
 from hybrid_engine.reduced import VOCABULARY, reduced_config
-from hybrid_engine.verify import LOGITS_ATOL, NUM_SWITCHES, Verdict
+from hybrid_engine.verify import LOGITS_ATOL, NUM_SWITCHES, SEQ_LENGTH, Verdict
 from tests.hybrid_engine import hf_configs
 
 GOOD = Verdict(
@@ -86,6 +86,15 @@ def test_heads_suit_the_layouts(heads: int, kv_heads: int, tp_sizes: tuple[int, 
         assert small["num_attention_heads"] % tp == 0
         assert small["num_key_value_heads"] % tp == 0 or tp % small["num_key_value_heads"] == 0
     assert small["num_attention_heads"] % small["num_key_value_heads"] == 0
+
+
+@pytest.mark.parametrize("family", ["gemma-2", "gemma-3"])
+def test_windows_of_small_models_act(family: str) -> None:
+    """Both kinds of layers are left, and the window is shorter than the sequences that are compared."""
+    windows = table_for(reduced_config(hf_configs.PUBLISHED[family], 4)).extras.windows
+    assert None in windows
+    assert all(window is None or window < SEQ_LENGTH for window in windows)
+    assert any(windows)
 
 
 def test_small_tokens_and_layer_lists(tmp_path: Path) -> None:
