@@ -135,7 +135,7 @@ class MegatronAdaptor:
     @torch.no_grad()
     def zero_adapters(self) -> None:
         """Make all adapters add nothing: the weights that were just read are the whole."""
-        for name, parameter in self.named_parameters():
+        for name, parameter in self._adapter_parameters():
             if name.endswith(f"{ADAPTER}linear_out.weight"):
                 parameter.zero_()
 
@@ -175,11 +175,10 @@ class MegatronAdaptor:
         """Raise WeightError naming every parameter that holds a NaN. Reads each buffer once."""
         if not any(torch.isnan(tensor.sum()) for tensor in self.buffers().values()):
             return
-        adapters = [(name, parameter) for name, parameter in self.named_parameters() if ADAPTER in name]
         findings = [
             f"{name} on rank {self.rank} (canonical {', '.join(self._tensors_of(name, tensor)) or 'of an adapter'}): "
             f"{count} of {tensor.numel()} elements are NaN"
-            for name, tensor in [*self.named_weights(), *adapters]
+            for name, tensor in [*self.named_weights(), *self._adapter_parameters()]
             if (count := int(tensor.detach().isnan().sum()))
         ]
         if findings:
@@ -206,6 +205,10 @@ class MegatronAdaptor:
                 if self.table.match(name := names.of(local_name)) is not None:
                     yield name, tensor
 
+    def _adapter_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Those of `named_parameters` that belong to adapters."""
+        return ((name, parameter) for name, parameter in self.named_parameters() if ADAPTER in name)
+
     def published_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What `layout` shows of `named_weights`: with adapters added, once `prepare` did so."""
         for name, tensor in self.named_weights():
@@ -223,9 +226,7 @@ class MegatronAdaptor:
             storages.tensors[buffer_name] = record.param_data
             for slot in record.slots:
                 storages.homes[slot.param] = _Home(buffer_name, slot.start)
-        outside = [*self.named_weights()]
-        outside += [(name, parameter) for name, parameter in self.named_parameters() if ADAPTER in name]
-        for name, tensor in outside:
+        for name, tensor in [*self.named_weights(), *self._adapter_parameters()]:
             if tensor not in storages.homes:
                 storages.tensors[name] = _flat(tensor.data)
                 storages.homes[tensor] = _Home(name, 0)
@@ -243,34 +244,37 @@ class MegatronAdaptor:
         match = self.table.match(name)
         if match is None:
             raise ValueError("the model's name table has no such parameter")
-        home = self._published_home(tensor)
         strides = tensor.stride()[::-1] if match.packing.transposed else tensor.stride()
-        for held in self._held(match, tensor):
-            offset = home.offset + held.start * tensor.stride()[held.local_dim]
+        return self._placed(self._held(match, tensor), self._published_home(tensor), tensor.stride(), strides)
+
+    def _placed(
+        self, parts: Sequence[Held], home: _Home, local_strides: tuple[int, ...], strides: tuple[int, ...]
+    ) -> Iterator[Shard]:
+        """Records of the parts of one parameter; `strides` are `local_strides` in the canonical tensor's order."""
+        for held in parts:
+            offset = home.offset + held.start * local_strides[held.local_dim]
             yield Shard(held.region, Place(BufferId(self.rank, home.buffer), offset, strides))
 
     def _adapter_shards(self) -> Iterator[tuple[Shard, Shape]]:
         """Records of this rank's adapters, each with its canonical tensor's whole shape."""
-        for name, parameter in self.named_parameters():
-            if ADAPTER not in name:
-                continue
+        shapes_of: dict[tuple[str, int], dict[str, Shape]] = {}  # by module and the adapter's rank; of all layers
+        for name, parameter in self._adapter_parameters():
             module, _, matrix = name.partition(ADAPTER)
             match = self.table.match(f"{module}.weight")
             assert match is not None, name
             packings = adapter_packings(match.packing)
             is_a = matrix == "linear_in.weight"
-            rank = parameter.shape[0] if is_a else parameter.shape[1]
-            shapes = adapter_shapes(self.table, {module.rpartition(".")[2]}, rank)
-            home = self._storages.homes[parameter]
+            kind = module.rpartition(".")[2], parameter.shape[0 if is_a else 1]
+            if kind not in shapes_of:
+                shapes_of[kind] = adapter_shapes(self.table, {kind[0]}, kind[1])
+            shapes, strides = shapes_of[kind], parameter.stride()
             for packing in packings.a if is_a else (packings.b,):
                 if any(tensor.format(**match.indices) not in shapes for tensor in packing.tensors()):
                     continue  # of a layer that the inference engine does not have
                 part, num_parts = self._groups[packing.over]
                 held = held_regions(packing, match.indices, shapes, tuple(parameter.shape), part, num_parts)
-                for one in held:
-                    offset = home.offset + one.start * parameter.stride()[one.local_dim]
-                    place = Place(BufferId(self.rank, home.buffer), offset, parameter.stride())
-                    yield Shard(one.region, place), shapes[one.region.tensor]
+                for shard in self._placed(held, self._storages.homes[parameter], strides, strides):
+                    yield shard, shapes[shard.region.tensor]
 
     def _published_home(self, tensor: torch.Tensor) -> _Home:
         """Where a weight is read: where it lives, or where its sum with an adapter is."""
