@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import ConfigError, TransportError, Violation
 from hybrid_engine.memory.elastic import BufferHandle, export_tensor
+from hybrid_engine.planning.combining import combine
 from hybrid_engine.planning.layout import Buffer, BufferId
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.ports import Transport
@@ -192,12 +193,13 @@ class TransportSet:
             if transfer.dst_rank == self.rank:
                 nbytes[name] += transfer.nbytes
                 nbytes_by_link[transfer.link] += transfer.nbytes
-        return _BucketShare(bucket, transfers, nbytes, nbytes_by_link)
+        combined = {name: combine(same) for name, same in transfers.items()}
+        return _BucketShare(bucket, combined, nbytes, nbytes_by_link)
 
 
 @dataclass(frozen=True, slots=True)
 class _BucketShare:
-    """A rank's transfers of a bucket by transport name, in the bucket's order, and the bytes it reads."""
+    """A rank's transfers of a bucket by transport name, combined, and the bytes it reads."""
 
     bucket: Bucket
     transfers: Mapping[str, Sequence[Transfer]]
