@@ -52,12 +52,14 @@ class Bucket:
 
     Attributes:
         index: position in the plan; the same on every rank.
+        tensors: canonical tensors that all ranks have whole once this bucket has run; each is in one bucket only.
         transfers: of all ranks, in an order that all ranks share; in the plan of one rank those it is part of.
         groups: destination groups (`Buffer.group`) that are complete once this bucket has run.
         nbytes: destination bytes of the rank that receives most in this bucket.
     """
 
     index: int
+    tensors: tuple[str, ...]
     transfers: tuple[Transfer, ...]
     groups: tuple[str, ...]
     nbytes: int

@@ -1,4 +1,4 @@
-"""Planning: box intersection of two layouts, tensor by tensor, in the model's order.
+"""Planning: box intersection of two layouts, tensor by tensor.
 
     sources and wants of a tensor, region by region    who holds it, who wants it
     routes                                             who sends what to whom (planning/routes.py)
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from hybrid_engine.errors import PlanError
-from hybrid_engine.planning.buckets import Need, outline_buckets
+from hybrid_engine.planning.buckets import BytesByRank, Need, outline_buckets
 from hybrid_engine.planning.layout import Layout, Shard
 from hybrid_engine.planning.plan import Bucket, ByteCount, Link, ReshardPlan, Transfer, fingerprint_of
 from hybrid_engine.planning.regions import Region
@@ -49,7 +49,8 @@ def plan(
         PlanError: with every fault: bounds, overlaps, gaps, shapes that differ, destination regions that no rank
             holds, source tensors that nobody reads.
 
-    Tensors are taken in the order in which the destination declares them (the model's own).
+    Routes are found in the order in which the destination declares the tensors (the model's own); buckets take turns
+    between pipeline stages (planning/buckets.py).
     """
     faults = [*layout_faults(source, exact=False), *layout_faults(destination, exact=True)]
     faults += _shape_faults(source, destination)
@@ -58,8 +59,9 @@ def plan(
     planner = _Planner(source, Hosts(hosts), rank)
     needs: dict[str, Need] = {}
     for tensor in (name for name in destination.tensors if name in dst_by_tensor and name not in unusable):
-        planner.add(tensor, src_by_tensor.get(tensor, []), dst_by_tensor[tensor])
-        needs[tensor] = _need_of(destination, dst_by_tensor[tensor])
+        src_shards, dst_shards = src_by_tensor.get(tensor, []), dst_by_tensor[tensor]
+        planner.add(tensor, src_shards, dst_shards)
+        needs[tensor] = _need_of(source, destination, src_shards, dst_shards)
     faults += planner.faults
     unread = tuple(sorted(src_by_tensor.keys() - dst_by_tensor.keys()))
     expected = set(may_stay_unread)
@@ -71,6 +73,7 @@ def plan(
         buckets=tuple(
             Bucket(
                 index,
+                outline.tensors,
                 tuple(transfer for tensor in outline.tensors for transfer in planner.transfers[tensor]),
                 outline.groups,
                 outline.nbytes,
@@ -101,14 +104,15 @@ def _unusable_tensors(source: Layout, destination: Layout) -> set[str]:
     }
 
 
-def _need_of(destination: Layout, shards: Sequence[Shard]) -> Need:
-    groups: dict[str, None] = {}
-    nbytes: Counter[int] = Counter()
-    for shard in shards:
-        buffer = destination.buffers[shard.place.buffer]
-        groups[buffer.group] = None
-        nbytes[shard.place.buffer.rank] += shard.region.numel * buffer.itemsize
-    return Need(tuple(groups), np.array(list(nbytes), dtype=np.int64), np.array(list(nbytes.values()), dtype=np.int64))
+def _need_of(source: Layout, destination: Layout, src_shards: Sequence[Shard], dst_shards: Sequence[Shard]) -> Need:
+    groups = dict.fromkeys(destination.buffers[shard.place.buffer].group for shard in dst_shards)
+    return Need(tuple(groups), _bytes_by_rank(destination, dst_shards), _bytes_by_rank(source, src_shards))
+
+
+def _bytes_by_rank(layout: Layout, shards: Sequence[Shard]) -> BytesByRank:
+    nbytes = [shard.region.numel * layout.buffers[shard.place.buffer].itemsize for shard in shards]
+    ranks = [shard.place.buffer.rank for shard in shards]
+    return BytesByRank(np.array(ranks, dtype=np.int64), np.array(nbytes, dtype=np.int64))
 
 
 class _Side:

@@ -85,7 +85,7 @@ def make_plan(link: Link = Link.HOST) -> ReshardPlan:
             for rank in range(NUM_RANKS)
             if group < NUM_GROUPS - rank
         )
-        buckets.append(Bucket(index, transfers, tuple(f"group{group}" for group in groups), NBYTES * len(groups)))
+        buckets.append(Bucket(index, (), transfers, tuple(f"group{group}" for group in groups), NBYTES * len(groups)))
     return ReshardPlan(tuple(buckets), {}, (), "fingerprint")
 
 
