@@ -19,6 +19,7 @@ import torch.distributed as dist
 from benchmarks.resharding.cases import BUCKET_MB, Case
 from benchmarks.resharding.figures import Figures
 from benchmarks.resharding.floor import Floor
+from benchmarks.resharding.mbridge_export import MbridgeExport
 from benchmarks.resharding.measuring import Contender, Digests, agreed, gather, measure
 from benchmarks.resharding.ours import Ours
 from hybrid_engine.memory.offloader import KINDS
@@ -51,6 +52,7 @@ def entries() -> list[Entry]:
     return [
         Entry("ours", Ours),
         Entry("floor", Floor),
+        Entry("mbridge", MbridgeExport, "ours"),
     ]
 
 
