@@ -86,6 +86,10 @@ def _of_inference(found: Iterable[Violation]) -> Iterator[Violation]:
     return (Violation(f"generate_config.{INFER_KEYS[one.key]}", one.problem, one.remedy) for one in found)
 
 
+NARROWER = frozenset({("float32", "bfloat16"), ("float32", "float16")})
+"""Pairs of dtypes, training and wire, that compression may have."""
+
+
 @dataclass(frozen=True)
 class Constraint:
     """One rule.
@@ -287,15 +291,18 @@ def _inference_replicas(job: Job) -> Iterator[Violation]:
         )
 
 
-@_constraint("generate_config.dtype", "vLLM's weights have the training weights' dtype.")
+@_constraint("generate_config.dtype", "vLLM's weights have the dtype in which they arrive.")
 def _dtype(job: Job) -> Iterator[Violation]:
-    if job.generate.dtype not in (None, job.actor.params_dtype):
-        yield Violation(
-            "generate_config.dtype",
-            f"{job.generate.dtype} differs from the training dtype {job.actor.params_dtype}; "
-            "casts are not supported yet",
-            "Leave it out",
-        )
+    if job.generate.dtype not in (None, job.config.wire_dtype):
+        problem = f"{job.generate.dtype}, but weights arrive in {job.config.wire_dtype}"
+        yield Violation("generate_config.dtype", problem, "Leave it out, or set compress_reshard and compression_dtype")
+
+
+@_constraint("generate_config.compression_dtype", "Weights are compressed to a narrower dtype than they have.")
+def _compression(job: Job) -> Iterator[Violation]:
+    if job.generate.compress_reshard and (job.actor.params_dtype, job.config.wire_dtype) not in NARROWER:
+        problem = f"{job.config.wire_dtype} is not narrower than the training dtype {job.actor.params_dtype}"
+        yield Violation("generate_config.compression_dtype", problem, "Set compress_reshard to false")
 
 
 @_constraint("actor_config.lora", "Adapters go on linear layers that the model has, outside of experts.")

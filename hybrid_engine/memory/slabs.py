@@ -26,13 +26,10 @@ SMALLEST = HUGE_PAGE // 2
 class SlabPool:
     """Slabs of anonymous memory, each used by one tensor at a time.
 
-    A slab is given to a tensor that needs at least half of it; so what the pool holds is at most twice what was needed
-    at once, and `limit` bytes of slabs that nobody uses.
+    A slab is given to a tensor that needs at least half of it. Free slabs stay until `trim`, or until the pool goes.
     """
 
-    def __init__(self, limit: int) -> None:
-        """`limit`: bytes of free slabs that are kept; what is freed beyond goes back to the system."""
-        self.limit = limit
+    def __init__(self) -> None:
         self.free_nbytes = 0
         self.used_nbytes = 0
         self._free: list[_Slab] = []  # in order of size
@@ -56,10 +53,10 @@ class SlabPool:
         weakref.finalize(pages, _give_back, weakref.ref(self), slab).atexit = False
         return torch.frombuffer(pages, dtype=dtype, count=numel)
 
-    def trim(self, keep: int = 0) -> None:
-        """Give free slabs back to the system, the largest first, until at most `keep` bytes of them are left."""
-        while self.free_nbytes > keep:
-            self.free_nbytes -= self._free.pop().nbytes
+    def trim(self) -> None:
+        """Give free slabs back to the system."""
+        self._free.clear()
+        self.free_nbytes = 0
 
     def _fitting(self, needed: int) -> _Slab | None:
         """The smallest free slab that is large enough and not more than twice too large."""
@@ -89,4 +86,3 @@ def _give_back(pool: weakref.ref[SlabPool], slab: _Slab) -> None:
         owner.used_nbytes -= slab.nbytes
         insort(owner._free, slab)
         owner.free_nbytes += slab.nbytes
-        owner.trim(owner.limit)

@@ -23,7 +23,8 @@ class Link(StrEnum):
 class Transfer:
     """Copy a box of `lengths` elements of canonical `tensor` from `src` to `dst`.
 
-    `nbytes` counts the bytes that cross the link: elements times the source's bytes per element.
+    `nbytes` counts the bytes that cross the link: elements times bytes per element on the side where that is less, for
+    a message is cast before it is sent when the destination is narrower.
     """
 
     tensor: str

@@ -56,7 +56,7 @@ def plan(
     faults += _shape_faults(source, destination)
     unusable = _unusable_tensors(source, destination) if faults else set()
     src_by_tensor, dst_by_tensor = source.shards_by_tensor(), destination.shards_by_tensor()
-    planner = _Planner(source, Hosts(hosts), rank)
+    planner = _Planner(source, destination, Hosts(hosts), rank)
     needs: dict[str, Need] = {}
     for tensor in (name for name in destination.tensors if name in dst_by_tensor and name not in unusable):
         src_shards, dst_shards = src_by_tensor.get(tensor, []), dst_by_tensor[tensor]
@@ -142,10 +142,10 @@ class _Side:
 class _Planner:
     """Collects transfers, faults and bytes, tensor by tensor. Tensors that are spread alike share their routes."""
 
-    def __init__(self, source: Layout, hosts: Hosts, rank: int | None) -> None:
+    def __init__(self, source: Layout, destination: Layout, hosts: Hosts, rank: int | None) -> None:
         self.transfers: dict[str, list[Transfer]] = {}
         self.faults: list[str] = []
-        self._source = source
+        self._source, self._destination = source, destination
         self._hosts = hosts
         self._rank = rank
         self._moved: Counter[tuple[int, Link]] = Counter()
@@ -173,7 +173,7 @@ class _Planner:
                     src = sources.shards[piece.source][src_rank][0]
                     found += [self._send(region, src, dst, piece.link) for dst in by_rank[dst_rank]]
         self.transfers[tensor] = sorted(found, key=transfer_order)
-        self._count(found, src_shards, unheld_elements)
+        self._count(found, src_shards, dst_shards, unheld_elements)
 
     def bytes_by_rank(self) -> dict[int, ByteCount]:
         """Of every destination rank, or of the one that the plan is for if it is one."""
@@ -207,18 +207,24 @@ class _Planner:
         return first
 
     def _send(self, region: Region, src: Shard, dst: Shard, link: Link) -> Transfer:
-        nbytes = region.numel * self._source.buffers[src.place.buffer].itemsize
+        src_buffer, dst_buffer = self._source.buffers[src.place.buffer], self._destination.buffers[dst.place.buffer]
+        nbytes = region.numel * min(src_buffer.itemsize, dst_buffer.itemsize)
         return Transfer(region.tensor, region.lengths, src.place_of(region), dst.place_of(region), nbytes, link)
 
     def _count(
-        self, found: Sequence[Transfer], src_shards: Sequence[Shard], unheld_elements: Iterable[tuple[np.ndarray, int]]
+        self,
+        found: Sequence[Transfer],
+        src_shards: Sequence[Shard],
+        dst_shards: Sequence[Shard],
+        unheld_elements: Iterable[tuple[np.ndarray, int]],
     ) -> None:
         for transfer in found:
             if self._rank in (None, transfer.dst_rank):
                 self._moved[transfer.dst_rank, transfer.link] += transfer.nbytes
         if not src_shards:
             return
-        itemsize = min(self._source.buffers[shard.place.buffer].itemsize for shard in src_shards)
+        sides = (self._source, src_shards), (self._destination, dst_shards)
+        itemsize = min(layout.buffers[shard.place.buffer].itemsize for layout, shards in sides for shard in shards)
         for ranks, numel in unheld_elements:
             for rank in ranks.tolist():
                 if self._rank in (None, rank):
