@@ -76,7 +76,7 @@ class ActorHybridWorker:
             self.actor = build.build_actor(actor_config, self.table, hf_config, weights_only=self._weights_only)
             adapters_apart = self.config.generate_config.lora_delivery == "adapter"
             self.train: TrainEngine = TrainEngine(self.actor, self.table, actor_config.micro_batch_size, adapters_apart)
-            offloader = MegatronOffloader(self.train.offload_items)
+            offloader = MegatronOffloader(self.train.offload_items, reachable=self.train.reachable_tensors)
             offloader.offload()  # vLLM looks at the memory that is free while it starts
         order = self._choose_rank_order(agreement)
         with agreement.phase("building the inference engine"):
