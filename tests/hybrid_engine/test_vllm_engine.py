@@ -10,8 +10,6 @@ import pytest
 from tests.hybrid_engine import vllm_ranks
 from tests.launch import launch
 
-pytest.importorskip("vllm")
-
 
 @pytest.mark.parametrize("num_tp", [1, 2])
 def test_switches_release_and_a_process_left_as_it_was(tmp_path: Path, num_tp: int) -> None:

@@ -14,8 +14,6 @@ from tests.hybrid_engine.vllm_layouts import Case
 from tests.hybrid_engine.vllm_models import FAMILIES
 from tests.launch import launch
 
-pytest.importorskip("vllm")
-
 WITH_EXPERTS = ("qwen3 moe", "mixtral", "deepseek v2", "deepseek v3")
 FIVE_LAYERS = {"num_hidden_layers": 5}
 SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}

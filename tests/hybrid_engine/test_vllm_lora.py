@@ -14,8 +14,6 @@ from tests.hybrid_engine import vllm_support as support
 from tests.hybrid_engine.vllm_models import GPT2, QWEN3, QWEN3_MOE
 from tests.launch import launch
 
-pytest.importorskip("vllm")
-
 CONFIG = {**QWEN3, "torch_dtype": "float32"}
 PROMPTS = [[2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]
 EVERYWHERE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
