@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.errors import ModelError
 from hybrid_engine.worker import share_of
 from tests.hybrid_engine.moe_models import YARN, build_moe_model, mtp_losses, save_moe_model, whole_weights
 from tests.hybrid_engine.tiny_models import (
@@ -278,7 +277,7 @@ def half_precision_and_refusals(paths: dict[str, Path]) -> dict[str, Any]:
     }.items():
         config = ActorConfig(**{**DENSE_FLOAT32, **actor})
         with parallel_state_of(config):
-            with pytest.raises(ModelError) as caught:
+            with pytest.raises(ConfigError) as caught:
                 build_model(config, table, read_config(path))
             found[name] = str(caught.value)
             if name == "positions":
@@ -428,9 +427,9 @@ def test_half_precision_and_refusals(launched: Callable[[int], Any], paths: dict
         assert bias["dtypes"] == {"torch.float32"} and bias["stays where it is"] and bias["reference"]
         assert all(moved == pytest.approx(1e-3, abs=1e-6) for moved in bias["moved by"])
         assert "sequence_parallel" in found["experts without sequence parallel"]
-        assert "expert_tensor_parallel_size 1" in found["experts cut otherwise"]
-        assert "context_parallel_size 2" in found["context"]
-        assert "noop_layers (1, 1)" in found["positions"]
+        assert "expert_tensor_parallel_size: 1 with TP 2" in found["experts cut otherwise"]
+        assert "context_parallel_size: 2" in found["context"]
+        assert "noop_layers: [1, 1] names a position twice" in found["positions"]
         whole = sum(tensor.numel() for tensor in read_canonical(paths["deepseek_v3"]).values())
         assert found["experts without sequence parallel, weights only"] < whole
         assert found["context, weights only"] > 0.99 * whole
