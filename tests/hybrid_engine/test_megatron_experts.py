@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from hybrid_engine.config import ActorConfig
+from hybrid_engine.errors import ConfigError
 from hybrid_engine.worker import share_of
 from tests.hybrid_engine.moe_models import YARN, build_moe_model, mtp_losses, save_moe_model, whole_weights
 from tests.hybrid_engine.tiny_models import (
