@@ -12,7 +12,7 @@ import pickle
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,20 @@ def launch(
             causes = "\n".join(path.read_text() for path in sorted(Path(directory).glob("error*.txt")))
             raise AssertionError(f"{function.__qualname__} on {num_ranks} ranks failed:\n{ended.output}\n{causes}")
         return [pickle.loads(Path(directory, f"result{rank}.pickle").read_bytes()) for rank in range(num_ranks)]
+
+
+def in_turn(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+    """Rank function of several: what each returned. Starting ranks and importing costs more than most of them do."""
+    return [function(*args) for function, args in calls]
+
+
+def launch_in_turn(
+    num_ranks: int, calls: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]], timeout: float = 300
+) -> dict[str, list[Any]]:
+    """Run several functions, one after the other, on the same ranks: name -> results by rank. The first failure ends
+    them all."""
+    by_rank = launch(in_turn, num_ranks, list(calls.values()), timeout=timeout)
+    return {name: [results[index] for results in by_rank] for index, name in enumerate(calls)}
 
 
 def _run_rank() -> None:

@@ -21,6 +21,7 @@ def test_the_matrix_is_wide() -> None:
     names = Counter(combination.name for combination in MATRIX)
     assert max(names.values()) == 1
     assert {combination.family for combination in MATRIX} == set(hf_configs.PUBLISHED)
+    assert {combination.family for combination in IN_SUITE.values()} == set(hf_configs.PUBLISHED)
 
 
 @pytest.mark.parametrize("combination", MATRIX, ids=lambda combination: combination.name)

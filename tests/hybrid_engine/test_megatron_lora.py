@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.errors import ModelError, WeightError
+from hybrid_engine.errors import ConfigError, WeightError
 from tests.hybrid_engine.tiny_models import (
     DENSE_FLOAT32,
     load_canonical,
@@ -19,7 +19,7 @@ from tests.hybrid_engine.tiny_models import (
     save_model,
     token_batch,
 )
-from tests.launch import launch
+from tests.launch import launch_in_turn
 
 pytestmark = pytest.mark.engines
 
@@ -94,10 +94,22 @@ def _train(run: Any) -> dict[str, Any]:
     }
 
 
-def test_adapters_train_and_are_merged(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """By rank, what each of the three brought back."""
+    directory = tmp_path_factory.mktemp("adapters")
+    path = save_model(directory / "model", "qwen3")
+    calls = {
+        "trained": (train_adapters, (path,)),
+        "read": (save_and_load, (path, directory / "out")),
+        "frozen": (freeze_and_fail, (path,)),
+    }
+    return launch_in_turn(2, calls)
+
+
+def test_adapters_train_and_are_merged(outcomes: dict[str, list[Any]]) -> None:
     """Every layout trains as one rank's does, touches nothing but adapters, and its merged weights compute the same."""
-    path = save_model(tmp_path / "model", "qwen3")
-    results = launch(train_adapters, 2, path)
+    results = outcomes["trained"]
     expected = results[0]["dp2"]["losses"]
     for result in results:
         for name, seen in result.items():
@@ -126,10 +138,9 @@ def save_and_load(path: Path, out: Path) -> dict[str, Any]:
     return {"difference": float((read - trained).abs().max()), "spread": float(trained.max() - trained.min())}
 
 
-def test_a_checkpoint_of_sums_is_read_as_the_whole(tmp_path: Path) -> None:
-    path = save_model(tmp_path / "model", "qwen3")
-    (result,) = launch(save_and_load, 1, path, tmp_path / "out")
-    assert result["difference"] < 1e-5 < result["spread"]
+def test_a_checkpoint_of_sums_is_read_as_the_whole(outcomes: dict[str, list[Any]]) -> None:
+    for result in outcomes["read"]:
+        assert result["difference"] < 1e-5 < result["spread"]
 
 
 def freeze_and_fail(path: Path) -> tuple[Mapping[str, bool], list[str]]:
@@ -144,20 +155,19 @@ def freeze_and_fail(path: Path) -> tuple[Mapping[str, bool], list[str]]:
     messages = []
     for wrong in (
         {"frozen_parameters": ["decoder.layer.*"]},
-        {"lora": {"target_modules": ["input_layernorm"]}},  # the configuration's own check does not come first here
+        {"lora": {"target_modules": ["input_layernorm"]}},
     ):
-        with pytest.raises(ModelError) as caught, running(path, ActorConfig(**{**DENSE_FLOAT32, **wrong})):
+        with pytest.raises(ConfigError) as caught, running(path, ActorConfig(**{**DENSE_FLOAT32, **wrong})):
             pass
         messages.append(str(caught.value))
     return kept, messages
 
 
-def test_frozen_parameters_and_wrong_names(tmp_path: Path) -> None:
-    path = save_model(tmp_path / "model", "qwen3")
-    ((kept, messages),) = launch(freeze_and_fail, 1, path)
-    assert {name for name, is_kept in kept.items() if is_kept} == {
-        name for name in kept if name.startswith(("embedding.", "decoder.layers.1."))
-    }
-    assert not all(kept.values())
-    assert "no parameter is called decoder.layer.*" in messages[0]
-    assert "input_layernorm" in messages[1] and "lora.target_modules" in messages[1]
+def test_frozen_parameters_and_wrong_names(outcomes: dict[str, list[Any]]) -> None:
+    for kept, messages in outcomes["frozen"]:
+        assert {name for name, is_kept in kept.items() if is_kept} == {
+            name for name in kept if name.startswith(("embedding.", "decoder.layers.1."))
+        }
+        assert not all(kept.values())
+        assert "no parameter is called decoder.layer.*" in messages[0]
+        assert "input_layernorm" in messages[1] and "target_modules" in messages[1]
