@@ -52,12 +52,9 @@ PP2 = {"pipeline_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 TIED = {"tie_word_embeddings": True}
 
-ONE_RANK = {
-    "one rank": Case("llama"),
-    "one rank, all biases": Case("llama", {"attention_bias": True, "mlp_bias": True}),
-}
 TWO_RANKS = {
     "tp2": Case("llama", {}, TP2),
+    "tp2, all biases": Case("llama", {"attention_bias": True, "mlp_bias": True}, TP2),
     "tp2, tied, sequence parallel": Case("qwen2", TIED, SP2),
     "tp2, one kv head": Case("qwen3", {"num_key_value_heads": 1}, TP2),
     "pp2, tied": Case("llama", TIED, PP2),
@@ -76,7 +73,7 @@ FOUR_RANKS = {
     "experts tp2 ep2 etp2": Case("deepseek_v3", {}, {**SP2, **EP2}),
     "experts tp2 pp2 ep2 etp1": Case("mixtral", {}, {**SP2, **PP2, **EP2, **ETP1}),
 }
-ALL_CASES = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}
+ALL_CASES = {2: TWO_RANKS, 4: FOUR_RANKS}
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     return launch_on
 
 
-@pytest.fixture(params=[1, 2, 4], ids=["1 rank", "2 ranks", "4 ranks"])
+@pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
 def rank_views(request: pytest.FixtureRequest, launched: Launched) -> dict[str, tuple[ModelTable, list[RankView]]]:
     """Case -> (its table, what each rank saw)."""
     paths, found = launched(request.param)

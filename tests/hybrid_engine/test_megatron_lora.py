@@ -15,6 +15,7 @@ from tests.hybrid_engine.tiny_models import (
     DENSE_FLOAT32,
     load_canonical,
     negative_log_likelihood,
+    read_config,
     running,
     save_model,
     token_batch,
@@ -131,16 +132,29 @@ def save_and_load(path: Path, out: Path) -> dict[str, Any]:
         for _ in range(3):
             run.engine.train_step(batch, negative_log_likelihood)
         trained = run.engine.logits(batch["tokens"])
+        reference = TrainEngine(build_reference(run.config, run.table, read_config(path)), run.table, 1)
+        reference.copy_weights_from(run.engine)
+        frozen = reference.logits(batch["tokens"])
         save_hf_checkpoint(out, weights.merged, run.table, agreement, path)
         load_hf_checkpoint(out, weights.base, run.table, agreement)
         run.engine.take_up_weights()
         read = run.engine.logits(batch["tokens"])
-    return {"difference": float((read - trained).abs().max()), "spread": float(trained.max() - trained.min())}
+        run.engine.train_step(batch, negative_log_likelihood)
+        moved = run.engine.logits(batch["tokens"])
+        stays = torch.equal(frozen, reference.logits(batch["tokens"]))
+    return {
+        "difference": float((read - trained).abs().max()),
+        "of reference": float((frozen - trained).abs().max()),
+        "moved": float((moved - trained).abs().max()),
+        "reference stays": stays,
+        "spread": float(trained.max() - trained.min()),
+    }
 
 
-def test_a_checkpoint_of_sums_is_read_as_the_whole(outcomes: dict[str, list[Any]]) -> None:
+def test_a_checkpoint_and_a_reference_have_the_sums(outcomes: dict[str, list[Any]]) -> None:
     for result in outcomes["read"]:
         assert result["difference"] < 1e-5 < result["spread"]
+        assert result["of reference"] < 1e-5 < result["moved"] and result["reference stays"]
 
 
 def freeze_and_fail(path: Path) -> tuple[Mapping[str, bool], list[str]]:
