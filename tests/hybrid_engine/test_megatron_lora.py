@@ -122,9 +122,12 @@ def test_adapters_train_and_are_merged(outcomes: dict[str, list[Any]]) -> None:
 
 
 def save_and_load(path: Path, out: Path) -> dict[str, Any]:
-    """What the model computes before it is saved as a Hugging Face checkpoint, and after that one is read again."""
+    """What the model computes before it is saved as a Hugging Face checkpoint, and after that one is read again; and
+    what a reference computes, which has the sums without adapters, also once training went on."""
     from hybrid_engine.agreement import Agreement
     from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
+    from hybrid_engine.backends.megatron.build import build_reference
+    from hybrid_engine.backends.megatron.train_engine import TrainEngine
 
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **LORA})) as run:
         weights, agreement = run.engine.weights, Agreement(60)
