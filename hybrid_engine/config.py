@@ -218,7 +218,7 @@ def find_violations(config: HybridConfig, world_size: int, *, weights_only: bool
 
     `weights_only`: the training model holds weights and need not compute (as for a check of the switch alone).
     """
-    from hybrid_engine.constraints import CONSTRAINTS, Job
+    from hybrid_engine.constraints import Job, broken_rules
 
     if not (config.model / "config.json").is_file():
         return [Violation("model", f"{config.model} has no config.json", "Name a Hugging Face model directory")]
@@ -229,13 +229,8 @@ def find_violations(config: HybridConfig, world_size: int, *, weights_only: bool
     except (ValueError, KeyError, TypeError) as error:
         problem = f"{config.model / 'config.json'} cannot be used: {error!r}"
         return [Violation("model", problem, "Name a directory with a complete config.json")]
-    job = Job(config, table, world_size)
-    return [
-        found
-        for constraint in CONSTRAINTS
-        if not (weights_only and constraint.computing)
-        for found in constraint.find(job)
-    ]
+    job = Job(config.actor_config, table, world_size, config.generate_config)
+    return broken_rules(job, weights_only=weights_only)
 
 
 def _violation_of(item: Mapping[str, Any]) -> Violation:
