@@ -19,7 +19,6 @@ import torch.distributed as dist
 from benchmarks.resharding.cases import BUCKET_MB, Case
 from benchmarks.resharding.figures import Figures
 from benchmarks.resharding.floor import Floor
-from benchmarks.resharding.mbridge_export import MbridgeExport
 from benchmarks.resharding.measuring import Contender, Digests, agreed, gather, measure
 from benchmarks.resharding.ours import Ours
 from hybrid_engine.memory.offloader import KINDS
@@ -49,10 +48,18 @@ class Entry:
 
 def entries() -> list[Entry]:
     """All contenders, in the order in which they run."""
+    # these import Megatron, which is patched when the worker is built
+    from benchmarks.resharding.gather_broadcast import GatherBroadcast
+    from benchmarks.resharding.mbridge_export import MbridgeExport
+    from benchmarks.resharding.megatron_core import MegatronResharding, OursToMegatron
+
     return [
         Entry("ours", Ours),
         Entry("floor", Floor),
         Entry("mbridge", MbridgeExport, "ours"),
+        Entry("gather_broadcast", GatherBroadcast, "ours"),
+        Entry("ours_to_megatron", OursToMegatron),
+        Entry("megatron_resharding", MegatronResharding, "ours_to_megatron"),
     ]
 
 
