@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +76,7 @@ class Case:
 
     Attributes:
         in_quick: part of `--quick`.
+        trains: with gradients and an optimizer; otherwise training only holds frozen weights, and takes less memory.
     """
 
     model: str
@@ -84,6 +84,7 @@ class Case:
     train: str
     infer: str
     in_quick: bool = False
+    trains: bool = False
 
     @property
     def name(self) -> str:
@@ -96,12 +97,8 @@ class Case:
         (path / "config.json").write_text(json.dumps(MODELS[self.model], indent=2))
         return path
 
-    def config(self, directory: Path, actor: Mapping[str, Any] | None = None) -> HybridConfig:
-        """The checked configuration, with the model below `directory`. Raises ConfigError.
-
-        Training only holds weights: they are frozen, so that there are no gradients and no optimizer. With
-        `actor` settings of training are added or changed.
-        """
+    def config(self, directory: Path) -> HybridConfig:
+        """The checked configuration, with the model below `directory`. Raises ConfigError."""
         training, inference = parse_job(self.train, self.infer, None)
         sizes = {key: getattr(training, attribute) for attribute, key in TRAIN_KEYS.items()}
         values = {
@@ -112,8 +109,7 @@ class Case:
                 "sequence_parallel": training.tensor > 1 and "num_experts" in MODELS[self.model],
                 "params_dtype": "bfloat16",
                 "seq_length": 64,
-                "frozen_parameters": ["*"],
-                **(actor or {}),
+                "frozen_parameters": [] if self.trains else ["*"],
             },
             "generate_config": {
                 **{key: getattr(inference, attribute) for attribute, key in INFER_KEYS.items()},
@@ -133,26 +129,27 @@ DENSE, EXPERTS = "qwen2.5-0.5b", "qwen3-moe-2304"
 CASES: tuple[Case, ...] = (
     Case(DENSE, 2, "tp=2", "tp=1,dp=2", in_quick=True),
     Case(DENSE, 2, "tp=1,dp=2", "tp=2"),
-    Case(DENSE, 2, "pp=2", "tp=2"),
+    Case(DENSE, 2, "pp=2", "tp=2,dp=1"),
     Case(DENSE, 2, "pp=2", "tp=1,dp=2"),
     Case(DENSE, 4, "tp=2,pp=2", "tp=2,dp=2", in_quick=True),
     Case(DENSE, 4, "pp=4", "tp=2,dp=2"),
     Case(DENSE, 4, "tp=2,dp=2", "tp=1,dp=4"),
-    Case(DENSE, 4, "pp=4", "tp=2,pp=2"),
-    Case(EXPERTS, 2, "ep=2", "tp=2", in_quick=True),
-    Case(EXPERTS, 2, "tp=2", "tp=2,ep=2"),
-    Case(EXPERTS, 4, "ep=4", "tp=2,dp=2", in_quick=True),
-    Case(EXPERTS, 4, "tp=2,ep=2,etp=1", "tp=4,ep=4"),
-    Case(EXPERTS, 4, "pp=2,ep=2", "tp=2,dp=2"),
+    Case(DENSE, 4, "pp=4", "tp=2,pp=2,dp=1"),
+    Case(EXPERTS, 2, "ep=2,dp=2", "tp=2", in_quick=True),
+    Case(EXPERTS, 2, "tp=2,dp=1", "tp=2,ep=2"),
+    Case(EXPERTS, 4, "ep=4,dp=4", "tp=2,dp=2", in_quick=True),
+    Case(EXPERTS, 4, "tp=2,dp=2,ep=2,etp=1", "tp=4,ep=4"),
+    Case(EXPERTS, 4, "pp=2,dp=2,ep=2", "tp=2,dp=2"),
 )
 
 TINY_CASE = Case("tiny", 2, "tp=2", "tp=1,dp=2")
 """Chosen by `--only tiny`; not part of a run otherwise."""
 
 
-def chosen(only: str, quick: bool) -> list[Case]:
+def chosen(only: str, quick: bool, trains: bool = False) -> list[Case]:
     """Cases of a run, those with as many ranks together."""
     if only == TINY_CASE.model:
-        return [TINY_CASE]
-    cases = [case for case in CASES if only in case.name and (case.in_quick or not quick)]
-    return sorted(cases, key=lambda case: case.ranks)
+        cases = [TINY_CASE]
+    else:
+        cases = [case for case in CASES if only in case.name and (case.in_quick or not quick)]
+    return [replace(case, trains=trains) for case in sorted(cases, key=lambda case: case.ranks)]

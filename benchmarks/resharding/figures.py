@@ -27,6 +27,8 @@ class Figures:
         bucket_bytes: destination bytes of a rank that move between two commits.
         phases: contender -> phase -> seconds. spread: contender -> fastest and slowest run.
         switch_phases: of a whole switch to inference, with offload, on rank 0.
+        growth: what the ranks held after the first and the last of many cycles (`--cycles`).
+        timeline: device bytes of rank 0 over one cycle (`--timeline`).
         reasons: key -> why it is null.
     """
 
@@ -54,6 +56,8 @@ class Figures:
     phases: dict[str, Mapping[str, float]] = field(default_factory=dict)
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)
     switch_phases: dict[str, float] = field(default_factory=dict)
+    growth: dict[str, Any] | None = None
+    timeline: dict[str, Any] | None = None
     reasons: dict[str, str] = field(default_factory=dict)
 
     @staticmethod

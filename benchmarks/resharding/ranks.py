@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.resharding.cases import BUCKET_MB, Case
 from benchmarks.resharding.figures import Figures
 from benchmarks.resharding.floor import Floor
-from benchmarks.resharding.mbridge_export import MbridgeExport
+from benchmarks.resharding.growth import grow, trace_cycle
 from benchmarks.resharding.measuring import Contender, Digests, agreed, gather, measure
 from benchmarks.resharding.ours import Ours
 from hybrid_engine.memory.offloader import KINDS
@@ -49,24 +50,47 @@ class Entry:
 
 def entries() -> list[Entry]:
     """All contenders, in the order in which they run."""
+    # these import Megatron, which is patched when the worker is built
+    from benchmarks.resharding.gather_broadcast import GatherBroadcast
+    from benchmarks.resharding.mbridge_export import MbridgeExport
+    from benchmarks.resharding.megatron_core import MegatronResharding, OursToMegatron
+
     return [
         Entry("ours", Ours),
         Entry("floor", Floor),
         Entry("mbridge", MbridgeExport, "ours"),
+        Entry("gather_broadcast", GatherBroadcast, "ours"),
+        Entry("ours_to_megatron", OursToMegatron),
+        Entry("megatron_resharding", MegatronResharding, "ours_to_megatron"),
     ]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be done with every case.
+
+    Attributes:
+        runs: timed runs of each contender; 0 times none.
+        cycles: switches there and back over which growth is watched; 0 for none.
+        timeline: trace memory over one cycle.
+    """
+
+    runs: int
+    cycles: int = 0
+    timeline: bool = False
 
 
 def main(job: str, out: str) -> None:
     """Run the cases of the job file; rank 0 writes all figures so far after each one."""
-    request = json.loads(Path(job).read_text())
+    values = json.loads(Path(job).read_text())
+    request = Request(**values["request"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=SECONDS_TO_WAIT))
     directory = Path(job).parent / f"rank{dist.get_rank()}"
     rows = []
-    for values in request["cases"]:
-        case = Case(**values)
+    for case in (Case(**each) for each in values["cases"]):
         started = time.perf_counter()
         figures = Figures.of(case)
-        _, failure = agreed(lambda case=case, figures=figures: run_case(case, directory, request["runs"], figures))
+        _, failure = agreed(partial(run_case, case, directory, request, figures))
         if failure is not None:
             figures.reasons["case"] = failure
         rows.append(figures.as_json())
@@ -76,16 +100,20 @@ def main(job: str, out: str) -> None:
     dist.destroy_process_group()
 
 
-def run_case(case: Case, directory: Path, num_runs: int, figures: Figures) -> None:
+def run_case(case: Case, directory: Path, request: Request, figures: Figures) -> None:
     """Build, time, shut down. Errors of the build are raised; those of a contender are its reason."""
     worker = ActorHybridWorker(case.config(directory), weights_only=True)
     try:
         _fill_with_values(worker)
         _switch_once(worker, figures)
         results: dict[str, Digests] = {}
-        for entry in entries():
-            _time(entry, worker, num_runs, figures, results)
-        figures.num_runs = num_runs
+        for entry in entries() if request.runs else ():
+            _time(entry, worker, request.runs, figures, results)
+        figures.num_runs = request.runs
+        if request.cycles:
+            figures.growth = grow(worker, request.cycles)
+        if request.timeline:
+            figures.timeline = trace_cycle(worker)
     except Exception:
         traceback.print_exc()
         raise
