@@ -161,6 +161,10 @@ class GenerateConfig(_Section):
     timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
     """Longest wait for a peer, also for a replica that generates longer than another."""
 
+    def wire_dtype(self, params_dtype: Dtype) -> Dtype:
+        """In which weights of training dtype `params_dtype` arrive at vLLM."""
+        return self.compression_dtype if self.compress_reshard else params_dtype
+
 
 class HybridConfig(_Section):
     """Both sides and the model."""
@@ -175,8 +179,7 @@ class HybridConfig(_Section):
     @property
     def wire_dtype(self) -> Dtype:
         """In which weights arrive at vLLM."""
-        generate = self.generate_config
-        return generate.compression_dtype if generate.compress_reshard else self.actor_config.params_dtype
+        return self.generate_config.wire_dtype(self.actor_config.params_dtype)
 
     def hf_config(self) -> dict[str, Any]:
         """The contents of config.json."""

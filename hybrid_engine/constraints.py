@@ -45,6 +45,11 @@ class Job:
         """The inference side's sizes, ranks in order."""
         return inference_parallelism(self.generate, self.world_size)
 
+    @property
+    def wire_dtype(self) -> str:
+        """In which weights arrive at vLLM."""
+        return self.generate.wire_dtype(self.actor.params_dtype)
+
 
 TRAIN_KEYS = {
     "tensor": "tensor_model_parallel_size",
@@ -347,15 +352,15 @@ def _inference_replicas(job: Job) -> Iterator[Violation]:
 
 @_constraint("generate_config.dtype", "vLLM's weights have the dtype in which they arrive.")
 def _dtype(job: Job) -> Iterator[Violation]:
-    if job.generate.dtype not in (None, job.config.wire_dtype):
-        problem = f"{job.generate.dtype}, but weights arrive in {job.config.wire_dtype}"
+    if job.generate.dtype not in (None, job.wire_dtype):
+        problem = f"{job.generate.dtype}, but weights arrive in {job.wire_dtype}"
         yield Violation("generate_config.dtype", problem, "Leave it out, or set compress_reshard and compression_dtype")
 
 
 @_constraint("generate_config.compression_dtype", "Weights are compressed to a narrower dtype than they have.")
 def _compression(job: Job) -> Iterator[Violation]:
-    if job.generate.compress_reshard and (job.actor.params_dtype, job.config.wire_dtype) not in NARROWER:
-        problem = f"{job.config.wire_dtype} is not narrower than the training dtype {job.actor.params_dtype}"
+    if job.generate.compress_reshard and (job.actor.params_dtype, job.wire_dtype) not in NARROWER:
+        problem = f"{job.wire_dtype} is not narrower than the training dtype {job.actor.params_dtype}"
         yield Violation("generate_config.compression_dtype", problem, "Set compress_reshard to false")
 
 

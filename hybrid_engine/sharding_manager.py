@@ -30,6 +30,7 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from hybrid_engine.agreement import Agreement
@@ -270,6 +271,8 @@ class ShardingManager:
             self._release_inference()
         if target is State.INFER:
             self._fill_inference()
+        elif before is State.TRAIN:  # what is pending would write parameters that count as unchanged from here on
+            self._prepare()
         wanted = self._resident_kinds(target)
         self._offload(KINDS - wanted)
         self._onload(wanted, read_only=target is not State.TRAIN)
@@ -281,19 +284,22 @@ class ShardingManager:
     def _fill_inference(self) -> None:
         self._offload(KINDS - self._resident_kinds(State.INFER) - {"param"})
         self._onload({"param"}, read_only=True)
-        with self._phase("prepare"):
-            self.training.prepare()
+        self._prepare()
         with self._phase("check"):
             if self.config.check_nan:
                 self.training.check_values()
         with self._phase("fill"):
-            self._tally.add_fill(self.container.fill(self.training.buffers(), self._follower()))
+            buffers = self.training.buffers()
+            self._tally.add_fill(self.container.fill(buffers, self._follower(buffers)))
         self._note_peak()
 
-    def _follower(self) -> BucketFollower:
+    def _prepare(self) -> None:
+        with self._phase("prepare"):
+            self.training.prepare()
+
+    def _follower(self, buffers: Mapping[str, torch.Tensor]) -> BucketFollower:
         """Goes along with a fill: notes the peak and, where parameters are to leave, lets them go bucket by bucket."""
         on_device = _resident_nbytes(self.offloader)
-        buffers = self.training.buffers()
 
         def give_back(index: int) -> None:
             nonlocal on_device

@@ -156,6 +156,9 @@ class FakeInference:
         self.live.clear()
         self.in_force.clear()
 
+    def resident_nbytes(self) -> int:
+        return sum(flat.nbytes for flat in self.live.values())
+
     def wake_kv_cache(self) -> None:
         self.script.reach("wake")
 
@@ -176,16 +179,16 @@ class ScriptedOffloader(MegatronOffloader):
             self.script.reach(f"offload {kind}")
         return super().offload(kinds)
 
-    def onload(self, kinds: Iterable[str] = KINDS) -> OffloadReport:
+    def onload(self, kinds: Iterable[str] = KINDS, *, read_only: bool = False, wait: bool = True) -> OffloadReport:
         """The kinds before the one that fails are back, as with the real one."""
         coming = self._that(kinds, away=True)
         for number, kind in enumerate(coming):
             try:
                 self.script.reach(f"onload {kind}")
             except OffloadError:
-                super().onload(coming[:number])
+                super().onload(coming[:number], read_only=read_only)
                 raise
-        return super().onload(kinds)
+        return super().onload(kinds, read_only=read_only, wait=wait)
 
     def _that(self, kinds: Iterable[str], *, away: bool) -> list[str]:
         wanted = set(kinds)

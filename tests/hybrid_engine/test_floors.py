@@ -30,6 +30,7 @@ FLOORS = {
     "hybrid_engine.memory": 2,
     "hybrid_engine.transports": 2,
     "hybrid_engine.backends": 2,
+    "hybrid_engine.handover": 3,
     "hybrid_engine.sharding_manager": 3,
     "hybrid_engine.hybrid_engine": 4,
     "hybrid_engine.worker": 4,

@@ -56,6 +56,10 @@ class MegatronDestination:
     def release(self) -> None:
         """Nothing: the model keeps its memory."""
 
+    def resident_nbytes(self) -> int:
+        """Bytes of the model's parameters."""
+        return sum(flat.nbytes for flat in self._buffers.values())
+
     def _check_known(self, groups: Sequence[str]) -> None:
         if unknown := [name for name in groups if BufferId(self._adaptor.rank, name) not in self._layout.buffers]:
             raise StateError(f"no such buffers on rank {self._adaptor.rank}: {', '.join(unknown)}")
