@@ -265,6 +265,18 @@ class ShardingManager:
                 hook(report)
         return report
 
+    def prefetch(self, kinds: Iterable[str] = KIND_ORDER) -> None:
+        """Begin to bring training state back while the last completions are generated, in state INFER.
+
+        The switch to TRAIN finds these kinds there; a switch to another state takes off again what that does not need.
+        Memory: theirs beside the inference weights', so name what fits ("optimizer", say). On CUDA the copies run on a
+        side stream. Raises StateError in any other state, OffloadError when memory runs out; both lose nothing.
+        """
+        if self.state is not State.INFER:
+            raise StateError(f"training state is prefetched while vLLM generates; the state is {self.state.value}")
+        with self.agreement.phase("prefetch"):
+            self.offloader.onload(kinds, read_only=True, wait=False)
+
     def _switch(self, before: State, target: State) -> None:
         self._note_peak()
         if before in (State.INFER, State.IDLE):  # IDLE may follow a release that failed

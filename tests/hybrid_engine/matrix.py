@@ -82,6 +82,7 @@ SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
 
 LORA, APART = {"lora": {"rank": 4}}, {"lora_delivery": "adapter"}
 BY_MESSAGES = {"transport": "collective"}
+COMPRESSED = {"compress_reshard": True}
 FROZEN = ["embedding.*", "decoder.layers.1.*", "*.linear_proj.weight"]
 
 MATRIX: tuple[Combination, ...] = (
@@ -156,6 +157,10 @@ MATRIX: tuple[Combination, ...] = (
     Combination("llama-2", 2, "pp2", "tp2", actor=LORA, generate=APART, label="adapters apart"),
     Combination("qwen3", 2, "", "tp2", actor={"frozen_parameters": FROZEN}, label="frozen"),
     Combination("qwen2.5", 2, "tp2 replicated", "pp2", actor={"frozen_parameters": FROZEN}, label="frozen"),
+    # float32 while training, bfloat16 from the source on
+    Combination("qwen3", 2, "tp2", "", generate=COMPRESSED, label="compressed"),
+    Combination("llama-3", 2, "pp2", "tp2", generate={**COMPRESSED, **BY_MESSAGES}, label="compressed messages"),
+    Combination("qwen3-moe", 2, "ep2", "tp2", generate=COMPRESSED, label="compressed"),
     # rank order
     Combination("qwen3", 4, "tp4", "tp2", generate={"infer_rank_order": "sequential"}, label="sequential"),
     Combination("qwen3", 8, "tp4 pp2", "tp2 pp2"),

@@ -172,12 +172,15 @@ class ScriptedOffloader(MegatronOffloader):
     def __init__(self, script: Script, inventory: Callable[[], Iterable[OffloadItem]]) -> None:
         super().__init__(inventory)
         self.script = script
+        self.copied_nbytes = 0  # to the host, by offload
 
     def offload(self, kinds: Iterable[str] = KINDS) -> OffloadReport:
         """All or nothing, as the real one."""
         for kind in self._that(kinds, away=False):
             self.script.reach(f"offload {kind}")
-        return super().offload(kinds)
+        report = super().offload(kinds)
+        self.copied_nbytes += sum(report.copied_nbytes.values())
+        return report
 
     def onload(self, kinds: Iterable[str] = KINDS, *, read_only: bool = False, wait: bool = True) -> OffloadReport:
         """The kinds before the one that fails are back, as with the real one."""

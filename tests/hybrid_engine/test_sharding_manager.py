@@ -11,7 +11,7 @@ from hybrid_engine.errors import ReshardError, StateError, WeightError
 from hybrid_engine.memory.offloader import KINDS
 from hybrid_engine.ports import InferenceWeights, TrainingWeights
 from hybrid_engine.sharding_manager import InferenceCaches, ReshardReport, State
-from tests.hybrid_engine.sharding_fakes import FORWARD, IDLE, INFER, TRAIN, Rig
+from tests.hybrid_engine.sharding_fakes import FORWARD, IDLE, INFER, TRAIN, TRAINING_NBYTES, Rig
 
 # States.
 
@@ -233,3 +233,42 @@ def test_values_are_checked_only_when_asked(job: None):
     checked.script.take()
     checked.manager.enter(FORWARD)
     assert "check" not in checked.script.calls  # only what goes to inference is looked at
+
+
+def test_prefetch_is_there_when_training_comes(rig: Rig):
+    with pytest.raises(StateError, match="the state is train"):
+        rig.manager.prefetch()
+    rig.training.step()
+    rig.manager.enter(INFER)
+    rig.manager.prefetch(["optimizer"])
+    assert not rig.offloader.is_offloaded("optimizer") and rig.offloader.is_offloaded("param")
+    report = rig.manager.enter(TRAIN)
+    assert report.bytes_onloaded == TRAINING_NBYTES["param"] + TRAINING_NBYTES["grad"]
+    rig.assert_is(TRAIN)
+
+
+def test_prefetched_state_leaves_again_for_a_state_that_does_not_need_it(rig: Rig):
+    rig.training.step()
+    rig.manager.enter(INFER)
+    rig.manager.prefetch()
+    rig.manager.enter(FORWARD)
+    rig.assert_is(FORWARD)
+    rig.manager.enter(TRAIN)
+    rig.assert_is(TRAIN)
+
+
+def test_weights_that_are_not_trained_are_copied_once(rig: Rig):
+    """From the arena to the device and back, without a step between: it has them already."""
+    rig.training.step()
+    rig.manager.enter(INFER)
+    for state in (FORWARD, INFER, IDLE, FORWARD, INFER):
+        copied = rig.offloader.copied_nbytes
+        rig.manager.enter(state)
+        rig.assert_is(state)
+        assert rig.offloader.copied_nbytes == copied, state
+    rig.manager.enter(TRAIN)
+    rig.training.step()
+    rig.manager.enter(INFER)
+    assert rig.offloader.copied_nbytes > copied
+    rig.manager.enter(TRAIN)
+    rig.training.assert_unchanged()
