@@ -145,6 +145,10 @@ def test_parts_of_dropped_storages_are_not_copied():
     assert offloader.host_nbytes() == 0
     offloader.onload({"grad"})
     assert not flat.any()
+    flat.fill_(1)
+    offloader.offload_parts("grad", [Part(flat, 5, PAGE + 5)])  # ends within pages that stay
+    offloader.onload({"grad"})
+    assert flat[:5].all() and not flat[5 : PAGE + 5].any() and flat[PAGE + 5 :].all()
 
 
 def test_parts_of_other_storages_wait_for_the_offload():
