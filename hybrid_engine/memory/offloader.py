@@ -134,7 +134,7 @@ class MegatronOffloader:
         found.caches.clear()  # the last references to them
         if self._device_type == "cuda":
             torch.cuda.empty_cache()  # to the device, where the inference engine's own allocator finds it
-        self._warn({storage.owner for storage in found.storages}, listed)
+        self._warn(found.storages, listed)
         return moved.report()
 
     def offload_parts(self, kind: Kind, parts: Iterable[Part]) -> int:
@@ -355,17 +355,21 @@ class MegatronOffloader:
                 outside.append((reached, nbytes))
         return outside
 
-    def _warn(self, owners: set[str], listed: set[int]) -> None:
+    def _warn(self, storages: Iterable[Storage], listed: set[int]) -> None:
         """Once for every set of owners: name what nobody accounts for, if it is more than a trifle."""
+        owners = {storage.owner for storage in storages}
         if owners <= self._judged:
             return
         self._judged = owners
+        sizes = {storage.key: storage.nbytes for storage in storages}
+        sizes |= {storage.key: storage.nbytes for group in self._away.values() for storage in group}
+        total = sum(sizes.values())
         unknown = {r.owner: nbytes for r, nbytes in self._outside(listed) if r.stays is None}
-        total = sum(storage.nbytes for storages in self._away.values() for storage in storages)
         if sum(unknown.values()) > _TOLERATED * total:
             largest = sorted(unknown, key=lambda owner: -unknown[owner])[:8]
             logger.warning(
-                "%d bytes of training state stay on the device that no inventory lists (%d are off it), largest: %s",
+                "%d bytes that model or optimizer refer to stay on the device: the inventory (%d bytes) does not list "
+                "them. Largest: %s",
                 *(sum(unknown.values()), total),
                 ", ".join(f"{owner} ({unknown[owner]} bytes)" for owner in largest),
             )
