@@ -168,6 +168,8 @@ def _gradient(param: torch.Tensor, key: str) -> torch.Tensor | None:
     The distributed optimizer gives gradients to views of fp32 parameters, which torch warns about on
     every read: they are no leaves of the autograd graph.
     """
+    if param.is_leaf:
+        return getattr(param, key, None)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
         return getattr(param, key, None)

@@ -6,7 +6,8 @@ items (views, with owner, kind and action)  ->  survey()  ->  storages, each onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -82,6 +83,28 @@ class Part:
             raise ValueError(f"part [{self.start}, {self.stop}) of a tensor of {self.flat.numel()} elements")
 
 
+@dataclass(frozen=True, slots=True)
+class OffloadReport:
+    """What one call moved: device bytes freed or taken again, by kind; the copied ones among them; seconds."""
+
+    nbytes: Mapping[str, int]
+    copied_nbytes: Mapping[str, int]
+    seconds: float
+
+
+class Moved:
+    """What a running call has moved so far, by kind."""
+
+    def __init__(self, kinds: Iterable[Kind]) -> None:
+        self.nbytes: dict[str, int] = dict.fromkeys(sorted(kinds, key=KINDS.index), 0)
+        self.copied = dict(self.nbytes)
+        self._start = time.perf_counter()
+
+    def report(self) -> OffloadReport:
+        """All of it, and the time since this object was made."""
+        return OffloadReport(self.nbytes, self.copied, time.perf_counter() - self._start)
+
+
 @dataclass(eq=False)
 class Storage:
     """One storage of the inventory, and where its contents are while it is away.
@@ -146,6 +169,9 @@ class Storage:
             self.buffer.restore(start, stop)
             if dropped and self.device.type != "cpu":  # where pages come back as they are
                 self.bytes_view()[start:stop].zero_()
+        if dropped:
+            for start, stop in [gap for span in self.done for gap in self.released.missing(*span)]:
+                self.bytes_view()[start:stop].zero_()  # what was given up with a page that others kept
 
     def forget_departure(self) -> None:
         """Everything is on the device again."""

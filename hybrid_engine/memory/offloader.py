@@ -21,9 +21,7 @@ offloading then saves only what is dropped, and is there because the mechanism i
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -34,7 +32,9 @@ from hybrid_engine.memory.inventory import (
     KINDS,
     Action,
     Kind,
+    Moved,
     OffloadItem,
+    OffloadReport,
     Part,
     Reached,
     Storage,
@@ -63,27 +63,6 @@ UNACCOUNTED = "unaccounted: "
 
 _ALIGNMENT = 16  # bytes; no element is larger
 _TOLERATED = 0.01  # of the training bytes may be unaccounted for without a warning
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadReport:
-    """What one call moved: device bytes freed or taken again, by kind; the copied ones among them; seconds."""
-
-    nbytes: Mapping[str, int]
-    copied_nbytes: Mapping[str, int]
-    seconds: float
-
-
-class _Moved:
-    """What a running call has moved so far, by kind."""
-
-    def __init__(self, kinds: Iterable[Kind]) -> None:
-        self.nbytes: dict[str, int] = dict.fromkeys(sorted(kinds, key=KINDS.index), 0)
-        self.copied = dict(self.nbytes)
-        self._start = time.perf_counter()
-
-    def report(self) -> OffloadReport:
-        return OffloadReport(self.nbytes, self.copied, time.perf_counter() - self._start)
 
 
 class MegatronOffloader:
@@ -133,7 +112,7 @@ class MegatronOffloader:
         """
         named = set(map(_checked, kinds))
         wanted = named - self._away.keys()
-        moved = _Moved(wanted)
+        moved = Moved(wanted)
         self._wait_for(wanted)
         found = survey(self._inventory(), self._device_type)
         self._begin(wanted, found.storages)
@@ -155,7 +134,7 @@ class MegatronOffloader:
         found.caches.clear()  # the last references to them
         if self._device_type == "cuda":
             torch.cuda.empty_cache()  # to the device, where the inference engine's own allocator finds it
-        self._warn({storage.owner for storage in found.storages}, listed)
+        self._warn(found.storages, listed)
         return moved.report()
 
     def offload_parts(self, kind: Kind, parts: Iterable[Part]) -> int:
@@ -204,7 +183,7 @@ class MegatronOffloader:
         message names both, and a later call goes on from there.
         """
         wanted = dict.fromkeys(map(_checked, kinds))
-        moved = _Moved(kind for kind in wanted if kind in self._away or kind in self._leaving)
+        moved = Moved(kind for kind in wanted if kind in self._away or kind in self._leaving)
         for kind in wanted:
             if not read_only:
                 self._unchanged.pop(kind, None)
@@ -293,7 +272,7 @@ class MegatronOffloader:
                 ranges.setdefault(key, Spans()).add((offset + part.start) * size, (offset + part.stop) * size)
         return [(elastic[key], spans) for key, spans in ranges.items()]
 
-    def _take_off(self, storage: Storage, moved: _Moved) -> None:
+    def _take_off(self, storage: Storage, moved: Moved) -> None:
         """Save what is not saved, then free all."""
         remaining = storage.nbytes - storage.released.nbytes
         copied = 0
@@ -313,7 +292,7 @@ class MegatronOffloader:
         self._copier.copy(self._slot(storage)[start:stop], storage.bytes_view()[start:stop], "to host")
         return stop - start
 
-    def _onload_kind(self, kind: Kind, away: list[Storage], moved: _Moved) -> None:
+    def _onload_kind(self, kind: Kind, away: list[Storage], moved: Moved) -> None:
         """Empties `away` as it goes, so that a failed onload can be continued."""
         back: list[Storage] = []
         try:
@@ -328,7 +307,7 @@ class MegatronOffloader:
                 "Free device memory and onload again"
             ) from error
 
-    def _put_back(self, storage: Storage, moved: _Moved) -> None:
+    def _put_back(self, storage: Storage, moved: Moved) -> None:
         """Have memory again wherever it was released, with its contents."""
         if not storage.released.nbytes:
             storage.forget_departure()
@@ -376,23 +355,27 @@ class MegatronOffloader:
                 outside.append((reached, nbytes))
         return outside
 
-    def _warn(self, owners: set[str], listed: set[int]) -> None:
+    def _warn(self, storages: Iterable[Storage], listed: set[int]) -> None:
         """Once for every set of owners: name what nobody accounts for, if it is more than a trifle."""
+        owners = {storage.owner for storage in storages}
         if owners <= self._judged:
             return
         self._judged = owners
+        sizes = {storage.key: storage.nbytes for storage in storages}
+        sizes |= {storage.key: storage.nbytes for group in self._away.values() for storage in group}
+        total = sum(sizes.values())
         unknown = {r.owner: nbytes for r, nbytes in self._outside(listed) if r.stays is None}
-        total = sum(storage.nbytes for storages in self._away.values() for storage in storages)
         if sum(unknown.values()) > _TOLERATED * total:
             largest = sorted(unknown, key=lambda owner: -unknown[owner])[:8]
             logger.warning(
-                "%d bytes of training state stay on the device that no inventory lists (%d are off it), largest: %s",
+                "%d bytes that model or optimizer refer to stay on the device: the inventory (%d bytes) does not list "
+                "them. Largest: %s",
                 *(sum(unknown.values()), total),
                 ", ".join(f"{owner} ({unknown[owner]} bytes)" for owner in largest),
             )
 
 
-def _forget(caches: Iterable[OffloadItem], moved: _Moved) -> None:
+def _forget(caches: Iterable[OffloadItem], moved: Moved) -> None:
     """Make the owners of these caches let go of them."""
     for item in caches:
         if item.kind in moved.nbytes:

@@ -145,6 +145,10 @@ def test_parts_of_dropped_storages_are_not_copied():
     assert offloader.host_nbytes() == 0
     offloader.onload({"grad"})
     assert not flat.any()
+    flat.fill_(1)
+    offloader.offload_parts("grad", [Part(flat, 5, PAGE + 5)])  # ends within pages that stay
+    offloader.onload({"grad"})
+    assert flat[:5].all() and not flat[5 : PAGE + 5].any() and flat[PAGE + 5 :].all()
 
 
 def test_parts_of_other_storages_wait_for_the_offload():
@@ -371,6 +375,6 @@ def test_more_than_a_trifle_that_nobody_lists_is_a_warning_once(caplog: pytest.L
             offloader.offload()
             offloader.onload()
     [message] = caplog.messages
-    assert f"{4 + 4 * (PAGE // 10)} bytes of training state stay on the device" in message
-    assert f"({4 * PAGE} are off it)" in message
-    assert f"largest: somewhere.scratch ({4 * (PAGE // 10)} bytes), tiny (4 bytes)" in message
+    assert f"{4 + 4 * (PAGE // 10)} bytes that model or optimizer refer to stay on the device" in message
+    assert f"the inventory ({4 * PAGE} bytes)" in message
+    assert f"Largest: somewhere.scratch ({4 * (PAGE // 10)} bytes), tiny (4 bytes)" in message

@@ -114,10 +114,12 @@ def run_layout(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_offload(engine: Any) -> dict[str, int]:
-    """Bytes of `offload_items` by kind; every storage appears under one kind."""
+    """Bytes of `offload_items` by kind, without caches; every storage appears under one kind."""
     kinds: dict[int, str] = {}
     nbytes: dict[str, int] = {"param": 0, "grad": 0, "optimizer": 0}
     for item in engine.offload_items():
+        if item.action == "rebuild":
+            continue
         storage = item.tensor.untyped_storage().data_ptr()
         assert kinds.setdefault(storage, item.kind) == item.kind, item.owner
         nbytes[item.kind] += item.tensor.nbytes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -172,6 +174,73 @@ def check_skipped_step() -> None:
         handle.remove()
 
 
+GATHERED = ("FP32Optimizer", "bf16 gradients", "DistributedOptimizer", "experts")
+
+
+class RecordingAllocator:
+    """Allocates ordinary memory and remembers what for."""
+
+    def __init__(self) -> None:
+        self.flats: list[torch.Tensor] = []
+
+    def __call__(self, numel: int, dtype: torch.dtype, device: torch.device, kind: str) -> torch.Tensor:
+        assert kind == "optimizer"
+        self.flats.append(torch.full((numel,), torch.nan, dtype=dtype, device=device))
+        return self.flats[-1]
+
+
+def check_gathering(spec: GptSpec) -> None:
+    """Main params and moments lie in one flat tensor per member, as the same objects with the same values."""
+    allocate = RecordingAllocator()
+    with running(spec) as gpt:
+        optimizer = gpt.optimizer
+        assert megatron_patches.gather_state(optimizer, allocate).buffers == ()  # there are no moments yet
+        gpt.train_step()
+        before = megatron_patches.optimizer_tensors(optimizer)
+        values = [found.tensor.detach().clone() for found in before]
+        state = [found for found in before if found.kind != "main_grad"]
+        old = [found.tensor.untyped_storage() for found in state]
+        gathered = megatron_patches.gather_state(optimizer, allocate)
+        assert [buffer.tensor for buffer in gathered.buffers] == allocate.flats
+        assert len(allocate.flats) == len(optimizer.chained_optimizers)
+        assert {found.kind for found in gathered.outside} <= {"main_grad"}
+        assert all(torch._C._storage_Use_Count(storage._cdata) == 1 for storage in old), "old memory is referred to"
+        check_same_tensors(optimizer, before, values)
+        homes = {flat.untyped_storage().data_ptr() for flat in allocate.flats}
+        assert {found.tensor.untyped_storage().data_ptr() for found in state} == homes
+        gpt.train_step()
+        check_replaced_state(gpt, allocate)
+
+
+def check_same_tensors(optimizer: Any, before: list[OptimizerTensor], values: list[torch.Tensor]) -> None:
+    after = megatron_patches.optimizer_tensors(optimizer)
+    for one, other, value in zip(before, after, values, strict=True):
+        assert (one.path, one.key) == (other.path, other.key)
+        assert one.tensor is other.tensor and torch.equal(other.tensor, value)
+
+
+def check_replaced_state(gpt: Gpt, allocate: RecordingAllocator) -> None:
+    """State that a checkpoint replaced goes where the old one was; nothing is allocated."""
+    addresses = [found.tensor.data_ptr() for found in megatron_patches.optimizer_tensors(gpt.optimizer)]
+    for member in gpt.optimizer.chained_optimizers:
+        for state in member.optimizer.state.values():
+            state["exp_avg"] = torch.full_like(state["exp_avg"], 0.5)
+    num_flats = len(allocate.flats)
+    megatron_patches.gather_state(gpt.optimizer, allocate)
+    tensors = megatron_patches.optimizer_tensors(gpt.optimizer)
+    assert [found.tensor.data_ptr() for found in tensors] == addresses and len(allocate.flats) == num_flats
+    assert all(bool((found.tensor == 0.5).all()) for found in tensors if found.key == "exp_avg")
+
+
+def check_bad_state_allocators() -> None:
+    with running(PLAIN) as gpt:
+        gpt.train_step()
+        before = [found.tensor.data_ptr() for found in megatron_patches.optimizer_tensors(gpt.optimizer)]
+        with pytest.raises(errors.BufferAllocationError, match="the state allocator returned"):
+            megatron_patches.gather_state(gpt.optimizer, lambda numel, dtype, device, kind: torch.zeros(1))
+        assert [found.tensor.data_ptr() for found in megatron_patches.optimizer_tensors(gpt.optimizer)] == before
+
+
 def check_failing_hook() -> None:
     """A hook's exception reaches the caller; the version counts, and the next step is outermost again."""
 
@@ -196,6 +265,9 @@ def run_rank() -> dict[str, Inventory]:
         check_hooks(spec)
     check_skipped_step()
     check_failing_hook()
+    for name in GATHERED:
+        check_gathering(SPECS[name])
+    check_bad_state_allocators()
     return inventories
 
 
@@ -265,6 +337,32 @@ def test_chained_optimizer_lists_dense_shards_and_whole_experts(ranks: list[dict
 def test_an_unknown_optimizer_is_refused() -> None:
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
     with pytest.raises(errors.UnsupportedOptimizerError, match=r"the optimizer is a Adam.*supported are"):
+        megatron_patches.optimizer_tensors(optimizer)
+
+
+def test_a_precision_aware_optimizer_is_refused() -> None:
+    """A bare object of Megatron's class: a whole one needs Transformer Engine."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
+    optimizer.is_stub_optimizer = False
+    optimizer.optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))])
+    optimizer.config = SimpleNamespace(use_precision_aware_optimizer=True)
+    message = "the optimizer is precision-aware.*turn use_precision_aware_optimizer off"
+    for list_tensors in (megatron_patches.optimizer_tensors, lambda o: megatron_patches.gather_state(o, torch.zeros)):
+        with pytest.raises(errors.UnsupportedOptimizerError, match=message):
+            list_tensors(optimizer)
+
+
+def test_an_optimizer_on_the_host_is_refused() -> None:
+    """Bare objects again."""
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
+    optimizer.is_stub_optimizer = False
+    optimizer.optimizer = HybridDeviceOptimizer.__new__(HybridDeviceOptimizer)
+    with pytest.raises(errors.UnsupportedOptimizerError, match="on the host; turn optimizer_cpu_offload off"):
         megatron_patches.optimizer_tensors(optimizer)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -307,14 +307,18 @@ def _move_to_elastic_buffers(chunks: list[torch.nn.Module], is_outside: Callable
     nothing refers to the old storage.
     """
     for chunk in chunks:
-        parameters = [parameter for parameter in chunk.parameters() if is_outside(parameter)]
-        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-            same = [parameter for parameter in parameters if parameter.dtype is dtype]
-            sizes = [parameter.numel() for parameter in same]
-            flat = allocate_elastic(sum(sizes), dtype, same[0].device, "param")
-            for parameter, part in zip(same, flat.split(sizes), strict=True):
-                part.copy_(parameter.data.reshape(-1))
-                parameter.data = part.view(parameter.shape)
+        _move_together([parameter for parameter in chunk.parameters() if is_outside(parameter)])
+
+
+def _move_together(tensors: Sequence[torch.Tensor]) -> None:
+    """Move tensors into one elastic buffer per dtype: each buffer takes whole pages and a file descriptor."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [tensor for tensor in tensors if tensor.dtype is dtype]
+        sizes = [tensor.numel() for tensor in same]
+        flat = allocate_elastic(sum(sizes), dtype, same[0].device, "param")
+        for tensor, part in zip(same, flat.split(sizes), strict=True):
+            part.copy_(tensor.data.reshape(-1))
+            tensor.data = part.view(tensor.shape)
 
 
 def _keep_expert_bias_in_float32(chunks: list[torch.nn.Module]) -> None:
@@ -328,10 +332,8 @@ def _keep_expert_bias_in_float32(chunks: list[torch.nn.Module]) -> None:
 def _move_buffers_to_elastic(chunks: list[torch.nn.Module], table: ModelTable) -> None:
     """Persistent buffers that go to vLLM, where its ranks on this host can map them."""
     for chunk in chunks:
-        for name, tensor in unwrap_model(chunk).named_buffers():
-            if table.match(name) is not None:
-                flat = allocate_elastic(tensor.numel(), tensor.dtype, tensor.device, "param")
-                tensor.data = flat.copy_(tensor.reshape(-1)).view(tensor.shape)
+        buffers = unwrap_model(chunk).named_buffers()
+        _move_together([tensor for name, tensor in buffers if table.match(name) is not None])
 
 
 def _optimizer_config(actor: ActorConfig) -> OptimizerConfig:

@@ -5,11 +5,12 @@
     frozen and other parameters outside them    param       copy
     module buffers that go to vLLM              param       copy
     sums of weights and adapters                param       drop: computed at every switch
-    megatron-core's caches (`caches`)           param       rebuild: forgotten, made anew when needed
+    megatron-core's caches, and what layers     param       rebuild: forgotten, made anew by the next forward pass
+    with experts keep of a forward pass
     DDP's gradient buffers                      grad        drop
     gradients converted for main params         grad        drop
     main params and moments                     optimizer   copy, one flat tensor per optimizer and dtype
-    other module buffers, rotary frequencies,   -           stay: a few KB, listed by `reachable`
+    other module buffers, rotary frequencies,   -           stay: small, listed by `reachable`
     loss scale, step counters
 
 Everything else that `reachable` finds is unaccounted for, and the offloader says so.
@@ -21,6 +22,7 @@ import gc
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
@@ -39,22 +42,49 @@ from megatron_patches.optimizer_state import gather_state
 SMALL = 1024**2
 """Bytes up to which a tensor that no item lists, but whose purpose is known, is left on the device."""
 
+_CONSTANTS = {"sort_input_by_local_experts", "restore_output_by_local_experts"}  # of a token dispatcher
 _WALKED = ("megatron", "megatron_patches", "hybrid_engine", "transformer_engine", "apex", "torch.nn", "torch.optim")
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
 
-def offload_items(weights: MegatronAdaptor, optimizer: MegatronOptimizer | None) -> list[OffloadItem]:
-    """Everything that can leave the device. Gathers optimizer state into elastic buffers once there are moments."""
-    items = [*_parameters(weights), *caches()]
-    if optimizer is not None:
-        items += [*_gradients(weights.model_chunks), *_optimizer_state(optimizer)]
-    return items
+class MegatronInventory:
+    """Of one model and its optimizer, if it has one."""
 
+    def __init__(self, weights: MegatronAdaptor, optimizer: MegatronOptimizer | None) -> None:
+        self._weights = weights
+        self._optimizer = optimizer
+        modules = [module for chunk in weights.model_chunks for module in chunk.named_modules()]
+        self._moe_layers = [(name, module) for name, module in modules if isinstance(module, MoELayer)]
 
-def _parameters(weights: MegatronAdaptor) -> Iterator[OffloadItem]:
-    scratch = weights.scratch
-    for name, tensor in weights.buffers().items():
-        yield OffloadItem(owner=name, kind="param", tensor=tensor, action="drop" if name in scratch else "copy")
+    def items(self) -> list[OffloadItem]:
+        """Everything that can leave the device. Gathers optimizer state into elastic buffers once there is any."""
+        items = [*self._parameters(), *_shared_caches(), *self._left_by_forward()]
+        if self._optimizer is not None:
+            items += [*_gradients(self._weights.model_chunks), *_optimizer_state(self._optimizer)]
+        return items
+
+    def reachable(self) -> Iterator[Reached]:
+        """Every tensor to which model and optimizer refer: parameters, buffers, gradients, main params, optimizer
+        state, and whatever else is an attribute of theirs or lies in a list, a tuple, a set or a dict that is."""
+        walk = _Walk()
+        yield from walk.through("model", self._weights.model_chunks)
+        if self._optimizer is not None:
+            yield from walk.through("optimizer", self._optimizer)
+
+    def _parameters(self) -> Iterator[OffloadItem]:
+        scratch = self._weights.scratch
+        for name, tensor in self._weights.buffers().items():
+            yield OffloadItem(owner=name, kind="param", tensor=tensor, action="drop" if name in scratch else "copy")
+
+    def _left_by_forward(self) -> Iterator[OffloadItem]:
+        """What layers with experts keep of their last forward pass (routing maps, probabilities, permutations)."""
+        for index, (name, layer) in enumerate(self._moe_layers):
+            dispatcher = layer.token_dispatcher
+            for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None), layer.shared_experts):
+                for key, value in vars(holder).items() if holder is not None else ():
+                    if isinstance(value, torch.Tensor) and key not in _CONSTANTS:
+                        owner = f"layer {index} with experts, {name}: {type(holder).__name__}.{key}"
+                        yield OffloadItem(owner, "param", value, "rebuild", partial(setattr, holder, key, None))
 
 
 def _gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[OffloadItem]:
@@ -79,7 +109,7 @@ def _optimizer_state(optimizer: MegatronOptimizer) -> Iterator[OffloadItem]:
         )
 
 
-def caches() -> Iterator[OffloadItem]:
+def _shared_caches() -> Iterator[OffloadItem]:
     """What megatron-core 0.16.1 keeps between steps to save time: memory of its own for gathered activations and
     scores, and rotary embeddings by sequence length, of all models of the process.
 
@@ -104,15 +134,6 @@ def _held_by_cache(cache: Any) -> Iterator[torch.Tensor]:
     for held in gc.get_referents(cache):
         results = held if isinstance(held, tuple) else (held,)
         yield from (result for result in results if isinstance(result, torch.Tensor))
-
-
-def reachable(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None) -> Iterator[Reached]:
-    """Every tensor to which model and optimizer refer: parameters, buffers, gradients, main params, optimizer state,
-    and whatever else is an attribute of theirs or lies in a list, a tuple, a set or a dict that is."""
-    walk = _Walk()
-    yield from walk.through("model", list(chunks))
-    if optimizer is not None:
-        yield from walk.through("optimizer", optimizer)
 
 
 class _Walk:
@@ -179,6 +200,8 @@ def _why_stays(name: Any, value: Any) -> str | None:
         return None
     if isinstance(name, str) and "inv_freq" in name:
         return "rotary frequencies"
+    if name in _CONSTANTS:
+        return "order of experts"
     return "a number" if value.numel() == 1 else None
 
 

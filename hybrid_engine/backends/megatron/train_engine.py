@@ -12,9 +12,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.utils import unwrap_model
 
-from hybrid_engine.backends.megatron import inventory
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.build import Actor
+from hybrid_engine.backends.megatron.inventory import MegatronInventory
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offloader import OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
@@ -53,6 +53,7 @@ class TrainEngine:
         self.micro_batch_size = micro_batch_size
         self.vocab_size = table.dims.vocab_size
         self.weights = MegatronAdaptor(actor.chunks, table, actor.noop_layers, adapters_apart)
+        self._inventory = MegatronInventory(self.weights, actor.optimizer)
         for model in unwrap_model(actor.chunks):
             if model.post_process:
                 model.output_layer.register_forward_hook(_hide_padding(self.vocab_size))
@@ -133,11 +134,11 @@ class TrainEngine:
 
     def offload_items(self) -> list[OffloadItem]:
         """Everything of this model that can leave the device: parameters, gradients, optimizer state, caches."""
-        return inventory.offload_items(self.weights, self.optimizer)
+        return self._inventory.items()
 
     def reachable_tensors(self) -> Iterator[Reached]:
         """Every tensor that model and optimizer refer to, for `MegatronOffloader.residual`."""
-        return inventory.reachable(self.chunks, self.optimizer)
+        return self._inventory.reachable()
 
     def take_up_weights(self) -> None:
         """Make the optimizer's main parameters those of the model, after somebody wrote the model's."""
