@@ -318,8 +318,7 @@ class _Examination:
 
     def _note(self, engine: str, expected: torch.Tensor, logits: torch.Tensor | None) -> None:
         if logits is not None:
-            by_position = (logits.float().log_softmax(-1) - expected).abs().amax(-1)
-            difference = float(by_position.median() if self.verdict.statistic == "median" else by_position.max())
+            difference = difference_of(logits, expected, self.verdict.statistic)
             setattr(self.verdict, engine, max(difference, getattr(self.verdict, engine) or 0.0))
 
 
@@ -354,6 +353,12 @@ def _cross_entropy(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = -log_probs.mean()
     return loss, {"loss": loss}
+
+
+def difference_of(logits: torch.Tensor, log_probs: torch.Tensor, statistic: str) -> float:
+    """Between log-probabilities [B, S, vocabulary], by position the largest; of these the largest or the median."""
+    by_position = (logits.float().log_softmax(-1) - log_probs).abs().amax(-1)
+    return float(by_position.median() if statistic == "median" else by_position.max())
 
 
 def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
