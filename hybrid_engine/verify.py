@@ -9,7 +9,7 @@ Both real engines are built at a small size. Three times the weights change and 
 
 A model whose computation megatron-core lacks is not trained: its weights come from a new checkpoint each time.
 
-The command starts the ranks with torchrun; each runs `main` of this module on a list of cases.
+The command starts the ranks; each runs `main` of this module on a list of cases.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def run_cases(cases: Sequence[Case], num_ranks: int, timeout: float = 1800) -> l
         job, out = Path(directory, "cases.json"), Path(directory, "verdicts.json")
         job.write_text(json.dumps([asdict(case) for case in cases]))
         ended = run_ranks(
-            ["--module", "hybrid_engine.verify", str(job), str(out)],
+            ["-m", "hybrid_engine.verify", str(job), str(out)],
             num_ranks,
             timeout,
             environment={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},

@@ -37,7 +37,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="launch-") as directory:
         Path(directory, "args.pickle").write_bytes(pickle.dumps(args))
         ended = run_ranks(
-            ["--module", "tests.launch", f"{function.__module__}:{function.__qualname__}", directory],
+            ["-m", "tests.launch", f"{function.__module__}:{function.__qualname__}", directory],
             num_ranks,
             timeout,
             environment={
