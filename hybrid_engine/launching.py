@@ -49,8 +49,9 @@ def run_ranks(
         directory: where the ranks run; default: here.
 
     Without torchrun's own process, which takes seconds to start. The store through which ranks meet is here, so it
-    outlives their process groups. Afterwards, also after an interrupt, no rank is alive, nor what a rank started; but for
-    what took a session of its own and outlived its rank. The output goes through a file, so it is whole even if a rank is killed while it writes.
+    outlives their process groups. Afterwards, also after an interrupt, no rank is alive, nor what a rank started; but
+    for what took a session of its own and outlived its rank. The output goes through a file, so it is whole even if a
+    rank is killed while it writes.
     """
     from torch.distributed import TCPStore
 
