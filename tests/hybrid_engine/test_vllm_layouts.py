@@ -1,4 +1,5 @@
-"""Every family cut over ranks, and those that differ in every other kind of vLLM's layouts: traced, filled, bitwise vLLM's own load, and as computed without vLLM.
+"""Every family cut over ranks, and those that differ in every other kind of vLLM's layouts: traced, filled, bitwise
+vLLM's own load, and as computed without vLLM.
 
 One launch for each number of ranks; see vllm_layouts.py.
 """
