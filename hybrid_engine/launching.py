@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
 _SECONDS_BETWEEN_LOOKS = 0.05
 _SECONDS_FOR_THE_OTHERS = 10.0
 """Time that the others have to say why they fail too, once one rank has failed."""
@@ -70,6 +73,7 @@ def run_ranks(
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
+                    preexec_fn=_die_with_parent,
                 )
                 processes.append(process)
             status = _wait(processes, timeout)
@@ -95,6 +99,11 @@ def _job(num_ranks: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "none",
     }
+
+
+def _die_with_parent() -> None:
+    """In a new rank: end when this process ends without a word, killed by a time limit for instance. Linux only."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int | None:
