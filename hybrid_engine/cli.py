@@ -163,7 +163,7 @@ def _verdict_table(verdict: Verdict) -> Table:
     table.add_row("switches with changed weights", str(verdict.num_versions))
     for name, difference in (("Megatron", verdict.megatron), ("vLLM", verdict.vllm)):
         text = "not computed" if difference is None else f"{difference:.1e}"
-        table.add_row(f"log-probabilities, {name}, largest difference from transformers", text)
+        table.add_row(f"log-probabilities, {name}, {verdict.statistic} difference from transformers", text)
     table.add_row("bytes received, least possible", f"{verdict.bytes_received}, {verdict.bytes_least}")
     table.add_row("seconds", f"{verdict.seconds:.1f}")
     return table

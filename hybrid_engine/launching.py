@@ -1,16 +1,24 @@
-"""Starts torchrun on this machine, waits, and ends every process below it when the time is over."""
+"""Starts ranks on this machine as torchrun does, waits, and ends every process below them when the time is over."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+_SECONDS_BETWEEN_LOOKS = 0.05
+_SECONDS_FOR_THE_OTHERS = 10.0
+"""Time that the others have to say why they fail too, once one rank has failed."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +26,9 @@ class Ended:
     """How a launch ended.
 
     Attributes:
-        status: exit status of torchrun, 0 when every rank ended well; None when the time was over.
-        output: all that the ranks and torchrun wrote, both streams, in the order of writing.
+        status: 0 when every rank ended well; the first other exit status otherwise, negative for a signal; None when
+            the time was over.
+        output: all that the ranks wrote, both streams, in the order of writing.
     """
 
     status: int | None
@@ -34,44 +43,90 @@ def run_ranks(
     environment: Mapping[str, str] | None = None,
     directory: Path | None = None,
 ) -> Ended:
-    """Run `torchrun … arguments` with `num_ranks` processes on this machine.
+    """Run `python arguments` as `num_ranks` processes with the environment that `torchrun --standalone` gives.
 
     Args:
-        arguments: the program and its own arguments, e.g. `["--module", "package.module", "x"]`.
+        arguments: the program and its own arguments, e.g. `["-m", "package.module", "x"]`.
         timeout: seconds until all processes are killed.
         environment: added to this process's own. A rank has one thread unless OMP_NUM_THREADS says otherwise.
         directory: where the ranks run; default: here.
 
-    No process of the launch is alive afterwards, also when this function is interrupted. The output goes through a
-    file, so it is whole even if a rank is killed while it writes, and nothing waits for a pipe that somebody holds.
+    Without torchrun's own process, which takes seconds to start. The store through which ranks meet is here, so it
+    outlives their process groups. Afterwards, also after an interrupt, no rank is alive, nor what a rank started; but
+    for what took a session of its own and outlived its rank. The output goes through a file, so it is whole even if a
+    rank is killed while it writes.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {}), **_job(num_ranks, store.port)}
+    processes: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryFile(prefix="ranks-") as output:
-        process = subprocess.Popen(
-            [*command, *arguments],
-            env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})},
-            cwd=directory,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
         try:
-            status = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            status = None
+            for rank in range(num_ranks):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+                process = subprocess.Popen(
+                    [sys.executable, "-u", *arguments],
+                    env={**shared, **own},
+                    cwd=directory,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent,
+                )
+                processes.append(process)
+            status = _wait(processes, timeout)
         finally:
-            if process.returncode is None:
+            for process in processes:
                 kill_tree(process)
+                _send_to_group(process.pid, signal.SIGKILL)
         output.seek(0)
         return Ended(status, output.read().decode(errors="replace"))
 
 
+def _job(num_ranks: int, port: int) -> dict[str, str]:
+    """torchrun's variables that are the same on every rank."""
+    sizes = {name: str(num_ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")}
+    return {
+        **sizes,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank makes a store of its own
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+    }
+
+
+def _die_with_parent() -> None:
+    """In a new rank: end when this process ends without a word, killed by a time limit for instance. Linux only."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int | None:
+    """Until all have ended well, one has failed and the others had their time, or the time is over."""
+    deadline, failed = time.monotonic() + timeout, 0
+    while True:
+        statuses = [process.poll() for process in processes]
+        if not failed and (failed := next(filter(None, statuses), 0)):
+            deadline = min(deadline, time.monotonic() + _SECONDS_FOR_THE_OTHERS)
+        if None not in statuses:
+            return failed
+        if time.monotonic() > deadline:
+            return failed or None
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
 def kill_tree(process: subprocess.Popen[Any]) -> None:
-    """Kill a child and all below it. torchrun gives every rank a session of its own: its process group is no help.
+    """Kill a child, if it is alive, and all below it, also what has a session or a process group of its own.
 
     Each is stopped before its children are looked for, so none can start another one meanwhile.
     """
+    if process.poll() is not None:
+        return
     tree = [process.pid]
     for pid in tree:
         _send(pid, signal.SIGSTOP)
@@ -79,6 +134,14 @@ def kill_tree(process: subprocess.Popen[Any]) -> None:
     for pid in tree:
         _send(pid, signal.SIGKILL)
     process.wait()
+
+
+def _send_to_group(group: int, number: signal.Signals) -> None:
+    """To what a rank that has ended left behind."""
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return
 
 
 def _send(pid: int, number: signal.Signals) -> None:

@@ -9,7 +9,7 @@ Both real engines are built at a small size. Three times the weights change and 
 
 A model whose computation megatron-core lacks is not trained: its weights come from a new checkpoint each time.
 
-The command starts the ranks with torchrun; each runs `main` of this module on a list of cases.
+The command starts the ranks; each runs `main` of this module on a list of cases.
 """
 
 from __future__ import annotations
@@ -46,11 +46,7 @@ SEQ_LENGTH = 32
 NUM_SEQUENCES = 8
 
 LOGITS_ATOL = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.03}
-"""Largest difference of log-probabilities from transformers' in float32: other kernels, other orders of summation.
-
-Of a model with experts in 16 bits it is the median over tokens: where two experts' scores nearly tie, rounding picks
-another one, and that token's distribution is another.
-"""
+"""What log-probabilities may differ by from transformers' in float32: other kernels, other orders of summation."""
 
 _SECONDS_TO_WAIT = 300
 """Longest wait of one rank for another."""
@@ -96,7 +92,9 @@ class Verdict:
         different: vLLM parameters (rank and name) that differ in any bit from what vLLM's own loader gives.
         num_parameters: vLLM parameters compared, all switches and ranks.
         bytes_received, bytes_least: of one switch, over all ranks.
-        megatron, vllm: largest difference of log-probabilities from transformers; None where not computed.
+        megatron, vllm: difference of log-probabilities from transformers; None where not computed.
+        statistic: which position's difference that is, "largest" or, of a model with experts in half precision, where
+            tokens whose scores nearly tie go to another expert, "median".
         remarks: why something was not computed.
         error: a failure, with its trace.
         seconds: the whole case.
@@ -109,6 +107,7 @@ class Verdict:
     bytes_least: int = 0
     megatron: float | None = None
     vllm: float | None = None
+    statistic: str = "largest"
     spread: float = 0.0
     num_versions: int = 0
     dtype: str = "float32"
@@ -146,7 +145,7 @@ def run_cases(cases: Sequence[Case], num_ranks: int, timeout: float = 1800) -> l
         job, out = Path(directory, "cases.json"), Path(directory, "verdicts.json")
         job.write_text(json.dumps([asdict(case) for case in cases]))
         ended = run_ranks(
-            ["--module", "hybrid_engine.verify", str(job), str(out)],
+            ["-m", "hybrid_engine.verify", str(job), str(out)],
             num_ranks,
             timeout,
             environment={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
@@ -231,6 +230,8 @@ class _Examination:
         self.table: ModelTable = worker.table
         self.rank = worker.rank
         self.trains = not verdict.remarks  # they say why training does not compute here
+        if self.table.dims.num_experts and verdict.served_dtype != "float32":
+            verdict.statistic = "median"
         self._digests: set[float] = set()
 
     def run(self) -> None:
@@ -319,10 +320,7 @@ class _Examination:
 
     def _note(self, engine: str, expected: torch.Tensor, logits: torch.Tensor | None) -> None:
         if logits is not None:
-            by_token = (logits.float().log_softmax(-1) - expected).abs().amax(-1)
-            dtype = self.verdict.dtype if engine == "megatron" else self.verdict.served_dtype
-            is_routed = bool(self.table.dims.num_experts) and dtype != "float32"
-            difference = float(by_token.median() if is_routed else by_token.max())
+            difference = difference_of(logits, expected, self.verdict.statistic)
             setattr(self.verdict, engine, max(difference, getattr(self.verdict, engine) or 0.0))
 
 
@@ -357,6 +355,12 @@ def _cross_entropy(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = -log_probs.mean()
     return loss, {"loss": loss}
+
+
+def difference_of(logits: torch.Tensor, log_probs: torch.Tensor, statistic: str) -> float:
+    """Between log-probabilities [B, S, vocabulary], by position the largest; of these the largest or the median."""
+    by_position = (logits.float().log_softmax(-1) - log_probs).abs().amax(-1)
+    return float(by_position.median() if statistic == "median" else by_position.max())
 
 
 def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

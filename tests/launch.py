@@ -37,7 +37,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="launch-") as directory:
         Path(directory, "args.pickle").write_bytes(pickle.dumps(args))
         ended = run_ranks(
-            ["--module", "tests.launch", f"{function.__module__}:{function.__qualname__}", directory],
+            ["-m", "tests.launch", f"{function.__module__}:{function.__qualname__}", directory],
             num_ranks,
             timeout,
             environment={
@@ -67,6 +67,24 @@ def launch_in_turn(
     them all."""
     by_rank = launch(in_turn, num_ranks, list(calls.values()), timeout=timeout)
     return {name: [results[index] for results in by_rank] for index, name in enumerate(calls)}
+
+
+def remembered(launched: Callable[[int], Any]) -> Callable[[int], Any]:
+    """A function of the number of ranks that is called once for each; also a failure is not tried again."""
+    outcomes: dict[int, tuple[Any, BaseException | None]] = {}
+
+    def recall(num_ranks: int) -> Any:
+        if num_ranks not in outcomes:
+            try:
+                outcomes[num_ranks] = launched(num_ranks), None
+            except Exception as error:
+                outcomes[num_ranks] = None, error
+        result, error = outcomes[num_ranks]
+        if error is not None:
+            raise error
+        return result
+
+    return recall
 
 
 def _run_rank() -> None:

@@ -3,7 +3,6 @@ models compute is in test_matrix.py."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import os
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from hybrid_engine.errors import ConfigError, HybridEngineError, StateError
 from hybrid_engine.worker import share_of
 from tests.hybrid_engine import jobs
 from tests.hybrid_engine.tiny_models import running
-from tests.launch import launch_in_turn
+from tests.launch import launch_in_turn, remembered
 
 TP2 = {"tensor_model_parallel_size": 2}
 TP2PP2 = {**TP2, "pipeline_model_parallel_size": 2}
@@ -85,7 +84,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[s
     directory = tmp_path_factory.mktemp("end to end")
     model = jobs.write_model(directory / "model", "qwen3")
 
-    @functools.cache
+    @remembered
     def launched(num_ranks: int) -> dict[str, list[Any]]:
         calls: dict[str, Any] = {}
         if num_ranks == 2:  # what makes and ends a process group of its own comes before what finds one
@@ -221,6 +220,7 @@ def refuse_versions(model: Path) -> list[tuple[str, str]]:
     importlib.metadata.version = lambda name: "0.31.0" if name.startswith("vllm") else version(name)
     with pytest.raises(HybridEngineError) as vllm_error:
         ActorHybridWorker(config)
+    importlib.metadata.version = version
     outcomes.append((type(vllm_error.value).__name__, str(vllm_error.value)))
     return outcomes
 

@@ -1,4 +1,4 @@
-"""Launches that end well, badly and not at all; the ranks here are programs of a few lines, without torch."""
+"""Launches that end well, badly and not at all; the ranks here are programs of a few lines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_engine import launching
 from hybrid_engine.launching import Ended, run_ranks
 
 pytestmark = pytest.mark.engines
@@ -30,19 +31,61 @@ time.sleep(600)
 """
 
 
+GROUPS = """
+import torch, torch.distributed as dist
+sums = []
+for count in range(2):
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    dist.init_process_group("gloo", store=dist.PrefixStore(f"group {count}", store), rank=rank, world_size=world_size)
+    one = torch.tensor(float(rank + 1))
+    dist.all_reduce(one)
+    sums.append(one.item())
+    dist.destroy_process_group()
+print("sums", sums)
+"""
+ONE_FAILS = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    sys.exit(5)
+time.sleep(0.5)
+print("rank 0 heard of it")
+time.sleep(100)
+print("rank 0 was left")
+"""
+
+
 @pytest.mark.parametrize("status", [0, 3])
 def test_status_and_all_of_the_output_come_back(tmp_path: Path, status: int) -> None:
     program = tmp_path / "program.py"
     program.write_text(WELL_OR_BADLY)
     ended = run_ranks([str(program), str(status)], 2, 100, environment={"MARK": "here"}, directory=tmp_path)
-    assert (ended.status == 0) == (status == 0)
+    assert ended.status == status
     for rank in range(2):
         assert f"out of rank {rank} " in ended.output and f"err of rank {rank} 1 here" in ended.output
     assert ended.output.count("x" * 100_000) == ended.output.count(f"{tmp_path}\n") == 2
 
 
+def test_ranks_meet_more_than_once(tmp_path: Path) -> None:
+    """The store is not a rank's, so a group may end and another begin."""
+    program = tmp_path / "program.py"
+    program.write_text(GROUPS)
+    ended = run_ranks([str(program)], 2, 100)
+    assert ended.status == 0, ended.output
+    assert ended.output.count("sums [3.0, 3.0]") == 2
+
+
+def test_one_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a time in which they may say something."""
+    monkeypatch.setattr(launching, "_SECONDS_FOR_THE_OTHERS", 2.0)
+    program = tmp_path / "program.py"
+    program.write_text(ONE_FAILS)
+    ended = run_ranks([str(program)], 2, 100)
+    assert ended.status == 5
+    assert "rank 0 heard of it" in ended.output and "rank 0 was left" not in ended.output
+
+
 def test_nothing_outlives_its_time(tmp_path: Path) -> None:
-    """Neither ranks, which torchrun puts into sessions of their own, nor what they started."""
+    """Neither ranks nor what they started, in a session of its own."""
     program = tmp_path / "program.py"
     program.write_text(NEVER)
     ended = _run_until(tmp_path, [str(program), str(tmp_path)])

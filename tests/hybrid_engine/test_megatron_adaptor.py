@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from tests.hybrid_engine.tiny_models import (
     running,
     save_model,
 )
-from tests.launch import launch_in_turn
+from tests.launch import launch_in_turn, remembered
 
 pytestmark = pytest.mark.engines
 
@@ -140,7 +139,7 @@ Launched = Callable[[int], tuple[dict[str, Path], dict[str, list[Any]]]]
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """Number of ranks -> the models of its cases, and by name what everything that runs on so many brought back."""
 
-    @functools.cache
+    @remembered
     def launch_on(num_ranks: int) -> tuple[dict[str, Path], dict[str, list[Any]]]:
         cases = ALL_CASES[num_ranks]
         paths = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.errors import ModelError
+from hybrid_engine.errors import ConfigError
 from hybrid_engine.models import table_for
 from hybrid_engine.models.extras import RotaryScaling
 from hybrid_engine.worker import share_of
@@ -171,7 +171,7 @@ def run_bfloat16(path: Path) -> dict[str, Any]:
 
 
 def refusal_of_long_sequences(path: Path) -> str:
-    with pytest.raises(ModelError) as caught, running(path, ActorConfig(**{**DENSE_FLOAT32, "seq_length": 65})):
+    with pytest.raises(ConfigError) as caught, running(path, ActorConfig(**{**DENSE_FLOAT32, "seq_length": 65})):
         pass
     return str(caught.value)
 
@@ -273,4 +273,4 @@ def test_rotary_frequencies_are_those_of_transformers(seen: list[Seen], index: i
 
 
 def test_learned_positions_end(seen: list[Seen]) -> None:
-    assert all("seq_length 65: the model has learned 64 positions" in results.too_long for results in seen)
+    assert all("actor_config.seq_length: 65, but the model has 64 positions" in results.too_long for results in seen)

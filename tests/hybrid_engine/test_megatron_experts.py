@@ -6,7 +6,6 @@ training steps, and every weight after them.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from tests.hybrid_engine.tiny_models import (
     token_batch,
     train_hf_model,
 )
-from tests.launch import launch
+from tests.launch import launch, remembered
 
 pytestmark = pytest.mark.engines
 
@@ -293,7 +292,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def launched(paths: dict[str, Path]) -> Callable[[int], list[dict[str, dict[str, Any]]]]:
     """Number of ranks -> what each rank brought back; every number is launched once."""
-    return functools.cache(lambda num_ranks: launch(run_cases, num_ranks, CASES[num_ranks], paths, timeout=600))
+    return remembered(lambda num_ranks: launch(run_cases, num_ranks, CASES[num_ranks], paths, timeout=600))
 
 
 @pytest.fixture(scope="module", params=sorted(CASES), ids=lambda ranks: f"{ranks} ranks")

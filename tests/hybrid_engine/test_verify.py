@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hybrid_engine.models import table_for
 from hybrid_engine.reduced import VOCABULARY, reduced_config
-from hybrid_engine.verify import LOGITS_ATOL, NUM_SWITCHES, SEQ_LENGTH, Verdict
+from hybrid_engine.verify import LOGITS_ATOL, NUM_SWITCHES, SEQ_LENGTH, Verdict, difference_of
 from tests.hybrid_engine import hf_configs
 
 GOOD = Verdict(
@@ -46,6 +47,17 @@ def test_a_good_verdict_has_no_faults() -> None:
 def test_every_fault_is_told(change: dict[str, Any], says: str) -> None:
     faults = replace(GOOD, **change).faults
     assert len(faults) == 1 and says in faults[0]
+
+
+def test_the_median_position_is_not_moved_by_a_few() -> None:
+    """Of 21 positions 8 are far off; a fault in the weights moves them all."""
+    expected = torch.randn(3, 7, 5).log_softmax(-1)
+    near, far = expected.clone(), expected.clone()
+    near.view(21, 5)[:8, 0] += 3.0
+    far[..., 0] += 3.0
+    assert difference_of(near, expected, "largest") > 0.1
+    assert difference_of(near, expected, "median") < 1e-5
+    assert difference_of(far, expected, "median") > 0.1
 
 
 @pytest.mark.parametrize("family", hf_configs.PUBLISHED)

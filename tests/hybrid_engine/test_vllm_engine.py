@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.hybrid_engine import vllm_ranks
-from tests.launch import launch_in_turn
+from tests.launch import launch_in_turn, remembered
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -32,7 +31,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[s
         },
         4: {"orders": (vllm_ranks.orders, (directory, [None, (0, 2, 1, 3)]))},
     }
-    return functools.cache(lambda num_ranks: launch_in_turn(num_ranks, calls[num_ranks], timeout=600))
+    return remembered(lambda num_ranks: launch_in_turn(num_ranks, calls[num_ranks], timeout=600))
 
 
 @pytest.mark.parametrize("num_tp", [1, 2])
