@@ -1,6 +1,9 @@
 """Where weights and training state lie, and what becomes of them at a switch.
 
-    elastic.py           buffers whose pages come and go under one address, readable by peers on the host
+    elastic.py           buffers whose memory comes and goes under one address, readable by peers on the host
+      host_pages.py        on the CPU: memory files
+      device_pages.py      on CUDA: the driver's virtual memory; device_peers.py reads it from another process
+      cuda_driver.py, borrowed.py   the driver's calls, checked; tensors over memory that torch did not allocate
     offloader.py         training state: device -> host memory and back
     weight_container.py  inference weights: empty -> filled bucket by bucket -> released
 
