@@ -5,9 +5,10 @@
     map_pages  in another process of the host, by /proc/<pid>/fd/<fd>: the same pages, no copy
 
 Pages become resident when they are first touched, reads included: reading a released range gives zeros and makes its
-pages resident again. So nothing has to be done to restore a range. Populating pages in advance was tried (256 MB, one
-thread: `fallocate`, MADV_POPULATE_WRITE, both): the time of populating and copying together is that of copying alone,
-since nearly all of it is the system's clearing of the pages.
+pages resident again. So nothing has to be done to restore a range. Populating pages in advance was measured, 256 MB in
+one thread, CPU time: a copy into pages that are away 187 ms; after `fallocate` and MADV_POPULATE_WRITE 165 ms in all,
+after either alone 170 and 185; into pages that are there 15 ms. Nearly all of it is the system's making of the pages,
+so it was left out.
 """
 
 from __future__ import annotations
