@@ -33,7 +33,7 @@ ENV_STARTS := $(shell $(PY) -c 'print("yes")' 2>/dev/null)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env rl test lint format docs matrix lock clean clean-env force
+.PHONY: help env rl test lint format docs matrix bench lock clean clean-env force
 
 help: ## Show this help
 	@echo 'make TARGET [VARIABLE=value ...]'; echo
@@ -71,6 +71,10 @@ docs: $(ENV_READY) ## Make docs/configuration.md and docs/constraints.md from th
 
 matrix: $(ENV_READY) ## Switch every layout and model family with both real engines (ONLY=text, JSON=file)
 	OMP_NUM_THREADS=1 $(PY) -m tests.hybrid_engine.matrix $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json '$(JSON)')
+
+bench: $(ENV_READY) ## Time resharding beside its peers, as JSON (QUICK=1, ONLY=text, JSON=file)
+	$(PY) benchmarks/reshard.py --json '$(or $(JSON),runs/reshard.json)' \
+	    $(if $(QUICK),--quick) $(if $(ONLY),--only '$(ONLY)')
 
 lock: ## Resolve requirements-cpu.in into requirements-cpu.txt again (needs uv)
 	@sed '/^[^#]/,$$d' requirements-cpu.txt > requirements-cpu.txt.new

@@ -44,17 +44,21 @@ class Agreement:
         """Return when no rank failed. Otherwise raise on all of them.
 
         Where it happened: `error` itself if it is one of this project's, else a ReshardError from it. Elsewhere:
-        RemoteError with the messages of the ranks that failed.
+        RemoteError with the messages of the ranks that failed; so does a RemoteError of which this rank came to know
+        inside the block.
         """
         if self._reduce(phase, int(error is not None), dist.ReduceOp.MAX, error) == 0:
             return
         own = None if error is None else f"{type(error).__name__}: {error}"
-        messages = self.gather(own, phase)
+        is_secondhand = isinstance(error, RemoteError)
+        messages = self.gather(None if is_secondhand else own, phase)
+        causes = "\n".join(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message)
+        if is_secondhand:
+            raise type(error)(f"{error}\n{causes}".rstrip()) from error
         if isinstance(error, HybridEngineError):
             raise error
         if error is not None:
             raise ReshardError(f"{phase}: {own}") from error
-        causes = "\n".join(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message)
         raise RemoteError(f"{phase} failed on {sum(m is not None for m in messages)} rank(s):\n{causes}")
 
     def gather(self, value: object, phase: str = "gather") -> list:

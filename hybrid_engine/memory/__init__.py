@@ -5,6 +5,9 @@
       device_pages.py      on CUDA: the driver's virtual memory; device_peers.py reads it from another process
       cuda_driver.py, borrowed.py   the driver's calls, checked; tensors over memory that torch did not allocate
     offloader.py         training state: device -> host memory and back
+      inventory.py         what there is to offload, storage by storage
+      arena.py             host memory, and the copies to and from it
+      spans.py             sets of byte ranges
     weight_container.py  inference weights: empty -> filled bucket by bucket -> released
 
 Import from the modules: `weight_container` needs the transports, which need `elastic`.

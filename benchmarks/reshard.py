@@ -1,0 +1,140 @@
+"""Resharding beside its peers: seconds, bytes and peak memory of each case, as JSON and as a table.
+
+    python benchmarks/reshard.py --json FILE [--quick] [--only TEXT]
+    python benchmarks/reshard.py --only "ep=2 -> tp=2 on 2" --train --runs 0 --cycles 50 --json FILE     growth
+    python benchmarks/reshard.py --from FILE --markdown TABLES.md --plot PHASES.svg                       no run
+
+Both real engines run on every rank, on CPU and gloo; 4 ranks need about 16 GiB. Contenders and their checks: see the
+package `benchmarks.resharding`; keys of the JSON: `benchmarks/resharding/figures.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.resharding.cases import Case, chosen  # noqa: E402
+from benchmarks.resharding.figures import Figures  # noqa: E402
+from benchmarks.resharding.page import page  # noqa: E402
+from benchmarks.resharding.plots import plot_memory, plot_phases  # noqa: E402
+
+SECONDS_PER_CASE = 1800
+
+
+def main() -> int:
+    """Run the cases, print and write their figures; 1 when a case could not be run."""
+    arguments = _arguments()
+    if arguments.source is not None:
+        _render(json.loads(arguments.source.read_text()), arguments)
+        return 0
+    cases = chosen(arguments.only, arguments.quick, arguments.train)
+    if not cases:
+        sys.exit(f"no case's name contains {arguments.only!r}")
+    num_runs = arguments.runs if arguments.runs is not None else (3 if arguments.quick else 5)
+    request = {"runs": num_runs, "cycles": arguments.cycles, "timeline": arguments.plot_memory is not None}
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for _, group in groupby(cases, key=lambda case: case.ranks):
+        for row in launch(list(group), request):
+            rows.append(row)
+            print(_line(row), flush=True)
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps(rows, indent=2))
+    _render(rows, arguments)
+    return int(any("case" in row["reasons"] for row in rows))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures here, after each number of ranks")
+    parser.add_argument("--quick", action="store_true", help="a subset, with fewer runs")
+    parser.add_argument("--only", default="", help="cases whose name contains this; tiny: a case for trying the script")
+    parser.add_argument("--runs", type=int, help="timed runs of each contender (default: 5, quick: 3; 0 times nothing)")
+    parser.add_argument("--cycles", type=int, default=0, help="switch so often after the timing and watch for growth")
+    parser.add_argument("--train", action="store_true", help="with gradients and optimizer; needs far more memory")
+    parser.add_argument("--markdown", type=Path, help="write tables here")
+    parser.add_argument("--plot", type=Path, help="draw the phases here (SVG)")
+    parser.add_argument("--plot-memory", type=Path, help="trace one cycle and draw the memory here (SVG)")
+    parser.add_argument("--from", dest="source", type=Path, help="run nothing: tables and plots of this JSON")
+    return parser.parse_args()
+
+
+def _render(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(page(rows))
+    if arguments.plot is not None:
+        plot_phases(rows, arguments.plot)
+    if arguments.plot_memory is not None:
+        plot_memory(rows, arguments.plot_memory)
+
+
+def launch(cases: Sequence[Case], request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Run cases with one number of ranks under torchrun; a row for each, with the reason where one has no figures."""
+    with tempfile.TemporaryDirectory(prefix="reshard-") as directory:
+        job, out = Path(directory, "job.json"), Path(directory, "figures.json")
+        job.write_text(json.dumps({"cases": [asdict(case) for case in cases], "request": request}))
+        failure = _torchrun(cases[0].ranks, [str(job), str(out)], SECONDS_PER_CASE * len(cases))
+        rows = json.loads(out.read_text()) if out.is_file() else []
+    yield from rows
+    for case in cases[len(rows) :]:
+        yield Figures.of(case, reasons={"case": failure or "the ranks ended early"}).as_json()
+
+
+def _torchrun(num_ranks: int, arguments: Sequence[str], timeout: float) -> str | None:
+    """Run the ranks to their end; the last of their output when they failed."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
+        *("-m", "benchmarks.resharding.ranks", *arguments),
+    ]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            return f"no end within {timeout:g} s: {output[-2000:]}"
+        raise
+    if os.environ.get("RESHARD_VERBOSE"):
+        print(output, flush=True)
+    return None if process.returncode == 0 else f"status {process.returncode}: {output[-2000:]}"
+
+
+def _line(row: dict[str, Any]) -> str:
+    words = [f"{row['model']}: {row['train']} -> {row['infer']} on {row['ranks']}"]
+    for key, value in row.items():
+        if key.endswith("_seconds"):
+            words.append(f"{key.removesuffix('_seconds')} {'-' if value is None else f'{value:.3f}'}")
+    words.append(f"peak over {row['peak_over_max_layout_bytes']} B")
+    notes = [f"{key}: {reason}" for key, reason in row["reasons"].items()]
+    if growth := row["growth"]:
+        changes = (f"{key} {first} -> {growth['last'][key]}" for key, first in growth["first"].items())
+        notes.append(f"{growth['cycles']} cycles: {', '.join(changes)}")
+    return "  ".join(words) + "".join(f"\n    {note}" for note in notes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""What is measured: models by their config only, and pairs of layouts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hybrid_engine.config import HybridConfig, load_config
+from hybrid_engine.constraints import INFER_KEYS, TRAIN_KEYS
+from hybrid_engine.layouts.sizes import parse_job
+
+QWEN2_5: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+}
+"""Qwen2.5-0.5B: the real sizes. Its 2 key/value heads allow tensor parallelism over 1 and 2 ranks."""
+
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "moe_intermediate_size": 192,
+    "num_hidden_layers": 24,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+"""Qwen3-MoE, smaller: 24 layers of 32 experts of 3 tensors are 2,304 expert tensors."""
+
+TINY: dict[str, Any] = {
+    **QWEN2_5,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+    "max_position_embeddings": 64,
+}
+"""For the test of the script itself."""
+
+MODELS = {"qwen2.5-0.5b": QWEN2_5, "qwen3-moe-2304": QWEN3_MOE, "tiny": TINY}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and two layouts, written as for `python -m hybrid_engine plan`.
+
+    Attributes:
+        in_quick: part of `--quick`.
+        trains: with gradients and an optimizer; otherwise training only holds frozen weights, and takes less memory.
+    """
+
+    model: str
+    ranks: int
+    train: str
+    infer: str
+    in_quick: bool = False
+    trains: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}: {self.train} -> {self.infer} on {self.ranks}"
+
+    def write_model(self, directory: Path) -> Path:
+        """A directory with the model's config.json, below `directory`."""
+        path = directory / self.model
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(MODELS[self.model], indent=2))
+        return path
+
+    def config(self, directory: Path) -> HybridConfig:
+        """The checked configuration, with the model below `directory`. Raises ConfigError."""
+        training, inference = parse_job(self.train, self.infer, None)
+        sizes = {key: getattr(training, attribute) for attribute, key in TRAIN_KEYS.items()}
+        values = {
+            "model": str(self.write_model(directory)),
+            "actor_config": {
+                **sizes,
+                "make_vocab_size_divisible_by": 32,  # no padding at any of these sizes: others do not handle it
+                "sequence_parallel": training.tensor > 1 and "num_experts" in MODELS[self.model],
+                "params_dtype": "bfloat16",
+                "seq_length": 64,
+                "frozen_parameters": [] if self.trains else ["*"],
+            },
+            "generate_config": {
+                **{key: getattr(inference, attribute) for attribute, key in INFER_KEYS.items()},
+                "max_model_len": 64,
+                "max_num_seqs": 4,
+                "kv_cache_mb": 64,
+                "bucket_mb": BUCKET_MB,
+            },
+        }
+        return load_config(values, self.ranks, weights_only=True)
+
+
+BUCKET_MB = 64
+
+DENSE, EXPERTS = "qwen2.5-0.5b", "qwen3-moe-2304"
+
+CASES: tuple[Case, ...] = (
+    Case(DENSE, 2, "tp=2", "tp=1,dp=2", in_quick=True),
+    Case(DENSE, 2, "tp=1,dp=2", "tp=2"),
+    Case(DENSE, 2, "pp=2", "tp=2,dp=1"),
+    Case(DENSE, 2, "pp=2", "tp=1,dp=2"),
+    Case(DENSE, 4, "tp=2,pp=2", "tp=2,dp=2", in_quick=True),
+    Case(DENSE, 4, "pp=4", "tp=2,dp=2"),
+    Case(DENSE, 4, "tp=2,dp=2", "tp=1,dp=4"),
+    Case(DENSE, 4, "pp=4", "tp=2,pp=2,dp=1"),
+    Case(EXPERTS, 2, "ep=2,dp=2", "tp=2", in_quick=True),
+    Case(EXPERTS, 2, "tp=2,dp=1", "tp=2,ep=2"),
+    Case(EXPERTS, 4, "ep=4,dp=4", "tp=2,dp=2", in_quick=True),
+    Case(EXPERTS, 4, "tp=2,dp=2,ep=2,etp=1", "tp=4,ep=4"),
+    Case(EXPERTS, 4, "pp=2,dp=2,ep=2", "tp=2,dp=2"),
+)
+
+TINY_CASE = Case("tiny", 2, "tp=2", "tp=1,dp=2")
+"""Chosen by `--only tiny`; not part of a run otherwise."""
+
+
+def chosen(only: str, quick: bool, trains: bool = False) -> list[Case]:
+    """Cases of a run, those with as many ranks together."""
+    if only == TINY_CASE.model:
+        cases = [TINY_CASE]
+    else:
+        cases = [case for case in CASES if only in case.name and (case.in_quick or not quick)]
+    return [replace(case, trains=trains) for case in sorted(cases, key=lambda case: case.ranks)]

@@ -1,0 +1,56 @@
+"""The floor: what no way to bring the weights can beat on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.resharding.measuring import Clock, Digests, gather
+from hybrid_engine.memory.elastic import export_tensor, map_peer
+from hybrid_engine.worker import ActorHybridWorker
+
+
+class Floor:
+    """Each rank copies as many bytes as its inference shard has from the next rank's training weights.
+
+    Plain contiguous copies from mapped memory into memory of its own that was touched before; nothing else. Where the
+    next rank holds fewer bytes, its memory is read again from the start.
+    """
+
+    def __init__(self, worker: ActorHybridWorker) -> None:
+        buffers = [flat for flat in worker.train.weights.buffers().values() if export_tensor(flat) is not None]
+        handles = gather([export_tensor(flat) for flat in buffers])
+        peer = (dist.get_rank() + 1) % dist.get_world_size()
+        sources = [map_peer(handle).view(torch.uint8) for handle in handles[peer]]
+        for source in sources:
+            source.sum()  # its pages are in this process's tables from here on
+        destination = torch.empty(worker.inference.adaptor.nbytes, dtype=torch.uint8).fill_(1)
+        self._copies = list(_pairs(sources, destination))
+
+    def prepare(self) -> None:
+        pass
+
+    def run(self, clock: Clock) -> None:
+        with clock.phase("transfer"):
+            for destination, source in self._copies:
+                destination.copy_(source)
+
+    def digesting(self) -> AbstractContextManager[Digests]:
+        return nullcontext({})
+
+    def close(self) -> None:
+        self._copies.clear()
+
+
+def _pairs(sources: list[torch.Tensor], destination: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Runs of destination and source of equal size, over the sources again and again, until all is covered."""
+    start = 0
+    while start < destination.numel():
+        for source in sources:
+            size = min(source.numel(), destination.numel() - start)
+            if size:
+                yield destination[start : start + size], source[:size]
+            start += size

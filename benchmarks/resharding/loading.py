@@ -1,0 +1,67 @@
+"""vLLM's parameters as its own loader wants them: for contenders that write there without the engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+
+from benchmarks.resharding.measuring import COMMIT, Clock, Digests, digesting_vllm
+from hybrid_engine.worker import ActorHybridWorker
+
+
+class LoaderTarget:
+    """This rank's vLLM model between `prepare` and `commit`: every parameter in loader layout, zeroed.
+
+    Uses the adaptor's own means to get there, also private ones, so that all contenders write into the same memory.
+    """
+
+    def __init__(self, worker: ActorHybridWorker) -> None:
+        self._container = worker.sharding.container
+        self._adaptor = worker.inference.adaptor
+        if self._adaptor.staged:
+            raise ValueError(f"{len(self._adaptor.staged)} tensors only go through vLLM's own loader")
+        self.layout = self._adaptor.layout()
+        self.rank = worker.rank
+        self._groups = list(dict.fromkeys(buffer.group for buffer in self.layout.buffers.values()))
+
+    @property
+    def model(self) -> torch.nn.Module:
+        return self._adaptor.model
+
+    def prepare(self) -> dict[str, torch.Tensor]:
+        """Fresh parameters, bound in the model; their flat buffers by name."""
+        self._adaptor.release()
+        flats = dict(self._adaptor.allocate(self._groups))
+        for name, tensor in self._adaptor._filling.items():
+            self._adaptor._bind(self._adaptor._storages[name].bindings, tensor)
+        return flats
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """vLLM's `load_weights`."""
+        with torch.no_grad(), self._adaptor.context():
+            self.model.load_weights(weights)
+
+    def commit(self, clock: Clock) -> None:
+        """vLLM's repacking of all that was written; timed as the commit."""
+        with clock.phase(COMMIT):
+            self._adaptor.commit(self._groups)
+
+    def digesting(self) -> AbstractContextManager[Digests]:
+        return digesting_vllm(self._adaptor)
+
+    def close(self) -> None:
+        self._adaptor.release()
+
+
+def timed(items: Iterator[tuple[str, torch.Tensor]], clock: Clock, phase: str) -> Generator[tuple[str, torch.Tensor]]:
+    """The same items; the time that making each of them takes goes to `phase`."""
+    while True:
+        started = time.perf_counter()
+        item = next(items, None)
+        clock.add(phase, time.perf_counter() - started)
+        if item is None:
+            return
+        yield item

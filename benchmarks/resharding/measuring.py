@@ -1,0 +1,144 @@
+"""How a contender is timed: all ranks start together, the slowest one counts, the median of several runs is kept."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+COMMIT = "commit"
+"""The phase that is reported apart: vLLM's own repacking, the same for every contender."""
+
+Digests = Mapping[str, str]
+"""Parameter name -> digest of its bytes, as vLLM's loader lays it out."""
+
+
+class Contender(Protocol):
+    """One way to bring the weights to where they are needed. All methods are collective."""
+
+    def prepare(self) -> None:
+        """Before every run, not timed: undo the run before."""
+        ...
+
+    def run(self, clock: Clock) -> None:
+        """Timed. `clock.phase` splits the time; what is in phase `COMMIT` is reported apart."""
+        ...
+
+    def digesting(self) -> AbstractContextManager[Digests]:
+        """Around a run: gives what it wrote on this rank, complete at the end of the block."""
+        ...
+
+    def close(self) -> None:
+        """Give back all memory."""
+        ...
+
+
+@dataclass
+class Clock:
+    """Seconds by phase of one run on one rank."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the `with` block to phase `name`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(name, time.perf_counter() - started)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add to a phase what was timed elsewhere."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The median run of a contender, on its slowest rank.
+
+    Attributes:
+        seconds: without the commit. commit_seconds: the commit, of the same rank and run.
+        by_phase: phases of that rank and run.
+        fastest, slowest: of all runs, without the commit.
+    """
+
+    seconds: float
+    commit_seconds: float
+    by_phase: Mapping[str, float]
+    fastest: float
+    slowest: float
+
+
+def measure(contender: Contender, num_runs: int) -> tuple[Timing, Digests]:
+    """Time `num_runs` runs after one that warms up, whose result is digested. Raises what the contender raises."""
+    with contender.digesting() as digests:
+        _one_run(contender)
+    runs = sorted((_slowest(*_one_run(contender)) for _ in range(num_runs)), key=_net)
+    middle = runs[(len(runs) - 1) // 2]
+    phases = middle[1]
+    return Timing(_net(middle), phases.get(COMMIT, 0.0), phases, _net(runs[0]), _net(runs[-1])), digests
+
+
+def _one_run(contender: Contender) -> tuple[float, Clock]:
+    contender.prepare()
+    clock = Clock()
+    dist.barrier()
+    started = time.perf_counter()
+    contender.run(clock)
+    return time.perf_counter() - started, clock
+
+
+def _slowest(whole: float, clock: Clock) -> tuple[float, dict[str, float]]:
+    """Seconds and phases of the rank that took longest without the commit; the same answer on every rank."""
+    return max(gather((whole, clock.seconds)), key=_net)
+
+
+def _net(run: tuple[float, Mapping[str, float]]) -> float:
+    whole, phases = run
+    return whole - phases.get(COMMIT, 0.0)
+
+
+def gather(value: Any) -> list[Any]:
+    """`value` of every rank, by rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Of shape, dtype and bytes."""
+    flat = tensor.detach().contiguous()
+    # not by numpy, which would make the storage unfit for being released
+    contents = (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr())
+    return f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.sha256(contents).hexdigest()}"
+
+
+@contextmanager
+def digesting_vllm(adaptor: Any) -> Iterator[Digests]:
+    """Digest every parameter of vLLM in loader layout, filled, before it is repacked."""
+    digests: dict[str, str] = {}
+    before, adaptor.observer = adaptor.observer, lambda name, tensor: digests.update({name: digest(tensor)})
+    try:
+        yield digests
+    finally:
+        adaptor.observer = before
+
+
+def agreed(action: Callable[[], Any]) -> tuple[Any, str | None]:
+    """The result of `action` and None, or None and the reasons when it failed on any rank."""
+    try:
+        result, own = action(), None
+    except Exception as error:
+        result, own = None, f"{type(error).__name__}: {error}"
+    reasons = gather(own)
+    if not any(reasons):
+        return result, None
+    return None, "; ".join(dict.fromkeys(reason for reason in reasons if reason))

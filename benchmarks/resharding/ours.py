@@ -1,0 +1,59 @@
+"""The engine itself: a fill of the inference weights by its own container."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from benchmarks.resharding.measuring import Clock, Digests, digesting_vllm, gather
+from hybrid_engine.memory.elastic import host_id
+from hybrid_engine.memory.weight_container import ContainerState, WeightContainer
+from hybrid_engine.planning.layout import Layout
+from hybrid_engine.planning.planner import plan
+from hybrid_engine.ports import InferenceWeights, TrainingWeights
+from hybrid_engine.transports import TransportSet, export_handles
+from hybrid_engine.worker import ActorHybridWorker
+
+
+def fill(container: WeightContainer, training: TrainingWeights, clock: Clock) -> None:
+    """One fill of the empty container; its phases go to `clock`. The only place that knows how a fill is called."""
+    report = container.fill(training.buffers())
+    for name, seconds in report.seconds.items():
+        clock.add(name, seconds)
+
+
+def connect(worker: ActorHybridWorker, destination: InferenceWeights) -> tuple[WeightContainer, TransportSet]:
+    """A container for another destination of the worker's training weights, and its transports. Collective."""
+    training, config = worker.train.weights, worker.config.generate_config
+    setups = gather(
+        (training.layout(), destination.layout(), host_id(), export_handles(worker.rank, training.buffers()))
+    )
+    source = Layout.merge(setup[0] for setup in setups)
+    wanted = Layout.merge(setup[1] for setup in setups)
+    hosts = [setup[2] for setup in setups]
+    handles = {buffer: handle for setup in setups for buffer, handle in setup[3].items()}
+    made = plan(source, wanted, hosts, bucket_nbytes=config.bucket_mb * 1024**2, may_stay_unread=source.tensors)
+    router = TransportSet.connect(worker.rank, source.buffers, handles, worker.sharding.transfer_group)
+    return WeightContainer(destination, made, router), router
+
+
+class Ours:
+    """Training weights to vLLM's parameters, bucket by bucket, in state TRAIN."""
+
+    def __init__(self, worker: ActorHybridWorker) -> None:
+        self._training = worker.sharding.training
+        self._container = worker.sharding.container
+        self._adaptor = worker.inference.adaptor
+
+    def prepare(self) -> None:
+        self._container.release()
+        self._training.prepare()
+
+    def run(self, clock: Clock) -> None:
+        fill(self._container, self._training, clock)
+
+    def digesting(self) -> AbstractContextManager[Digests]:
+        return digesting_vllm(self._adaptor)
+
+    def close(self) -> None:
+        if self._container.state is not ContainerState.EMPTY:
+            self._container.release()

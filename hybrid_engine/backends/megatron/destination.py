@@ -1,0 +1,65 @@
+"""A Megatron model as the side that is written: port `InferenceWeights` over the adaptor's records.
+
+destination = MegatronDestination(MegatronAdaptor(model_chunks, table))     # in the second model's own groups
+plan(training.layout(), destination.layout(), ...)                          # as with any inference engine
+
+For models that are kept alike in another layout: a reference, an evaluation copy, a second training job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from hybrid_engine.backends.megatron.adaptor import MERGED, MegatronAdaptor
+from hybrid_engine.errors import StateError
+from hybrid_engine.planning.layout import BufferId, Layout
+
+
+class MegatronDestination:
+    """One rank's share of a Megatron model that is filled from another one.
+
+    Args:
+        adaptor: of the model that is filled; made while that model's parallel state is Megatron's present one.
+
+    Every flat buffer is a group of its own. Weights are written in place: nothing is allocated, put in force or freed,
+    so that `release` keeps all memory, and contents are the last ones that were filled. Padding is zeroed here, once.
+
+    Raises StateError for a model with adapters, whose weights do not lie where its sums would be written.
+    """
+
+    def __init__(self, adaptor: MegatronAdaptor) -> None:
+        if MERGED in adaptor.buffers():
+            raise StateError("a model with adapters cannot be filled: build it without lora")
+        self._adaptor = adaptor
+        self._buffers = adaptor.buffers()
+        adaptor.zero_padding()
+        layout = adaptor.layout()
+        grouped = {buffer_id: replace(buffer, group=buffer_id.name) for buffer_id, buffer in layout.buffers.items()}
+        self._layout = Layout(layout.tensors, grouped, layout.shards)
+
+    def layout(self) -> Layout:
+        """The records of this rank."""
+        return self._layout
+
+    def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        """The live flat buffers of these groups. Raises StateError for one that this rank does not have."""
+        self._check_known(groups)
+        return {name: self._buffers[name] for name in groups}
+
+    def commit(self, groups: Sequence[str]) -> None:
+        """Nothing is put in force: what was written is live. Raises StateError for a group that is not known."""
+        self._check_known(groups)
+
+    def release(self) -> None:
+        """Nothing: the model keeps its memory."""
+
+    def resident_nbytes(self) -> int:
+        """Bytes of the model's parameters."""
+        return sum(flat.nbytes for flat in self._buffers.values())
+
+    def _check_known(self, groups: Sequence[str]) -> None:
+        if unknown := [name for name in groups if BufferId(self._adaptor.rank, name) not in self._layout.buffers]:
+            raise StateError(f"no such buffers on rank {self._adaptor.rank}: {', '.join(unknown)}")
