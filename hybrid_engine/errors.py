@@ -9,6 +9,7 @@ HybridEngineError
 ├── PlanError            the two layouts do not fit together; lists every fault
 ├── WeightError          a weight's value is not usable (NaN)
 ├── StateError           a call is not allowed in the present state
+├── DeviceMemoryError    the device's driver refused memory, or something else about it
 └── ReshardError         a switch failed; says in which phase, and what is where
     ├── OffloadError     state could not leave the device or come back
     ├── RemoteError      the cause lies on another rank; carries that rank's message
@@ -90,6 +91,17 @@ class WeightError(_ListedError):
 
 class StateError(HybridEngineError):
     """A call that the present state does not allow."""
+
+
+class DeviceMemoryError(HybridEngineError):
+    """The device's driver refused a call on memory; the message names the call and the driver's code.
+
+    `is_out_of_memory`: the device has not enough of it; free some and try again.
+    """
+
+    def __init__(self, message: str, *, is_out_of_memory: bool = False) -> None:
+        super().__init__(message)
+        self.is_out_of_memory = is_out_of_memory
 
 
 class ReshardError(HybridEngineError):

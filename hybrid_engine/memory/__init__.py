@@ -1,6 +1,9 @@
 """Where weights and training state lie, and what becomes of them at a switch.
 
-    elastic.py           buffers whose pages come and go under one address, readable by peers on the host
+    elastic.py           buffers whose memory comes and goes under one address, readable by peers on the host
+      host_pages.py        on the CPU: memory files
+      device_pages.py      on CUDA: the driver's virtual memory; device_peers.py reads it from another process
+      cuda_driver.py, borrowed.py   the driver's calls, checked; tensors over memory that torch did not allocate
     offloader.py         training state: device -> host memory and back
       inventory.py         what there is to offload, storage by storage
       arena.py             host memory, and the copies to and from it

@@ -19,6 +19,7 @@ from hybrid_engine.memory.elastic import (
     export_tensor,
     exported_buffer_of,
     map_peer,
+    open_peer,
 )
 from hybrid_engine.ports import ExportableBuffer
 
@@ -79,11 +80,30 @@ def test_release_of_a_range_takes_whole_pages_inside_it_only(start: int, stop: i
     buffer.close()
 
 
-def test_release_of_an_impossible_range():
+@given(data=st.data(), nbytes=st.integers(1, 5 * PAGE))
+def test_restore_gives_zeros_where_memory_was_released_and_keeps_the_rest(data: st.DataObject, nbytes: int):
+    buffer = ElasticBuffer(nbytes, torch.uint8)
+    assert buffer.granularity == PAGE
+    expected = torch.zeros(nbytes, dtype=torch.uint8)
+    for number in range(1, data.draw(st.integers(2, 5))):
+        buffer.tensor.fill_(number)
+        expected.fill_(number)
+        start, stop = sorted(data.draw(st.tuples(st.integers(0, nbytes), st.integers(0, nbytes))))
+        buffer.release(start, stop)
+        first, last = -(-start // PAGE) * PAGE, nbytes if stop == nbytes else stop // PAGE * PAGE
+        expected[first : max(first, last)] = 0
+        for _ in range(2):
+            buffer.restore(*sorted(data.draw(st.tuples(st.integers(0, nbytes), st.integers(0, nbytes)))))
+        assert torch.equal(buffer.tensor, expected)
+    buffer.close()
+
+
+def test_an_impossible_range():
     buffer = ElasticBuffer(10, torch.uint8)
-    for start, stop in [(-1, 5), (3, 2), (0, 11)]:
-        with pytest.raises(ValueError, match="of a buffer of 10 bytes"):
-            buffer.release(start, stop)
+    for action in (buffer.release, buffer.restore):
+        for start, stop in [(-1, 5), (3, 2), (0, 11)]:
+            with pytest.raises(ValueError, match="of a buffer of 10 bytes"):
+                action(start, stop)
     with pytest.raises(ValueError, match="at least 1 element"):
         ElasticBuffer(0, torch.uint8)
 
@@ -93,7 +113,8 @@ def test_close_is_idempotent_and_a_tensor_outlives_it():
     view = buffer.tensor.fill_(2)[5:]
     buffer.close()
     buffer.close()
-    for action in (ElasticBuffer.release, ElasticBuffer.export, ElasticBuffer.resident_nbytes, lambda b: b.tensor):
+    methods = (ElasticBuffer.release, ElasticBuffer.restore, ElasticBuffer.export, ElasticBuffer.resident_nbytes)
+    for action in (*methods, lambda b: b.tensor):
         with pytest.raises(StateError, match="closed"):
             action(buffer)
     del buffer
@@ -200,6 +221,20 @@ def test_another_process_sees_writes_and_outlives_the_owner():
     assert here.recv() == 2000
     process.join()
     assert process.exitcode == 0
+
+
+def test_host_pages_stay_mapped_between_readings():
+    buffer = ElasticBuffer(1000, torch.float32)
+    peer = open_peer(export_tensor(buffer.tensor[10:]))
+    for value in range(3):
+        buffer.tensor.fill_(value)
+        with peer.mapped(5, 20) as flat:
+            assert flat.shape == (990,) and bool((flat == value).all())
+        buffer.release()
+        buffer.restore()
+    peer.close()
+    with pytest.raises(StateError, match="the peer is closed"), peer.mapped():
+        pass
 
 
 def test_closed_buffer_cannot_be_mapped():

@@ -1,0 +1,83 @@
+"""The figures of benchmarks/gpu.py, and the clock and the floors they are taken with."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one thing and of its floor, over the same bytes.
+
+    `of_floor`: floor over seconds. `gb_per_second` counts each byte once, though it is read and written.
+    """
+
+    name: str
+    nbytes: int
+    seconds: float
+    floor: str
+    floor_seconds: float
+    of_floor: float
+    gb_per_second: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one thing, beside others: `ratio` is bytes over `beside_nbytes`.
+
+    `is_of_device`: taken from the device's driver.
+    """
+
+    name: str
+    nbytes: int
+    beside: str
+    beside_nbytes: int
+    ratio: float
+    is_of_device: bool
+
+
+def memory(name: str, nbytes: int, beside: str, beside_nbytes: int, *, is_of_device: bool = True) -> Memory:
+    """With the ratio."""
+    return Memory(name, nbytes, beside, beside_nbytes, nbytes / beside_nbytes, is_of_device)
+
+
+def timing(name: str, nbytes: int, seconds: float, floor: str, floor_seconds: float) -> Timing:
+    """With the ratios."""
+    return Timing(name, nbytes, seconds, floor, floor_seconds, floor_seconds / seconds, nbytes / seconds / 1e9)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for everything queued on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(device: torch.device, action: Callable[[], object]) -> float:
+    """Wall time of an action, the work it queues included."""
+    synchronize(device)
+    start = time.perf_counter()
+    action()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def plain_device_copy(device: torch.device, nbytes: int, repeat: int, wait: Callable[[], object] = int) -> float:
+    """Seconds of one copy of as many bytes within the device; `wait` is called before each."""
+    one, other = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    found = []
+    for _ in range(repeat + 1):
+        wait()
+        found.append(seconds_of(device, lambda: other.copy_(one)))
+    return statistics.median(found[1:])
+
+
+def raise_unless_written(destinations: Mapping[str, torch.Tensor]) -> None:
+    """Every element has a source's value."""
+    missing = [name for name, flat in destinations.items() if bool(flat.isnan().any())]
+    if missing:
+        raise AssertionError(f"never written in part: {', '.join(missing)}")

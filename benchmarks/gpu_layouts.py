@@ -1,0 +1,133 @@
+"""What benchmarks/gpu.py moves: a Llama-like model as Megatron and vLLM hold it, without either engine.
+
+Megatron's side is one flat buffer per rank, with QKV interleaved by query group and gate and up fused; vLLM's side is a
+buffer for every tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.sizes import parse_job
+from hybrid_engine.layouts.training import training_side
+from hybrid_engine.models import table_for
+from hybrid_engine.planning.combining import combine
+from hybrid_engine.planning.layout import Buffer, BufferId, Extent, Layout, Place, Shard
+from hybrid_engine.planning.plan import Bucket
+from hybrid_engine.planning.planner import plan
+
+FLAT = "flat"
+"""Name of the source buffer."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of the model; Llama-3-8B's width by default."""
+
+    num_layers: int = 4
+    hidden_size: int = 4096
+    intermediate_size: int = 14336
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    vocab_size: int = 32000
+
+    def config(self) -> dict[str, Any]:
+        """As in a Hugging Face config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "num_hidden_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "vocab_size": self.vocab_size,
+            "tie_word_embeddings": False,
+        }
+
+
+TINY = ModelShape(num_layers=2, hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, vocab_size=256)
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """One rank's part of a switch.
+
+    Attributes:
+        rank: global rank.
+        source: its own source buffer. destinations: its destination buffers by name.
+        buckets: the plan's, with the transfers that write to this rank, combined.
+    """
+
+    rank: int
+    source: Buffer
+    destinations: dict[str, Buffer]
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def source_nbytes(self) -> int:
+        return self.source.nbytes
+
+    @property
+    def destination_nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.destinations.values())
+
+    def read_nbytes(self, src_ranks: Sequence[int]) -> int:
+        """Bytes that it reads from these ranks."""
+        found = (each for bucket in self.buckets for each in bucket.transfers)
+        return sum(each.nbytes for each in found if each.src_rank in src_ranks)
+
+    def new_source(self, allocate: Callable[[int, torch.dtype], torch.Tensor]) -> torch.Tensor:
+        """The source buffer, made by `allocate(numel, dtype)`, full of random values, the same in every run."""
+        flat = allocate(self.source.numel, torch.bfloat16)
+        generator = torch.Generator(flat.device).manual_seed(self.rank)
+        return flat.normal_(generator=generator)
+
+    def new_destinations(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Destination buffers full of NaN, which no source holds."""
+        return {
+            name: torch.full((buffer.numel,), torch.nan, dtype=torch.bfloat16, device=device)
+            for name, buffer in self.destinations.items()
+        }
+
+
+def rank_job(shape: ModelShape, train: str, infer: str, rank: int, bucket_nbytes: int) -> RankJob:
+    """Plan the switch of all ranks, which are on one host; sizes as on the command line of `plan`."""
+    table = table_for(shape.config())
+    training, inference = parse_job(train, infer, table)
+    ranks = range(training.world_size)
+    source_side, destination_side = training_side(table, training), inference_side(table, inference)
+    source = Layout.merge(_in_one_buffer(source_side.layout_of(each), each) for each in ranks)
+    destination = Layout.merge(destination_side.layout_of(each) for each in ranks)
+    unserved = [name for name in table.shapes if not table.is_served(name)]
+    found = plan(source, destination, ["host"] * len(ranks), bucket_nbytes, unserved, rank)
+    buckets = tuple(
+        Bucket(bucket.index, tuple(combine(own)), bucket.groups, bucket.nbytes)
+        for bucket in found.buckets
+        if (own := [each for each in bucket.transfers if each.dst_rank == rank])
+    )
+    destinations = {
+        buffer_id.name: buffer for buffer_id, buffer in destination.buffers.items() if buffer_id.rank == rank
+    }
+    return RankJob(rank, source.buffers[BufferId(rank, FLAT)], destinations, buckets)
+
+
+def _in_one_buffer(layout: Layout, rank: int) -> Layout:
+    """The same records with all buffers one after another, as in DDP's flat buffer."""
+    starts: dict[BufferId, int] = {}
+    padding: list[Extent] = []
+    end = 0
+    for buffer_id, buffer in layout.buffers.items():
+        starts[buffer_id] = end
+        padding += [Extent(end + extent.start, end + extent.stop) for extent in buffer.padding]
+        end += buffer.numel
+    flat = BufferId(rank, FLAT)
+    shards = tuple(
+        Shard(shard.region, Place(flat, starts[shard.place.buffer] + shard.place.offset, shard.place.strides))
+        for shard in layout.shards
+    )
+    return Layout(layout.tensors, {flat: Buffer(end, "bfloat16", padding=tuple(padding))}, shards)

@@ -1,0 +1,170 @@
+"""The calls of the CUDA driver's virtual memory API that elastic buffers need, each checked.
+
+Written against `cuda.bindings.driver` (package cuda-bindings, 12.x and 13.x) and NVIDIA's "Virtual Memory Management"
+chapter of the driver API. **Never run on a GPU yet**: the tests drive it with a model of the driver on the CPU
+(tests/hybrid_engine/fake_cuda_driver.py), and test_gpu cases wait for a machine with one.
+
+The rules that the callers keep:
+    an address range is reserved whole, chunks are mapped into it and unmapped from it whole
+    memory is freed when its handle is released, it is mapped nowhere and no exported descriptor is open, in any process
+    a mapped chunk may be touched only after its access was set
+    unmapping does not wait for kernels: synchronize first
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hybrid_engine.errors import DeviceMemoryError
+
+logger = logging.getLogger(__name__)
+
+INSTALL_HINT = "pip install cuda-bindings, of the CUDA version torch was built for (12.x or 13.x)"
+
+
+class CudaDriver:
+    """Virtual memory of one device. Sizes and addresses in bytes; handles are the driver's own objects."""
+
+    def __init__(self, api: Any, device: torch.device) -> None:
+        """Args:
+        api: the module `cuda.bindings.driver`, or the tests' model of it.
+        device: where tensors over the memory are; with the tests' model the CPU.
+        """
+        self._api = api
+        self.device = device
+        self._ordinal = device.index or 0
+        self._properties = self._allocation_properties()
+
+    def granularity(self) -> int:
+        """Every size and address below is a multiple of it (2 MiB on present GPUs)."""
+        flags = self._api.CUmemAllocationGranularity_flags
+        return self._call("cuMemGetAllocationGranularity", self._properties, flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM)
+
+    def reserve(self, nbytes: int) -> int:
+        """An address range with no memory behind it."""
+        return int(self._call("cuMemAddressReserve", nbytes, 0, 0, 0))
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        """Give a whole range back; nothing may be mapped in it."""
+        self._call("cuMemAddressFree", address, nbytes)
+
+    def create(self, nbytes: int) -> Any:
+        """Physical memory, contents undefined, mapped nowhere. Raises DeviceMemoryError when there is not enough.
+
+        When the device is full, torch's caching allocator is asked to give back what it holds unused, once.
+        """
+        try:
+            return self._call("cuMemCreate", nbytes, self._properties, 0)
+        except DeviceMemoryError as error:
+            if not error.is_out_of_memory:
+                raise
+            self._empty_cache()
+            return self._call("cuMemCreate", nbytes, self._properties, 0)
+
+    def release(self, handle: Any) -> None:
+        """Let go of physical memory; see above for when it is freed."""
+        self._call("cuMemRelease", handle)
+
+    def map(self, address: int, nbytes: int, handle: Any) -> None:
+        """Put physical memory at an address and allow the device to read and write it.
+
+        After a failure nothing is mapped. Peers could do with reading; torch, NCCL and others only ever ask for both.
+        """
+        self._call("cuMemMap", address, nbytes, 0, handle, 0)
+        access = self._api.CUmemAccessDesc()
+        self._locate(access.location)
+        access.flags = self._api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        try:
+            self._call("cuMemSetAccess", address, nbytes, [access], 1)
+        except BaseException:
+            self.unmap(address, nbytes)
+            raise
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Take whole mappings out of an address range, which stays reserved."""
+        self._call("cuMemUnmap", address, nbytes)
+
+    def export_descriptor(self, handle: Any) -> int:
+        """A file descriptor of the physical memory, of this process; the caller closes it."""
+        return int(self._call("cuMemExportToShareableHandle", handle, self._descriptor_type, 0))
+
+    def import_descriptor(self, descriptor: int) -> Any:
+        """The handle of memory that another process exported; the descriptor may be closed after."""
+        return self._call("cuMemImportFromShareableHandle", descriptor, self._descriptor_type)
+
+    def synchronize(self) -> None:
+        """Wait for everything queued on the device, on all streams."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def why_unsupported(self) -> str | None:
+        """What the device lacks for elastic buffers, None if nothing."""
+        for name in ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
+            if not self._attribute(name):
+                return f"device {self._ordinal} has no CU_DEVICE_ATTRIBUTE_{name}"
+        return None
+
+    @property
+    def _descriptor_type(self) -> Any:
+        return self._api.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def _allocation_properties(self) -> Any:
+        properties = self._api.CUmemAllocationProp()
+        properties.type = self._api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.requestedHandleTypes = self._descriptor_type
+        self._locate(properties.location)
+        if self._attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):
+            properties.allocFlags.gpuDirectRDMACapable = 1  # NCCL between hosts sends from these buffers
+        return properties
+
+    def _locate(self, location: Any) -> None:
+        location.type = self._api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = self._ordinal
+
+    def _attribute(self, name: str) -> int:
+        attribute = getattr(self._api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return self._call("cuDeviceGetAttribute", attribute, self._call("cuDeviceGet", self._ordinal))
+
+    def _empty_cache(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """The call's value, if it has one. Raises DeviceMemoryError naming call, arguments and the driver's code."""
+        function: Callable[..., tuple[Any, ...]] = getattr(self._api, name)
+        code, *values = function(*arguments)
+        if code != self._api.CUresult.CUDA_SUCCESS:
+            shown = ", ".join(str(argument) for argument in arguments if isinstance(argument, int))
+            raise DeviceMemoryError(
+                f"{name}({shown}) on device {self._ordinal} failed: {getattr(code, 'name', code)}",
+                is_out_of_memory=code == self._api.CUresult.CUDA_ERROR_OUT_OF_MEMORY,
+            )
+        return values[0] if values else None
+
+
+@functools.cache
+def driver_of(ordinal: int) -> CudaDriver | None:
+    """The driver of a CUDA device of this process; None, with one logged line, where it cannot be used."""
+    device = torch.device("cuda", ordinal)
+    torch.cuda.synchronize(device)  # makes torch's context, which the driver's calls need
+    try:
+        from cuda.bindings import driver as api
+    except ImportError:
+        return _without(device, f"cuda-bindings is missing ({INSTALL_HINT})")
+    found = CudaDriver(api, device)
+    reason = found.why_unsupported()
+    return found if reason is None else _without(device, reason)
+
+
+def _without(device: torch.device, reason: str) -> None:
+    logger.warning(
+        "No elastic buffers on %s: %s. Training buffers are ordinary tensors: they leave the device only whole, "
+        "after the whole switch, and peers on the host read them by messages",
+        device,
+        reason,
+    )

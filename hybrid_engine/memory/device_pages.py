@@ -1,0 +1,253 @@
+"""Device memory whose chunks come and go under one address, and what its owner tells its peers.
+
+**Never run on a GPU yet**; tested with a model of the driver on the CPU.
+
+    create     one address range; chunks of physical memory, created, mapped
+    release    wait for the device -> tell peers -> close descriptor -> unmap -> let go of the chunk
+    restore    a new chunk of physical memory at the old address; contents undefined
+
+A chunk that comes back is new physical memory, so what a peer mapped before is stale. Hence a table in host memory,
+which peers map as they map any host pages: for every chunk its serial number, 0 while it is away, and the owner's
+descriptor of it. A peer maps chunks for the time of a reading only (device_peers.py): while it does, their memory
+stays taken, whatever the owner releases.
+
+Touching a released range on the device is an illegal access, which ends the process's CUDA context.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybrid_engine.errors import DeviceMemoryError, StateError
+from hybrid_engine.memory.borrowed import tensor_over
+from hybrid_engine.memory.cuda_driver import CudaDriver
+from hybrid_engine.memory.host_pages import BufferHandle, HostMemory
+
+CHUNK_NBYTES = 32 * 2**20
+"""A chunk is about so large: release works in whole chunks, mapping costs time for each. Not tuned on a GPU yet."""
+MAX_CHUNKS = 256
+"""Of one buffer; larger buffers have larger chunks. Every exported chunk holds a descriptor of the owner's open."""
+
+SERIAL, DESCRIPTOR = 0, 1
+"""Columns of the table."""
+AWAY = 0
+"""The serial number of a chunk without memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHandle:
+    """How a process on the same host finds a flat tensor that lies in device memory of another one.
+
+    Attributes:
+        table: the owner's int64 table [chunks, 2] of serial numbers and descriptors.
+        reserved_nbytes: of the owner's address range.
+        chunk_nbytes: of every chunk but the last, which has what remains.
+        offset: where the tensor starts in the range, in bytes.
+        numel, dtype: of the tensor; dtype is torch's name without the prefix.
+    """
+
+    table: BufferHandle
+    reserved_nbytes: int
+    chunk_nbytes: int
+    offset: int
+    numel: int
+    dtype: str
+
+
+def table_of(flat: torch.Tensor) -> np.ndarray:
+    """The rows of a table that lies in a flat int64 tensor."""
+    return flat.numpy().reshape(-1, 2)
+
+
+def chunk_nbytes_for(nbytes: int, granule: int) -> int:
+    """Bytes of a chunk of a buffer of `nbytes`, a multiple of the driver's `granule`; see CHUNK_NBYTES."""
+    wanted = min(nbytes, max(CHUNK_NBYTES, -(-nbytes // MAX_CHUNKS)))
+    return -(-wanted // granule) * granule
+
+
+class DeviceMemory:
+    """An address range of a device with chunks in it, given back when the last tensor over it and this object are
+    gone."""
+
+    def __init__(self, driver: CudaDriver, numel: int, dtype: torch.dtype, label: str) -> None:
+        """Reserve `numel` elements and have memory for all; contents are undefined.
+
+        Raises DeviceMemoryError when the device has not enough; nothing is kept then.
+        """
+        granule = driver.granularity()
+        self.numel, self.dtype, self.nbytes = numel, dtype, numel * dtype.itemsize
+        self.reserved_nbytes = -(-self.nbytes // granule) * granule
+        self.granularity = chunk_nbytes_for(self.nbytes, granule)
+        self._is_open = True
+        self._chunks = _Chunks(driver, self.reserved_nbytes, self.granularity, label)
+        self.address = self._chunks.address
+        self._end = weakref.finalize(self, self._chunks.end)
+        self._end.atexit = False  # tensors may be read until the very end; the driver frees
+        try:
+            self.restore(0, self.reserved_nbytes)
+        except BaseException:
+            self._end()
+            raise
+
+    def tensor(self) -> torch.Tensor:
+        """The whole memory as it was created."""
+        return tensor_over(self.address, self.nbytes, self._chunks.driver.device, self).view(self.dtype)
+
+    def release(self, first: int, last: int) -> None:
+        """Give the chunks of bytes [first, last) back; `first` is a multiple of `granularity`, `last` too or the end.
+
+        Waits for the device first, since kernels may still use them.
+        """
+        self._raise_if_closed()
+        wanted = [index for index in self._chunks.within(first, last) if self._chunks.is_resident(index)]
+        if wanted:
+            self._chunks.driver.synchronize()
+        for index in wanted:
+            self._chunks.unmap(index)
+
+    def restore(self, first: int, last: int) -> None:
+        """Have memory for the chunks of bytes [first, last) again; those that are there keep their contents.
+
+        Raises DeviceMemoryError when the device has not enough: what came back stays, a later call goes on from there.
+        """
+        self._raise_if_closed()
+        for index in self._chunks.within(first, last):
+            if not self._chunks.is_resident(index):
+                self._chunks.map(index)
+
+    def resident_nbytes(self) -> int:
+        """Bytes of physical memory behind the range now."""
+        self._raise_if_closed()
+        return self._chunks.resident_nbytes()
+
+    def handle(self, offset: int, numel: int, dtype: torch.dtype) -> DeviceHandle:
+        """For peers: `numel` elements from byte `offset`. From the first one on every chunk is exported."""
+        self._raise_if_closed()
+        return DeviceHandle(
+            table=self._chunks.export(),
+            reserved_nbytes=self.reserved_nbytes,
+            chunk_nbytes=self.granularity,
+            offset=offset,
+            numel=numel,
+            dtype=str(dtype).removeprefix("torch."),
+        )
+
+    def close(self) -> None:
+        """No peer can map it any more; idempotent."""
+        if self._is_open:
+            self._is_open = False
+            self._chunks.withdraw()
+
+    def _raise_if_closed(self) -> None:
+        if not self._is_open:
+            raise StateError("the elastic buffer is closed")
+
+
+class _Chunks:
+    """The chunks of one address range, and the table that peers read. Knows nothing of tensors."""
+
+    def __init__(self, driver: CudaDriver, reserved_nbytes: int, chunk_nbytes: int, label: str) -> None:
+        self.driver = driver
+        self._reserved_nbytes = reserved_nbytes
+        self._chunk_nbytes = chunk_nbytes
+        count = -(-reserved_nbytes // chunk_nbytes)
+        self._handles: list[Any | None] = [None] * count
+        self._next_serial = AWAY + 1
+        self._is_exported = False
+        self._table_memory = HostMemory.create(2 * count, torch.int64, f"{label}.chunks")
+        self._table = table_of(self._table_memory.tensor())
+        self._table[:, DESCRIPTOR] = -1
+        self.address = driver.reserve(reserved_nbytes)
+
+    def within(self, first: int, last: int) -> range:
+        """Numbers of the chunks of bytes [first, last)."""
+        return range(first // self._chunk_nbytes, -(-last // self._chunk_nbytes))
+
+    def is_resident(self, index: int) -> bool:
+        return self._handles[index] is not None
+
+    def resident_nbytes(self) -> int:
+        return sum(self._nbytes(index) for index in range(len(self._handles)) if self.is_resident(index))
+
+    def map(self, index: int) -> None:
+        """New physical memory for a chunk; after a failure it is away as before."""
+        handle = self.driver.create(self._nbytes(index))
+        try:
+            self.driver.map(self._address(index), self._nbytes(index), handle)
+        except BaseException:
+            self.driver.release(handle)
+            raise
+        self._handles[index] = handle
+        if self._is_exported:
+            try:
+                self._publish(index)
+            except BaseException:
+                self.unmap(index)
+                raise
+
+    def unmap(self, index: int) -> None:
+        """Peers learn of it first: who reads the descriptor after that finds the serial number gone."""
+        self._withdraw(index)
+        self.driver.unmap(self._address(index), self._nbytes(index))
+        handle, self._handles[index] = self._handles[index], None
+        self.driver.release(handle)
+
+    def export(self) -> BufferHandle:
+        """Publish every chunk, now and whenever it comes back. Returns where peers find the table."""
+        for index in range(len(self._handles)):
+            if self.is_resident(index) and self._table[index, SERIAL] == AWAY:
+                self._publish(index)
+        self._is_exported = True
+        return self._table_memory.handle(0, self._table.size, torch.int64)
+
+    def withdraw(self) -> None:
+        """Nothing is exported any more."""
+        self._is_exported = False
+        for index in range(len(self._handles)):
+            self._withdraw(index)
+        self._table_memory.close()
+
+    def end(self) -> None:
+        """Give everything back; the range must not be used any more."""
+        self.driver.synchronize()
+        self.withdraw()
+        for index in range(len(self._handles)):
+            if self.is_resident(index):
+                self.unmap(index)
+        self.driver.unreserve(self.address, self._reserved_nbytes)
+
+    def _publish(self, index: int) -> None:
+        try:
+            descriptor = self.driver.export_descriptor(self._handles[index])
+        except DeviceMemoryError as error:
+            raise DeviceMemoryError(
+                f"chunk {index} of {len(self._handles)} ({self._nbytes(index)} bytes) cannot be exported: {error}. "
+                f"{_num_descriptors()} Raise the limit (`ulimit -n`) if it is reached"
+            ) from error
+        self._table[index, DESCRIPTOR] = descriptor
+        self._table[index, SERIAL] = self._next_serial
+        self._next_serial += 1
+
+    def _withdraw(self, index: int) -> None:
+        self._table[index, SERIAL] = AWAY
+        descriptor, self._table[index, DESCRIPTOR] = int(self._table[index, DESCRIPTOR]), -1
+        if descriptor != -1:
+            os.close(descriptor)
+
+    def _address(self, index: int) -> int:
+        return self.address + index * self._chunk_nbytes
+
+    def _nbytes(self, index: int) -> int:
+        return min(self._chunk_nbytes, self._reserved_nbytes - index * self._chunk_nbytes)
+
+
+def _num_descriptors() -> str:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return f"This process has {len(os.listdir('/proc/self/fd'))} of {limit} file descriptors open."

@@ -1,0 +1,174 @@
+"""Reading device memory of another process of the host.
+
+**Never run on a GPU yet**; tested with a model of the driver on the CPU, across processes.
+
+    peer = DevicePeer(handle, driver)            once: an address range of this process, nothing mapped
+    with peer.mapped(start, stop) as flat:       descriptors fetched, chunks mapped
+        copy from flat[start:stop]
+                                                 device waited for, chunks unmapped
+
+Descriptors of device memory are no files, so /proc/<pid>/fd cannot open them again. pidfd_getfd(2) copies them (Linux
+5.6): no thread or socket of the owner takes part. The kernel allows it where it would allow a debugger to attach: same
+user, and either kernel.yama.ptrace_scope 0, or CAP_SYS_PTRACE, or the owner's consent by prctl(PR_SET_PTRACER). A
+container's seccomp profile can forbid it too (Docker's does without CAP_SYS_PTRACE).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hybrid_engine.errors import DeviceMemoryError, StateError, TransportError
+from hybrid_engine.memory.borrowed import tensor_over
+from hybrid_engine.memory.cuda_driver import CudaDriver
+from hybrid_engine.memory.device_pages import AWAY, DESCRIPTOR, SERIAL, DeviceHandle, table_of
+from hybrid_engine.memory.host_pages import map_pages
+
+_PIDFD_GETFD = 438  # the system call's number on every architecture but Alpha
+
+
+class DevicePeer:
+    """A peer's flat tensor on a device, mapped into this process for the time of a reading only.
+
+    Why only so long: a mapping keeps the chunk's memory taken after its owner released it, and a chunk that came back
+    is other memory. The memory may be on another GPU than this process uses, if the two can reach each other.
+    """
+
+    def __init__(self, handle: DeviceHandle, driver: CudaDriver) -> None:
+        """Raises TransportError when the owner is on another host, has ended or closed the buffer."""
+        self._pid, self._handle, self._driver = handle.table.pid, handle, driver
+        self._pidfd = _open_process(self._pid)
+        self._close_pidfd = weakref.finalize(self, os.close, self._pidfd)
+        # In this order: the table's random name shows that the process opened above is still the owner.
+        self._table = table_of(map_pages(handle.table))
+        self._range = _Range(driver, handle.reserved_nbytes)
+        nbytes = handle.numel * getattr(torch, handle.dtype).itemsize
+        start = self._range.address + handle.offset
+        self._tensor = tensor_over(start, nbytes, driver.device, self._range).view(getattr(torch, handle.dtype))
+
+    @contextmanager
+    def mapped(self, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
+        """The flat tensor; elements [start, stop) may be read within the `with` block, by work queued in it too.
+
+        Elsewhere, and for other elements, reading is an illegal access.
+
+        Raises TransportError when a chunk of the range is away at its owner, when the descriptors may not be fetched,
+        and, at the end, when the owner released a chunk meanwhile: what was read may then be outdated.
+        """
+        chunks = self._chunks(start, self._handle.numel if stop is None else stop)
+        if self._range.mapped:
+            raise StateError(f"the buffer of process {self._pid} is mapped already; end that block first")
+        serials = self._table[chunks, SERIAL].copy()
+        if (serials == AWAY).any():
+            away = [chunks.start + index for index, serial in enumerate(serials.tolist()) if serial == AWAY]
+            raise TransportError(
+                f"process {self._pid} has released chunks {away} of its buffer ({self._handle.chunk_nbytes} bytes "
+                "each): no fence before the reading, or the owner has its weights off the device"
+            )
+        try:
+            for index in range(chunks.start, chunks.stop):
+                self._map(index)
+            self._raise_if_changed(chunks, serials)
+            yield self._tensor
+            self._driver.synchronize()
+            self._raise_if_changed(chunks, serials)
+        finally:
+            self._range.clear()
+
+    def close(self) -> None:
+        """End it; idempotent."""
+        self._close_pidfd()
+
+    def _chunks(self, start: int, stop: int) -> slice:
+        """Numbers of the chunks of elements [start, stop)."""
+        if not 0 <= start < stop <= self._handle.numel:
+            raise ValueError(f"elements [{start}, {stop}) of a tensor of {self._handle.numel}")
+        itemsize, chunk = self._tensor.element_size(), self._handle.chunk_nbytes
+        first, last = (self._handle.offset + bound * itemsize for bound in (start, stop))
+        return slice(first // chunk, -(-last // chunk))
+
+    def _map(self, index: int) -> None:
+        if not self._close_pidfd.alive:
+            raise StateError("the peer is closed")
+        chunk = self._handle.chunk_nbytes
+        nbytes = min(chunk, self._handle.reserved_nbytes - index * chunk)
+        descriptor = _copy_descriptor(self._pidfd, self._pid, int(self._table[index, DESCRIPTOR]))
+        try:
+            self._range.map(index * chunk, nbytes, descriptor)
+        except DeviceMemoryError as error:
+            raise TransportError(
+                f"chunk {index} of process {self._pid} cannot be mapped: {error}. If it lies on another GPU, the two "
+                "must reach each other (nvidia-smi topo -p2p r); else choose the collective transport"
+            ) from error
+        finally:
+            os.close(descriptor)
+
+    def _raise_if_changed(self, chunks: slice, serials: object) -> None:
+        if (self._table[chunks, SERIAL] != serials).any():
+            raise TransportError(
+                f"process {self._pid} released chunks of its buffer while they were read; fence the switch"
+            )
+
+
+class _Range:
+    """An address range of this process and what is mapped in it; given back with the last tensor over it."""
+
+    def __init__(self, driver: CudaDriver, nbytes: int) -> None:
+        self.address = driver.reserve(nbytes)
+        self.mapped: list[tuple[int, int]] = []
+        self._driver = driver
+        end = weakref.finalize(self, driver.unreserve, self.address, nbytes)
+        end.atexit = False
+
+    def map(self, offset: int, nbytes: int, descriptor: int) -> None:
+        """Another process's chunk at `offset`, for as long as it is mapped."""
+        handle = self._driver.import_descriptor(descriptor)
+        try:
+            self._driver.map(self.address + offset, nbytes, handle)
+        finally:
+            self._driver.release(handle)  # the mapping alone keeps the memory
+        self.mapped.append((self.address + offset, nbytes))
+
+    def clear(self) -> None:
+        """Wait for the device and unmap everything."""
+        self._driver.synchronize()
+        while self.mapped:
+            self._driver.unmap(*self.mapped[-1])
+            self.mapped.pop()
+
+
+def _open_process(pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        raise TransportError(f"process {pid} cannot be opened ({error.strerror}): it ended") from error
+
+
+def _copy_descriptor(pidfd: int, pid: int, descriptor: int) -> int:
+    """A copy, in this process, of another process's descriptor. Raises TransportError with the remedy."""
+    copied, code = _pidfd_getfd(pidfd, descriptor)
+    if copied >= 0:
+        return copied
+    remedies = {
+        errno.EPERM: "not permitted. Run the ranks of a host as one user with kernel.yama.ptrace_scope=0 or "
+        "CAP_SYS_PTRACE (docker: --cap-add SYS_PTRACE), or choose the collective transport",
+        errno.ENOSYS: "Linux before 5.6 cannot; choose the collective transport",
+        errno.EBADF: "the owner released the chunk meanwhile; fence the switch",
+        errno.ESRCH: "the owner ended",
+        errno.EMFILE: "too many open files; raise the limit (`ulimit -n`)",
+    }
+    raise TransportError(
+        f"pidfd_getfd of descriptor {descriptor} of process {pid}: {remedies.get(code, os.strerror(code))}"
+    )
+
+
+def _pidfd_getfd(pidfd: int, descriptor: int) -> tuple[int, int]:
+    """The copy or -1, and the system's error number."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.syscall(_PIDFD_GETFD, pidfd, descriptor, 0), ctypes.get_errno()
