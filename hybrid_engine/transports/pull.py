@@ -11,6 +11,7 @@ until all sources hold final values; after the last one, before an owner overwri
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -38,10 +39,11 @@ class PullTransport:
     ) -> None:
         """Copy the transfers that write to this rank; see `ports.Transport`."""
         pulls = [transfer for transfer in transfers if transfer.dst_rank == self.rank]
-        with self.clock.phase("read"):
-            sources = self._find_sources(bucket, pulls, source)
-        with self.clock.phase("transfer"):
-            copy_straight(self.name, bucket, pulls, lambda transfer: sources[transfer.src.buffer], destination)
+        with ExitStack() as readings:
+            with self.clock.phase("read"):
+                sources = self._find_sources(bucket, pulls, source, readings)
+            with self.clock.phase("transfer"):
+                copy_straight(self.name, bucket, pulls, lambda transfer: sources[transfer.src.buffer], destination)
 
     def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
         """Nothing to do: no rank waits for another."""
@@ -50,9 +52,9 @@ class PullTransport:
         """Nothing is held."""
 
     def _find_sources(
-        self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor]
+        self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
     ) -> Mapping[BufferId, torch.Tensor]:
-        """Flat source tensors by buffer. Raises TransportError."""
+        """Flat source tensors by buffer; `readings` is closed after the copies. Raises TransportError."""
         raise NotImplementedError
 
 
@@ -62,7 +64,7 @@ class LocalTransport(PullTransport):
     name = "local"
 
     def _find_sources(
-        self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor]
+        self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
     ) -> Mapping[BufferId, torch.Tensor]:
         return {BufferId(self.rank, name): flat for name, flat in source.items()}
 
@@ -78,6 +80,6 @@ class InProcessTransport(PullTransport):
         self._sources = sources
 
     def _find_sources(
-        self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor]
+        self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
     ) -> Mapping[BufferId, torch.Tensor]:
         return self._sources

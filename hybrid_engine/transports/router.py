@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import ConfigError, TransportError, Violation
-from hybrid_engine.memory.elastic import BufferHandle, export_tensor
+from hybrid_engine.memory.elastic import Handle, export_tensor
 from hybrid_engine.planning.combining import combine
 from hybrid_engine.planning.layout import Buffer, BufferId
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
@@ -46,7 +46,7 @@ def _can_share_memory(transfer: Transfer, exported: Set[BufferId]) -> bool:
     return transfer.link is Link.HOST and transfer.src.buffer in exported
 
 
-def export_handles(rank: int, buffers: Mapping[str, torch.Tensor]) -> dict[BufferId, BufferHandle]:
+def export_handles(rank: int, buffers: Mapping[str, torch.Tensor]) -> dict[BufferId, Handle]:
     """Handles of those of this rank's flat buffers that peers can map; to be exchanged once among all ranks."""
     handles = {BufferId(rank, name): export_tensor(flat) for name, flat in buffers.items()}
     return {buffer_id: handle for buffer_id, handle in handles.items() if handle is not None}
@@ -89,7 +89,7 @@ class TransportSet:
         cls,
         rank: int,
         source_buffers: Mapping[BufferId, Buffer],
-        handles: Mapping[BufferId, BufferHandle],
+        handles: Mapping[BufferId, Handle],
         group: dist.ProcessGroup | None = None,
         *,
         destination_buffers: Mapping[BufferId, Buffer] | None = None,

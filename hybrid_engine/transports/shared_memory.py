@@ -1,17 +1,18 @@
 """Same host: the destination rank pulls straight from the source rank's mapped memory. No packing, no staging.
 
 source rank                      destination rank
-ElasticBuffer --export()--> handle --map_peer()--> flat view --strided copy, cast--> destination
+ElasticBuffer --export()--> handle --open_peer()--> peer --mapped()--> flat view --strided copy, cast--> destination
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from hybrid_engine.errors import TransportError
-from hybrid_engine.memory.elastic import BufferHandle, map_peer
+from hybrid_engine.memory.elastic import DeviceHandle, Handle, Peer, open_peer
 from hybrid_engine.planning.layout import BufferId
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.transports.copies import failure_at
@@ -19,39 +20,64 @@ from hybrid_engine.transports.pull import PullTransport
 
 
 class SharedMemoryTransport(PullTransport):
-    """Reads peers' elastic buffers. Peers are mapped on first use and stay mapped until `close`.
+    """Reads peers' elastic buffers. Peers are opened on first use, until `close`.
+
+    Host pages stay mapped so long; device memory only while a bucket is read, so that its owner can release it.
 
     Has no timeout, since it waits for nobody: a peer that ended is an error at its first use, and harmless after.
     """
 
     name = "shared_memory"
 
-    def __init__(self, rank: int, handles: Mapping[BufferId, BufferHandle]) -> None:
+    def __init__(self, rank: int, handles: Mapping[BufferId, Handle]) -> None:
         """`handles`: of the source buffers of all ranks (`export_handles`), exchanged once.
 
         When a rank allocates its buffers anew the handles are stale: make a new transport.
         """
         super().__init__(rank)
         self._handles = dict(handles)
-        self._peers: dict[BufferId, torch.Tensor] = {}
+        self._peers: dict[BufferId, Peer] = {}
 
     def close(self) -> None:
         """Unmap the peers; idempotent. A later `run` maps them again."""
-        self._peers.clear()
+        while self._peers:
+            self._peers.popitem()[1].close()
 
     def _find_sources(
-        self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor]
+        self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
     ) -> Mapping[BufferId, torch.Tensor]:
+        by_buffer: dict[BufferId, list[Transfer]] = {}
         for transfer in pulls:
-            if transfer.src.buffer not in self._peers:
-                self._peers[transfer.src.buffer] = self._map(bucket, transfer)
-        return self._peers
+            by_buffer.setdefault(transfer.src.buffer, []).append(transfer)
+        return {
+            buffer_id: readings.enter_context(self._mapped(bucket, transfers))
+            for buffer_id, transfers in by_buffer.items()
+        }
 
-    def _map(self, bucket: int, transfer: Transfer) -> torch.Tensor:
-        buffer_id = transfer.src.buffer
+    @contextmanager
+    def _mapped(self, bucket: int, transfers: Sequence[Transfer]) -> Iterator[torch.Tensor]:
+        """The flat source of transfers that read one buffer."""
+        buffer_id = transfers[0].src.buffer
         try:
             if buffer_id not in self._handles:
                 raise TransportError(f"no handle of {buffer_id} was exchanged; export the buffer or use collective")
-            return map_peer(self._handles[buffer_id])
+            handle = self._handles[buffer_id]
+            if buffer_id not in self._peers:
+                self._peers[buffer_id] = open_peer(handle)
+            reading = self._peers[buffer_id].mapped(*_span(transfers) if isinstance(handle, DeviceHandle) else ())
+            flat = reading.__enter__()
         except (OSError, TransportError) as error:
-            raise failure_at(self.name, bucket, "read", transfer, error, peer=transfer.src_rank) from error
+            raise failure_at(self.name, bucket, "read", transfers[0], error, peer=transfers[0].src_rank) from error
+        with ExitStack() as stack:
+            stack.push(reading)
+            yield flat
+
+
+def _span(transfers: Sequence[Transfer]) -> tuple[int, int]:
+    """Elements of the source between which all of them read: the first, and one past the last."""
+    starts, stops = [], []
+    for transfer in transfers:
+        start, steps = transfer.src.offset, zip(transfer.lengths, transfer.src.strides, strict=True)
+        starts.append(start)
+        stops.append(start + sum((length - 1) * stride for length, stride in steps) + 1)
+    return min(starts), max(stops)

@@ -28,7 +28,10 @@ from hybrid_engine.memory.elastic import (
     map_peer,
     open_peer,
 )
+from hybrid_engine.planning.layout import BufferId, Place
+from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.ports import ExportableBuffer
+from hybrid_engine.transports import SharedMemoryTransport
 from tests.hybrid_engine.fake_cuda_driver import GARBAGE, FakeCudaDriver
 from tests.hybrid_engine.test_memory_elastic import num_open_fds
 from tests.launch import REPO_ROOT
@@ -420,6 +423,25 @@ def test_another_process_follows_the_owner(rig: Rig):
     assert process.exitcode == 0
     for end in (here, there, process):
         end.close()
+
+
+def test_the_transport_maps_a_peer_for_a_bucket_only(rig: Rig):
+    buffer = ElasticBuffer(CHUNK, torch.float32, device="cuda:0")
+    source, name = BufferId(0, "src"), "dst"
+    own = rig.fake.mapped()
+    transport = SharedMemoryTransport(1, {source: buffer.export()})
+    destination = {name: torch.zeros(2)}
+    places = Place(source, 7, (CHUNK // 4,)), Place(BufferId(1, name), 0, (1,))
+    transfers = [Transfer("t", (2,), *places, 8, Link.HOST)]
+    for value in (1, 2):
+        buffer.tensor.fill_(value)
+        transport.run(0, transfers, {}, destination)
+        assert destination[name].tolist() == [value, value] and rig.fake.mapped() == own
+        buffer.release()
+        with pytest.raises(TransportError, match=r"bucket 5, phase read, peer 0.*released chunks"):
+            transport.run(5, transfers, {}, destination)
+        buffer.restore()
+    transport.close()
 
 
 # With a GPU. Never run yet.
