@@ -15,9 +15,10 @@ class Figures:
     """One case. Seconds are those of the slowest rank in the median run; None where `reasons` says why.
 
     Attributes:
-        ours_seconds: training weights to vLLM's parameters in loader layout.
-        ours_commit_seconds: vLLM's own repacking of them (the same for all who write into vLLM).
-        mbridge_seconds: mbridge's export_weights into vLLM's load_weights; mbridge_commit_seconds: the repacking.
+        ours_seconds: training weights to vLLM's parameters in loader layout, from released to filled memory.
+        ours_allocate_seconds: of these, taking and zeroing that memory (the same task for all who write into vLLM).
+        ours_commit_seconds: vLLM's own repacking, not in `ours_seconds` (again the same for all).
+        mbridge_seconds: mbridge's export_weights into vLLM's load_weights.
         megatron_resharding_seconds: megatron-core's resharding over gloo, into a Megatron model.
         ours_to_megatron_seconds: ours into the same model.
         gather_broadcast_seconds: gather and broadcast as MindSpeed-RL describes it, written here, into vLLM.
@@ -37,12 +38,16 @@ class Figures:
     train: str
     infer: str
     ours_seconds: float | None = None
+    ours_allocate_seconds: float | None = None
     ours_commit_seconds: float | None = None
     mbridge_seconds: float | None = None
+    mbridge_allocate_seconds: float | None = None
     mbridge_commit_seconds: float | None = None
     megatron_resharding_seconds: float | None = None
     ours_to_megatron_seconds: float | None = None
     gather_broadcast_seconds: float | None = None
+    gather_broadcast_allocate_seconds: float | None = None
+    gather_broadcast_commit_seconds: float | None = None
     floor_seconds: float | None = None
     bytes_received: int | None = None
     bytes_least: int | None = None
@@ -75,13 +80,23 @@ class Figures:
         other = getattr(self, key)
         return other / own if own and other is not None else None
 
+    def _without_allocation(self) -> float | None:
+        return None if self.ours_seconds is None else self.ours_seconds - (self.ours_allocate_seconds or 0.0)
+
+    def _percent_of_floor(self, seconds: float | None) -> float | None:
+        return 100 * self.floor_seconds / seconds if self.floor_seconds and seconds else None
+
     def as_json(self) -> dict[str, Any]:
-        """All fields and the ratios."""
-        percent = 100 * self.floor_seconds / self.ours_seconds if self.floor_seconds and self.ours_seconds else None
+        """All fields and the ratios.
+
+        percent_of_floor counts the allocation, percent_of_floor_allocated does not: the floor writes to memory that it
+        has already.
+        """
         over = self.peak_bytes - self.max_layout_bytes if self.peak_bytes is not None else None
         return {
             **dataclasses.asdict(self),
-            "percent_of_floor": percent,
+            "percent_of_floor": self._percent_of_floor(self.ours_seconds),
+            "percent_of_floor_allocated": self._percent_of_floor(self._without_allocation()),
             "bytes_over_least": self.bytes_received / self.bytes_least if self.bytes_least else None,
             "peak_over_max_layout_bytes": over,
             "times_ours": {

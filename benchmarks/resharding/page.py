@@ -12,7 +12,8 @@ _INTO_VLLM = (
     ("floor", "floor_seconds"),
     ("mbridge", "mbridge_seconds"),
     ("gather + broadcast", "gather_broadcast_seconds"),
-    ("vLLM's repacking", "ours_commit_seconds"),
+    ("ours: of it allocation", "ours_allocate_seconds"),
+    ("apart: vLLM's repacking", "ours_commit_seconds"),
 )
 _INTO_MEGATRON = (("ours", "ours_to_megatron_seconds"), ("megatron-core", "megatron_resharding_seconds"))
 _GROWTH = (

@@ -180,8 +180,9 @@ def _time(
         figures.reasons[key] = failure
         return
     setattr(figures, key, timing.seconds)
-    if hasattr(figures, f"{entry.key}_commit_seconds"):
-        setattr(figures, f"{entry.key}_commit_seconds", timing.commit_seconds)
+    for part, seconds in (("commit", timing.commit_seconds), ("allocate", timing.allocate_seconds)):
+        if hasattr(figures, f"{entry.key}_{part}_seconds"):
+            setattr(figures, f"{entry.key}_{part}_seconds", seconds)
     figures.phases[entry.key] = dict(timing.by_phase)
     figures.spread[entry.key] = (timing.fastest, timing.slowest)
 
