@@ -8,7 +8,6 @@ without a verdict; their output is printed.
 from __future__ import annotations
 
 import json
-import math
 import resource
 import tempfile
 import time
@@ -127,9 +126,11 @@ def verify(
     found: list[Violation] = []
     if layers < 1:
         found.append(Violation("--layers", f"{layers} is no number of layers", "Use 1 or more"))
+    if nproc is not None and nproc < 1:
+        found.append(Violation("--nproc", f"{nproc} is no number of processes", "Use 1 or more"))
+        nproc = None
     table, _ = _collect(found, read_table, model) or (None, {})
-    train = train if nproc is None or "dp=" in train + infer else f"{train},dp={_replicas(train, nproc)}"
-    sizes = _collect(found, parse_job, train, infer, table)
+    sizes = _collect(found, parse_job, train, infer, table, nproc)
     if found or sizes is None:
         _refuse(found)
     world_size = sizes[0].world_size
@@ -153,13 +154,6 @@ def verify(
         for line in (*verdict.remarks, *verdict.faults):
             typer.echo(line)
     raise typer.Exit(1 if verdict.faults else 0)
-
-
-def _replicas(train: str, nproc: int) -> int:
-    """Data parallel replicas that are left when `nproc` ranks take these sizes; 1 where they do not divide."""
-    sizes = dict(part.split("=", 1) for part in train.replace(" ", "").split(",") if "=" in part)
-    numbers = [int(sizes.get(key, 1)) for key in ("tp", "pp", "cp") if str(sizes.get(key, 1)).isdigit()]
-    return max(1, nproc // max(1, math.prod(numbers)))
 
 
 def _verdict_table(verdict: Verdict) -> Table:

@@ -91,7 +91,7 @@ class ActorConfig(_Section):
     overlap_param_gather: bool = False
     """Gather parameters while the forward pass runs; a switch finishes pending gathers first."""
     params_dtype: Dtype = "bfloat16"
-    """Of the training weights, on the wire and in vLLM."""
+    """Of the training weights; on the wire and in vLLM too, without generate_config.compress_reshard."""
     make_vocab_size_divisible_by: PositiveInt = 128
     """Training pads the vocabulary to a multiple of this times the tensor parallel size."""
     micro_batch_size: PositiveInt = 1
@@ -128,8 +128,14 @@ class GenerateConfig(_Section):
     """Take gradients off the device while vLLM generates; they are dropped, not copied."""
     offload_train_optimizer: bool = True
     """Take main parameters and moments off the device while vLLM generates."""
+    release_weights: bool = True
+    """Free the inference weights while Megatron trains; false keeps their memory for the next switch."""
+    compress_reshard: bool = False
+    """Send weights in compression_dtype: cast where they come from, which is also what vLLM computes with."""
+    compression_dtype: Dtype = "bfloat16"
+    """See compress_reshard; narrower than params_dtype."""
     dtype: Dtype | None = None
-    """Of vLLM's weights; default and only choice yet: params_dtype."""
+    """Of vLLM's weights; default and only choice: compression_dtype with compress_reshard, else params_dtype."""
     max_model_len: PositiveInt | None = None
     """Longest prompt plus completion, in tokens; default: the model's."""
     max_num_seqs: PositiveInt = 256
@@ -165,6 +171,12 @@ class HybridConfig(_Section):
     """Training side."""
     generate_config: GenerateConfig = GenerateConfig()
     """Inference side."""
+
+    @property
+    def wire_dtype(self) -> Dtype:
+        """In which weights arrive at vLLM."""
+        generate = self.generate_config
+        return generate.compression_dtype if generate.compress_reshard else self.actor_config.params_dtype
 
     def hf_config(self) -> dict[str, Any]:
         """The contents of config.json."""
@@ -206,7 +218,7 @@ def find_violations(config: HybridConfig, world_size: int, *, weights_only: bool
 
     `weights_only`: the training model holds weights and need not compute (as for a check of the switch alone).
     """
-    from hybrid_engine.constraints import CONSTRAINTS, Job
+    from hybrid_engine.constraints import Job, broken_rules
 
     if not (config.model / "config.json").is_file():
         return [Violation("model", f"{config.model} has no config.json", "Name a Hugging Face model directory")]
@@ -217,13 +229,8 @@ def find_violations(config: HybridConfig, world_size: int, *, weights_only: bool
     except (ValueError, KeyError, TypeError) as error:
         problem = f"{config.model / 'config.json'} cannot be used: {error!r}"
         return [Violation("model", problem, "Name a directory with a complete config.json")]
-    job = Job(config, table, world_size)
-    return [
-        found
-        for constraint in CONSTRAINTS
-        if not (weights_only and constraint.computing)
-        for found in constraint.find(job)
-    ]
+    job = Job(config.actor_config, table, world_size, config.generate_config)
+    return broken_rules(job, weights_only=weights_only)
 
 
 def _violation_of(item: Mapping[str, Any]) -> Violation:

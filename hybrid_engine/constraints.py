@@ -6,7 +6,8 @@ made from this table (`make docs`), and every rule has a test that breaks it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -22,24 +23,17 @@ from hybrid_engine.models.lora import VLLM_LORA_RANKS
 from hybrid_engine.models.table import ModelTable
 
 if TYPE_CHECKING:
-    from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig
+    from hybrid_engine.config import ActorConfig, GenerateConfig, LoraConfig
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the rules look at."""
+    """What the rules look at; without `generate`, a training model that nothing is generated with."""
 
-    config: HybridConfig
+    actor: ActorConfig
     table: ModelTable
     world_size: int
-
-    @property
-    def actor(self) -> ActorConfig:
-        return self.config.actor_config
-
-    @property
-    def generate(self) -> GenerateConfig:
-        return self.config.generate_config
+    generate: GenerateConfig | None = None
 
     @cached_property
     def train_sizes(self) -> TrainParallelism:
@@ -86,6 +80,10 @@ def _of_inference(found: Iterable[Violation]) -> Iterator[Violation]:
     return (Violation(f"generate_config.{INFER_KEYS[one.key]}", one.problem, one.remedy) for one in found)
 
 
+NARROWER = frozenset({("float32", "bfloat16"), ("float32", "float16")})
+"""Pairs of dtypes, training and wire, that compression may have."""
+
+
 @dataclass(frozen=True)
 class Constraint:
     """One rule.
@@ -102,8 +100,23 @@ class Constraint:
     find: Callable[[Job], Iterator[Violation]]
     computing: bool = False
 
+    @property
+    def is_of_inference(self) -> bool:
+        """Whether it looks at `generate_config`; those of training do not."""
+        return self.key.startswith("generate_config.")
+
 
 CONSTRAINTS: list[Constraint] = []
+
+
+def broken_rules(job: Job, *, weights_only: bool = False) -> list[Violation]:
+    """What breaks the rules that concern this job; `weights_only`: training need not compute."""
+    return [
+        found
+        for constraint in CONSTRAINTS
+        if not (weights_only and constraint.computing) and not (job.generate is None and constraint.is_of_inference)
+        for found in constraint.find(job)
+    ]
 
 
 def _constraint(key: str, rule: str, *, computing: bool = False) -> Callable[..., Callable[[Job], Iterator[Violation]]]:
@@ -174,6 +187,20 @@ def _training_stages(job: Job) -> Iterator[Violation]:
     return _of_training(split_violations(sizes.split, num_layers, dims.num_mtp_layers))
 
 
+@_constraint(
+    "actor_config.pipeline_model_parallel_layout",
+    "With tied embeddings, layers for further tokens are on the last stage: Megatron keeps two copies alike.",
+)
+def _tied_further_tokens(job: Job) -> Iterator[Violation]:
+    layout, stages = job.actor.pipeline_model_parallel_layout, job.actor.pipeline_model_parallel_size
+    if layout is None or not job.table.dims.tied_embeddings or list(_training_stages(job)):
+        return
+    with_mtp = {chunk.stage for chunk in job.train_sizes.chunks(job.table) if chunk.has_mtp}
+    if with_mtp - {stages - 1}:
+        problem = f"{layout}: the embedding is tied, and layers for further tokens are not on the last stage"
+        yield Violation("actor_config.pipeline_model_parallel_layout", problem, "Move them there")
+
+
 @_constraint("actor_config.noop_layers", "Layers that do nothing have positions among all layers.")
 def _training_noops(job: Job) -> Iterator[Violation]:
     return _of_training(training.noop_violations(job.train_sizes, job.table))
@@ -227,6 +254,37 @@ def _learned_positions(job: Job) -> Iterator[Violation]:
             f"{job.actor.seq_length}, but the model has {positions} positions",
             f"Use at most {positions}",
         )
+
+
+@_constraint(
+    "actor_config.frozen_parameters",
+    "Every pattern fits a parameter of the model, by one of its names in megatron-core's layer specs.",
+)
+def _frozen_parameters(job: Job) -> Iterator[Violation]:
+    if not (patterns := job.actor.frozen_parameters):
+        return
+    names = [name for pattern in _megatron_names(job.table) for name in _with_adapters(pattern, job.actor.lora)]
+    if unknown := [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]:
+        problem = f"no parameter is called {', '.join(unknown)}"
+        yield Violation("actor_config.frozen_parameters", problem, f"Names are as in {names[0]}, {names[-1]}")
+
+
+def _megatron_names(table: ModelTable) -> list[str]:
+    """Every name that a parameter can have, in any layer spec, with the checkpoint's numbers of layers and experts."""
+    return [
+        name.format(**parameter.indices)
+        for parameter in parameters_of(table)
+        for name in table.rules[parameter.rule].names
+        if name.startswith(parameter.location) and ("{expert}" in name) == parameter.is_expert
+    ]
+
+
+def _with_adapters(name: str, lora: LoraConfig | None) -> list[str]:
+    """The names that a weight and its adapter have instead, where it gets one."""
+    module = name.removesuffix(".weight")
+    if lora is None or module == name or module.rpartition(".")[2] not in lora.target_modules:
+        return [name]
+    return [f"{module}.{part}.weight" for part in ("to_wrap", "adapter.linear_in", "adapter.linear_out")]
 
 
 @_constraint("actor_config.overlap_param_gather", "Parameters are gathered by the distributed optimizer only.")
@@ -287,15 +345,34 @@ def _inference_replicas(job: Job) -> Iterator[Violation]:
         )
 
 
-@_constraint("generate_config.dtype", "vLLM's weights have the training weights' dtype.")
+@_constraint("generate_config.dtype", "vLLM's weights have the dtype in which they arrive.")
 def _dtype(job: Job) -> Iterator[Violation]:
-    if job.generate.dtype not in (None, job.actor.params_dtype):
-        yield Violation(
-            "generate_config.dtype",
-            f"{job.generate.dtype} differs from the training dtype {job.actor.params_dtype}; "
-            "casts are not supported yet",
-            "Leave it out",
-        )
+    if job.generate.dtype not in (None, job.config.wire_dtype):
+        problem = f"{job.generate.dtype}, but weights arrive in {job.config.wire_dtype}"
+        yield Violation("generate_config.dtype", problem, "Leave it out, or set compress_reshard and compression_dtype")
+
+
+@_constraint("generate_config.compression_dtype", "Weights are compressed to a narrower dtype than they have.")
+def _compression(job: Job) -> Iterator[Violation]:
+    if job.generate.compress_reshard and (job.actor.params_dtype, job.config.wire_dtype) not in NARROWER:
+        problem = f"{job.config.wire_dtype} is not narrower than the training dtype {job.actor.params_dtype}"
+        yield Violation("generate_config.compression_dtype", problem, "Set compress_reshard to false")
+
+
+QUANTIZATIONS: Mapping[str, tuple[str, ...]] = {"cpu": ("fp8_per_channel",), "cuda": ()}
+"""Device type -> names of vLLM's methods whose weights were renewed and compared with vLLM's own load."""
+
+
+@_constraint(
+    "generate_config.quantization",
+    "It is a method whose weights were renewed and compared with vLLM's own load, on some kind of device; the engine "
+    "looks at its own.",
+)
+def _quantization(job: Job) -> Iterator[Violation]:
+    chosen, tried = job.generate.quantization, {method for methods in QUANTIZATIONS.values() for method in methods}
+    if chosen is not None and chosen not in tried:
+        problem = f"{chosen!r}: renewing its weights from unquantised ones was tried on no device"
+        yield Violation("generate_config.quantization", problem, f"Use {' or '.join(sorted(tried))}, or leave it out")
 
 
 @_constraint("actor_config.lora", "Adapters go on linear layers that the model has, outside of experts.")

@@ -53,7 +53,7 @@ class HybridEngine:
             training=train.weights,
             inference=weights or inference.adaptor,
             caches=inference,
-            offloader=offloader or MegatronOffloader(train.offload_items),
+            offloader=offloader or MegatronOffloader(train.offload_items, reachable=train.reachable_tensors),
             version=lambda: train.version,
             config=config.generate_config,
             agreement=agreement,

@@ -69,6 +69,10 @@ class InferenceWeights(WeightAdaptor, Protocol):
         """Free the memory of all weights; they cannot be used before the next allocate, fill and commit."""
         ...
 
+    def resident_nbytes(self) -> int:
+        """Bytes of device memory that the weights take now, those on their way and memory kept for them included."""
+        ...
+
 
 @dataclass
 class PhaseClock:

@@ -11,10 +11,12 @@ Entering INFER, every phase ending with an agreement of all ranks:
     offload     gradients and optimizer state leave the device
     prepare     pending parameter gathers finish; values are checked
     fill        bucket by bucket: allocate, transfer, commit              (WeightContainer)
-    offload     parameters leave the device
+                parameters that every rank has read leave the device      (Handover)
+    offload     the rest of the parameters leave the device
     resume      inference caches are reset
 
-A failure before parameters have left restores the state before; the training weights are only ever read.
+So the device holds at most the larger of training state and inference weights, and a few buckets. A failure restores
+the state before; the training weights are only ever read, and those that left come back.
 """
 
 from __future__ import annotations
@@ -33,13 +35,15 @@ import torch.distributed as dist
 from hybrid_engine.agreement import Agreement
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import PlanError, ReshardError, StateError
+from hybrid_engine.handover import Handover
 from hybrid_engine.memory.elastic import BufferHandle, host_id
 from hybrid_engine.memory.offloader import KINDS as KIND_ORDER
-from hybrid_engine.memory.offloader import MegatronOffloader, OffloadReport
-from hybrid_engine.memory.weight_container import FillReport, WeightContainer
+from hybrid_engine.memory.offloader import MegatronOffloader, OffloadReport, Part
+from hybrid_engine.memory.weight_container import BucketFollower, FillReport, WeightContainer
 from hybrid_engine.planning.layout import BufferId, Layout
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.planning.planner import plan
+from hybrid_engine.planning.releases import releases
 from hybrid_engine.ports import InferenceWeights, TrainingWeights
 from hybrid_engine.transports import TransportSet, export_handles
 
@@ -125,7 +129,6 @@ class _Tally:
     seconds: dict[str, float] = field(default_factory=dict)
     received: int = 0
     own: int = 0
-    inference: int = 0
     offloaded: int = 0
     onloaded: int = 0
     peak: int = 0
@@ -134,7 +137,6 @@ class _Tally:
         self.seconds.update(report.seconds)
         self.received = report.received_nbytes
         self.own = report.nbytes_by_link[Link.SELF]
-        self.inference = report.allocated_nbytes
 
 
 @dataclass(frozen=True)
@@ -190,13 +192,16 @@ class ShardingManager:
         self._context_state: State | None = None
         self._tally = _Tally()
         self.rank = dist.get_rank()
-        self.transfer_group = self._make_transfer_group()
+        on_gpu = any(tensor.is_cuda for tensor in training.buffers().values())
+        self.transfer_group = self._new_group("nccl" if on_gpu else "gloo")
+        self._fence_group = self._new_group("gloo")
         with self._phase("layout"):
             handles = export_handles(self.rank, training.buffers())
             setup = _RankSetup(host_id(), training.layout(), inference.layout(), handles)
         setups = self.agreement.gather(setup)
         with self._phase("plan"):
             self.container = self._connect(setups)
+            self._releases = releases(setup.training.shards, self.plan.buckets)
         if len(set(self.agreement.gather(self.plan.fingerprint))) > 1:
             raise PlanError(["the ranks made different plans: they do not run the same code or configuration"])
         with self._phase("release"):
@@ -242,7 +247,7 @@ class ShardingManager:
             return None
         before, started = self.state, time.perf_counter()
         setup = self._setup_seconds if self.last_report is None else {}  # the first report tells what planning took
-        self._tally = _Tally(seconds=dict(setup), inference=self._tally.inference)
+        self._tally = _Tally(seconds=dict(setup))
         with self._phase("start hooks"):
             for hook in self._start_hooks:
                 hook(before, target)
@@ -267,7 +272,7 @@ class ShardingManager:
             self._fill_inference()
         wanted = self._resident_kinds(target)
         self._offload(KINDS - wanted)
-        self._onload(wanted)
+        self._onload(wanted, read_only=target is not State.TRAIN)
         if target is State.INFER:
             with self._phase("resume"):
                 self.caches.wake_kv_cache()
@@ -275,20 +280,39 @@ class ShardingManager:
 
     def _fill_inference(self) -> None:
         self._offload(KINDS - self._resident_kinds(State.INFER) - {"param"})
-        self._onload({"param"})
+        self._onload({"param"}, read_only=True)
         with self._phase("prepare"):
             self.training.prepare()
         with self._phase("check"):
             if self.config.check_nan:
                 self.training.check_values()
         with self._phase("fill"):
-            self._tally.add_fill(self.container.fill(self.training.buffers()))
+            self._tally.add_fill(self.container.fill(self.training.buffers(), self._follower()))
         self._note_peak()
+
+    def _follower(self) -> BucketFollower:
+        """Goes along with a fill: notes the peak and, where parameters are to leave, lets them go bucket by bucket."""
+        on_device = _resident_nbytes(self.offloader)
+        buffers = self.training.buffers()
+
+        def give_back(index: int) -> None:
+            nonlocal on_device
+            self._note_peak(on_device)
+            if self.config.offload_train_param:
+                parts = [
+                    Part(buffers[name], extent.start, extent.stop)
+                    for name, extents in self._releases[index].items()
+                    for extent in extents
+                ]
+                nbytes = self.offloader.offload_parts("param", parts)
+                self._tally.offloaded += nbytes
+                on_device -= nbytes
+
+        return Handover(self._fence_group, len(self.plan.buckets), give_back, self.config.timeout_seconds)
 
     def _release_inference(self) -> None:
         with self._phase("release"):
             self.container.release()
-        self._tally.inference = 0
 
     def _resident_kinds(self, state: State) -> set[str]:
         """Kinds of training state on the device in `state`: those it needs, and those never offloaded."""
@@ -303,9 +327,9 @@ class ShardingManager:
         with self._phase("offload"):
             self._tally.offloaded += _total(self.offloader.offload(kinds))
 
-    def _onload(self, kinds: set[str]) -> None:
+    def _onload(self, kinds: set[str], *, read_only: bool) -> None:
         with self._phase("onload"):
-            self._tally.onloaded += _total(self.offloader.onload(kinds))
+            self._tally.onloaded += _total(self.offloader.onload(kinds, read_only=read_only))
         self._note_peak()
 
     def _restore(self, before: State, target: State, error: Exception) -> None:
@@ -318,7 +342,6 @@ class ShardingManager:
         try:
             with self.agreement.phase("restore"):
                 self.container.release()
-                self._tally.inference = 0
                 wanted = self._resident_kinds(restored)
                 self.offloader.offload(KINDS - wanted)
                 self.offloader.onload(wanted)
@@ -339,15 +362,15 @@ class ShardingManager:
             yield
         self._tally.seconds[name] = self._tally.seconds.get(name, 0.0) + time.perf_counter() - started
 
-    def _note_peak(self) -> None:
-        on_device = _resident_nbytes(self.offloader) + self._tally.inference
-        self._tally.peak = max(self._tally.peak, on_device)
+    def _note_peak(self, training: int | None = None) -> None:
+        """Look at what is on the device; `training`: bytes of training state there, if they are known."""
+        if training is None:
+            training = _resident_nbytes(self.offloader)
+        self._tally.peak = max(self._tally.peak, training + self.inference.resident_nbytes())
 
-    def _make_transfer_group(self) -> dist.ProcessGroup:
-        """A group of its own for the collective transport: after a timeout it is dead."""
-        on_gpu = any(tensor.is_cuda for tensor in self.training.buffers().values())
-        timeout = timedelta(seconds=self.config.timeout_seconds)
-        return dist.new_group(backend="nccl" if on_gpu else "gloo", timeout=timeout)
+    def _new_group(self, backend: str) -> dist.ProcessGroup:
+        """A group for one purpose only: after a timeout it is dead."""
+        return dist.new_group(backend=backend, timeout=timedelta(seconds=self.config.timeout_seconds))
 
     def close(self) -> None:
         """Give back the transports' mappings and staging memory; a later switch takes them again. Idempotent."""
@@ -366,6 +389,7 @@ class ShardingManager:
             source.buffers,
             all_handles,
             self.transfer_group,
+            destination_buffers=destination.buffers,
             preference=self.config.transport,
             timeout=self.config.timeout_seconds,
         )

@@ -15,10 +15,7 @@ The command starts the ranks with torchrun; each runs `main` of this module on a
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from hybrid_engine.config import HybridConfig, find_violations, load_config
 from hybrid_engine.constraints import INFER_KEYS, TRAIN_KEYS
 from hybrid_engine.errors import ReshardError, StateError
+from hybrid_engine.launching import run_ranks
 from hybrid_engine.layouts.inference import InferenceParallelism
 from hybrid_engine.layouts.training import TrainParallelism
 from hybrid_engine.models import table_for
@@ -47,7 +45,7 @@ NUM_SWITCHES = 3
 SEQ_LENGTH = 32
 NUM_SEQUENCES = 8
 
-LOGITS_ATOL = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.1}
+LOGITS_ATOL = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.03}
 """Largest difference of log-probabilities from transformers' in float32: other kernels, other orders of summation."""
 
 _SECONDS_TO_WAIT = 300
@@ -141,29 +139,16 @@ def run_cases(cases: Sequence[Case], num_ranks: int, timeout: float = 1800) -> l
     with tempfile.TemporaryDirectory(prefix="verify-") as directory:
         job, out = Path(directory, "cases.json"), Path(directory, "verdicts.json")
         job.write_text(json.dumps([asdict(case) for case in cases]))
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
-            *("-m", "hybrid_engine.verify", str(job), str(out)),
-        ]
-        environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+        ended = run_ranks(
+            ["--module", "hybrid_engine.verify", str(job), str(out)],
+            num_ranks,
+            timeout,
+            environment={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
         )
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise ReshardError(f"no verdict within {timeout:g} s:\n{output[-6000:]}") from None
-            raise
-        if process.returncode != 0 or not out.is_file():
-            raise ReshardError(f"verify ended with status {process.returncode}:\n{output[-6000:]}")
+        if ended.status is None:
+            raise ReshardError(f"no verdict within {timeout:g} s:\n{ended.output}")
+        if ended.status != 0 or not out.is_file():
+            raise ReshardError(f"verify ended with status {ended.status}:\n{ended.output}")
         return [Verdict(**verdict) for verdict in json.loads(out.read_text())]
 
 

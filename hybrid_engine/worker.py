@@ -76,7 +76,7 @@ class ActorHybridWorker:
             self.actor = build.build_actor(actor_config, self.table, hf_config, weights_only=self._weights_only)
             adapters_apart = self.config.generate_config.lora_delivery == "adapter"
             self.train: TrainEngine = TrainEngine(self.actor, self.table, actor_config.micro_batch_size, adapters_apart)
-            offloader = MegatronOffloader(self.train.offload_items)
+            offloader = MegatronOffloader(self.train.offload_items, reachable=self.train.reachable_tensors)
             offloader.offload()  # vLLM looks at the memory that is free while it starts
         order = self._choose_rank_order(agreement)
         with agreement.phase("building the inference engine"):
@@ -98,9 +98,7 @@ class ActorHybridWorker:
         shapes = adapter_shapes(self.table, lora.target_modules, lora.rank)
         adapter = AdapterConfig(lora.rank, lora.alpha, adapted_modules(shapes))
         self.adapter = ACTOR_ADAPTER
-        return WeightsWithAdapter(
-            self.inference, shapes, adapter, getattr(torch, self.config.actor_config.params_dtype)
-        )
+        return WeightsWithAdapter(self.inference, shapes, adapter, getattr(torch, self.config.wire_dtype))
 
     def _choose_rank_order(self, agreement: Agreement) -> tuple[int, ...]:
         """Which rank takes which inference shard, from what the ranks hold; the same on all of them."""
@@ -273,7 +271,8 @@ def inference_settings(
     ranks_per_replica = generate.infer_tensor_parallel_size * generate.infer_pipeline_parallel_size
     return InferenceSettings(
         model_dir=str(config.model),
-        dtype=generate.dtype or config.actor_config.params_dtype,
+        dtype=config.wire_dtype,
+        release_weights=generate.release_weights,
         tensor_parallel_size=generate.infer_tensor_parallel_size,
         pipeline_parallel_size=generate.infer_pipeline_parallel_size,
         data_parallel_size=world_size // ranks_per_replica,

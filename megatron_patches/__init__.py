@@ -4,6 +4,7 @@
                    │            └── revert() puts every original back
                    ├── buffers      group "hooks": who allocates the flat buffers; iter_buffers reads them
                    ├── optimizers   group "hooks": weight versions after each step; optimizer_tensors lists state
+                   │     └── optimizer_state   gather_state: that state in flat tensors of our choice
                    └── cpu          group "cpu" (only without CUDA): megatron on CPU tensors and gloo
                          ├── cpu_torch   the `torch` that megatron's modules see
                          └── gloo        the few collectives that gloo refuses
@@ -22,6 +23,7 @@ from megatron_patches.buffers import (
     set_buffer_allocator,
 )
 from megatron_patches.catalog import apply, default_groups, hooks_applied, revert, states
+from megatron_patches.optimizer_state import GatheredState, StateAllocator, StateBuffer, gather_state
 from megatron_patches.optimizers import (
     HookHandle,
     OptimizerTensor,
@@ -36,14 +38,18 @@ __all__ = [
     "BucketRecord",
     "BufferAllocator",
     "BufferRecord",
+    "GatheredState",
     "HookHandle",
     "OptimizerTensor",
     "ParamSlot",
     "Patch",
+    "StateAllocator",
+    "StateBuffer",
     "add_post_step_hook",
     "apply",
     "buffer_allocator",
     "default_groups",
+    "gather_state",
     "hooks_applied",
     "iter_buffers",
     "optimizer_tensors",

@@ -66,11 +66,17 @@ def optimizer_tensors(optimizer: MegatronOptimizer) -> list[OptimizerTensor]:
     Moments exist only after the first step (or a loaded checkpoint); before it none are listed.
     Raises UnsupportedOptimizerError, before anything is listed, when any member has an unknown type.
     """
+    return [tensor for path, member in optimizer_members(optimizer) for tensor in member_tensors(path, member)]
+
+
+def optimizer_members(optimizer: MegatronOptimizer) -> list[tuple[str, MegatronOptimizer]]:
+    """The optimizers inside `optimizer` that hold tensors themselves, each with its path (a prefix, empty or with a
+    dot at its end). Raises UnsupportedOptimizerError when any has an unknown type, naming all of them."""
     members = list(_members(optimizer, ""))
     problems = [problem for path, member in members for problem in [_problem(path, member)] if problem]
     if problems:
         raise UnsupportedOptimizerError("; ".join(problems))
-    return [tensor for path, member in members for tensor in _member_tensors(path, member)]
+    return members
 
 
 def _members(optimizer: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -98,12 +104,18 @@ def _problem(path: str, optimizer: Any) -> str | None:
         )
     if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
         return f"{where} already keeps its state on the host; turn optimizer_cpu_offload off"
+    if optimizer.config.use_precision_aware_optimizer:
+        return (
+            f"{where} is precision-aware: Transformer Engine's FusedAdam keeps its main params and moments in forms of "
+            "its own; turn use_precision_aware_optimizer off"
+        )
     if isinstance(optimizer, DistributedOptimizer) and optimizer.ddp_config.use_megatron_fsdp:
         return f"{where} belongs to Megatron-FSDP, which has no flat buffers; turn use_megatron_fsdp off"
     return None
 
 
-def _member_tensors(path: str, optimizer: Any) -> Iterator[OptimizerTensor]:
+def member_tensors(path: str, optimizer: MegatronOptimizer) -> Iterator[OptimizerTensor]:
+    """`optimizer_tensors` of one of `optimizer_members`."""
     model_storages = {_storage(tensor) for tensor in _model_tensors(optimizer)}
     for group_index, group in enumerate(optimizer.optimizer.param_groups):
         for index, param in enumerate(group["params"]):

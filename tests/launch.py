@@ -1,7 +1,7 @@
 """Run one function on several real ranks, as torchrun would, and bring back what each rank returned.
 
 Tests call `launch`; the ranks run this module. A rank that fails or outlives the timeout
-takes the whole launch down (its process group is ended), so no test leaves a process behind.
+takes the whole launch down, so no test leaves a process behind.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-import signal
-import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from hybrid_engine.launching import run_ranks
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
 
@@ -36,40 +36,37 @@ def launch(
     """
     with tempfile.TemporaryDirectory(prefix="launch-") as directory:
         Path(directory, "args.pickle").write_bytes(pickle.dumps(args))
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(num_ranks), "--module", "tests.launch"),
-            *(f"{function.__module__}:{function.__qualname__}", directory),
-        ]
-        full_env = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{REPO_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-            **(env or {}),
-        }
-        process = subprocess.Popen(
-            command,
-            env=full_env,
-            cwd=REPO_ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+        ended = run_ranks(
+            ["--module", "tests.launch", f"{function.__module__}:{function.__qualname__}", directory],
+            num_ranks,
+            timeout,
+            environment={
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": f"{REPO_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+                **(env or {}),
+            },
+            directory=REPO_ROOT,
         )
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except BaseException as error:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise AssertionError(
-                    f"{function.__qualname__} on {num_ranks} ranks outlived {timeout} s:\n{output[-8000:]}"
-                ) from None
-            raise
-        if process.returncode != 0:
+        if ended.status is None:
+            raise AssertionError(f"{function.__qualname__} on {num_ranks} ranks outlived {timeout} s:\n{ended.output}")
+        if ended.status != 0:
             causes = "\n".join(path.read_text() for path in sorted(Path(directory).glob("error*.txt")))
-            raise AssertionError(f"{function.__qualname__} on {num_ranks} ranks failed:\n{output[-8000:]}\n{causes}")
+            raise AssertionError(f"{function.__qualname__} on {num_ranks} ranks failed:\n{ended.output}\n{causes}")
         return [pickle.loads(Path(directory, f"result{rank}.pickle").read_bytes()) for rank in range(num_ranks)]
+
+
+def in_turn(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+    """Rank function of several: what each returned. Starting ranks and importing costs more than most of them do."""
+    return [function(*args) for function, args in calls]
+
+
+def launch_in_turn(
+    num_ranks: int, calls: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]], timeout: float = 300
+) -> dict[str, list[Any]]:
+    """Run several functions, one after the other, on the same ranks: name -> results by rank. The first failure ends
+    them all."""
+    by_rank = launch(in_turn, num_ranks, list(calls.values()), timeout=timeout)
+    return {name: [results[index] for results in by_rank] for index, name in enumerate(calls)}
 
 
 def _run_rank() -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybrid_engine.errors import PlanError
-from hybrid_engine.layouts.holdings import SideLayout, Spreads
+from hybrid_engine.layouts.holdings import Holdings, SideLayout, Spreads
 from hybrid_engine.layouts.summary import Alike, alike
-from hybrid_engine.planning.buckets import Need, outline_buckets
+from hybrid_engine.planning.buckets import BytesByRank, Need, outline_buckets
 from hybrid_engine.planning.layout import DTYPE_NBYTES, Shard
 from hybrid_engine.planning.plan import Bucket, Link, Transfer
 from hybrid_engine.planning.planner import DEFAULT_BUCKET_NBYTES, transfer_order
@@ -66,12 +66,13 @@ def plan_of_rank(
         faults += planner.add(tensors)
     if faults:
         raise PlanError(faults)
-    outlines = outline_buckets(_needs(destination), len(hosts), bucket_nbytes)
+    outlines = outline_buckets(_needs(source, destination), len(hosts), bucket_nbytes)
     return RankPlan(
         rank,
         tuple(
             Bucket(
                 index,
+                outline.tensors,
                 tuple(each for tensor in outline.tensors for each in planner.transfers.get(tensor, ())),
                 outline.groups,
                 outline.nbytes,
@@ -138,21 +139,31 @@ def _shards(side: SideLayout, tensor: str, spread: Spread, rank: int) -> list[Sh
     return sorted(same, key=lambda shard: (shard.place.buffer, shard.place.offset))
 
 
-def _needs(destination: SideLayout) -> dict[str, Need]:
-    """Destination bytes of every tensor, in the plan's order."""
+def _needs(source: SideLayout, destination: SideLayout) -> dict[str, Need]:
+    """Bytes of every tensor on both sides, in the plan's order."""
     elements: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-    needs = {}
-    for tensor, spreads in destination.holdings.spreads.items():
+
+    def bytes_of(holdings: Holdings, tensor: str) -> BytesByRank:
+        spreads = holdings.spreads.get(tensor, ())
         if id(spreads) not in elements:
             elements[id(spreads)] = _elements(spreads)
         ranks, numel = elements[id(spreads)]
-        groups = tuple(dict.fromkeys(placed.group for placed in destination.placed[tensor]))
-        needs[tensor] = Need(groups, ranks, numel * destination.holdings.itemsizes[tensor])
-    return needs
+        return BytesByRank(ranks, numel * holdings.itemsizes.get(tensor, 0))
+
+    return {
+        tensor: Need(
+            tuple(dict.fromkeys(placed.group for placed in destination.placed[tensor])),
+            bytes_of(destination.holdings, tensor),
+            bytes_of(source.holdings, tensor),
+        )
+        for tensor in destination.holdings.spreads
+    }
 
 
 def _elements(spreads: Spreads) -> tuple[np.ndarray, np.ndarray]:
     """(ranks, how many elements each has)."""
+    if not spreads:
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
     ranks = np.concatenate([spread.ranks for spread in spreads])
     return ranks, np.concatenate([np.full(len(spread.ranks), spread.region.numel) for spread in spreads])
 

@@ -54,8 +54,12 @@ _INFER_KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
 }
 
 
-def parse_job(train: str, infer: str, table: ModelTable | None) -> tuple[TrainParallelism, InferenceParallelism]:
+def parse_job(
+    train: str, infer: str, table: ModelTable | None, world_size: int | None = None
+) -> tuple[TrainParallelism, InferenceParallelism]:
     """Both sides' sizes on one number of ranks, in sequential order; without a table only the texts are checked.
+
+    `world_size`: number of ranks where neither side gives dp.
 
     Raises ConfigError with every violation; keys are those of the texts, e.g. `--train tp`.
     """
@@ -64,7 +68,7 @@ def parse_job(train: str, infer: str, table: ModelTable | None) -> tuple[TrainPa
     inference = _parse(infer, INFER, _INFER_KEYS, found)
     if found:
         raise ConfigError(found)
-    world_size = _world_size(training, inference, found)
+    world_size = _world_size(training, inference, world_size, found)
     training.pop("data", None)
     inference.pop("data", None)
     sides = TrainParallelism(world_size, **training), InferenceParallelism(world_size, **inference)
@@ -104,7 +108,9 @@ def _parse(
     return values
 
 
-def _world_size(training: Mapping[str, int], inference: Mapping[str, int], found: list[Violation]) -> int:
+def _world_size(
+    training: Mapping[str, int], inference: Mapping[str, int], otherwise: int | None, found: list[Violation]
+) -> int:
     """Number of ranks, from the sides that say how many replicas they have."""
     model_ranks = {
         TRAIN: training.get("tensor", 1) * training.get("pipeline", 1) * training.get("context", 1),
@@ -115,6 +121,8 @@ def _world_size(training: Mapping[str, int], inference: Mapping[str, int], found
         for option, sizes in ((TRAIN, training), (INFER, inference))
         if "data" in sizes
     }
+    if not worlds and otherwise is not None:
+        return otherwise
     if not worlds:
         problem = "neither side says how many replicas there are, so the number of ranks is open"
         found.append(Violation(f"{TRAIN} dp", problem, "Give dp on one side or on both"))

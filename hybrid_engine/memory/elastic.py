@@ -114,6 +114,21 @@ class ElasticBuffer:
         if first < last:
             _punch_hole(self._memory.open_fd(), first, last - first)
 
+    @property
+    def granularity(self) -> int:
+        """Bytes that `release` gives back at once: a page. Bounds within the buffer are rounded to it."""
+        return _PAGE
+
+    def restore(self, start: int = 0, stop: int | None = None) -> None:
+        """Have the memory of the byte range [start, stop) again, zero where it was released. Idempotent.
+
+        Pages come by themselves when they are touched, so nothing is done here.
+        """
+        stop = self.nbytes if stop is None else stop
+        if not 0 <= start <= stop <= self.nbytes:
+            raise ValueError(f"byte range [{start}, {stop}) of a buffer of {self.nbytes} bytes")
+        self._memory.open_fd()
+
     def resident_nbytes(self) -> int:
         """Bytes of physical memory behind the buffer now, whole pages. Raises StateError after `close`."""
         return os.fstat(self._memory.open_fd()).st_blocks * _STAT_BLOCK

@@ -1,8 +1,13 @@
 """Taking training state off the device and putting it back, under unchanged tensor objects.
 
-    inventory() -> items -> storages (views of one storage count once)
+    inventory() -> items -> storages (views of one storage count once)                         memory/inventory.py
     offload:  copy -> host arena | drop -> nothing;  then the storage's device memory is freed
     onload:   memory comes back under the same storage object: contents from the arena | zeros
+
+    offload_parts(kind, parts)     parts of elastic storages go early, page by page; offload({kind}) does the rest
+    onload(..., read_only=True)    contents in the arena stay good: the next offload of the kind copies nothing
+    onload(..., wait=False)        copies are queued; wait() ends them
+    residual()                     what of training is on the device still, by owner
 
 Memory is freed in one of two ways: a storage in an elastic buffer gives its pages back and keeps its address; any
 other storage is resized to 0 bytes and back, so that every view stays valid but may find itself at a new address.
@@ -15,47 +20,49 @@ offloading then saves only what is dropped, and is there because the mechanism i
 
 from __future__ import annotations
 
+import logging
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hybrid_engine.errors import HybridEngineError, OffloadError
-from hybrid_engine.memory.elastic import ElasticBuffer, exported_buffer_of
+from hybrid_engine.memory.arena import Arena, Copier
+from hybrid_engine.memory.inventory import (
+    ACTIONS,
+    KINDS,
+    Action,
+    Kind,
+    OffloadItem,
+    Part,
+    Reached,
+    Storage,
+    storage_of,
+    survey,
+)
+from hybrid_engine.memory.spans import Spans
 
-Kind = Literal["param", "grad", "optimizer"]
-Action = Literal["copy", "drop"]
-KINDS: tuple[Kind, ...] = ("param", "grad", "optimizer")
-ACTIONS: tuple[Action, ...] = ("copy", "drop")
+__all__ = [
+    "ACTIONS",
+    "KINDS",
+    "UNACCOUNTED",
+    "Action",
+    "Kind",
+    "MegatronOffloader",
+    "OffloadItem",
+    "OffloadReport",
+    "Part",
+    "Reached",
+]
+
+logger = logging.getLogger("hybrid_engine")
+
+UNACCOUNTED = "unaccounted: "
+"""What `residual` puts before the owner of a tensor that no inventory lists."""
+
 _ALIGNMENT = 16  # bytes; no element is larger
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OffloadItem:
-    """A tensor of the training state.
-
-    Attributes:
-        owner: who holds it, for reports and errors, e.g. "optimizer[0].exp_avg of decoder.layers.0.mlp.fc1.weight".
-        kind: what it is offloaded with.
-        tensor: any view; its whole storage is moved.
-        action: "copy": the contents come back; "drop": zeros come back (gradients).
-    """
-
-    owner: str
-    kind: Kind
-    tensor: torch.Tensor
-    action: Action = "copy"
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS or self.action not in ACTIONS:
-            raise ValueError(
-                f"{self.owner}: kind {self.kind!r}, action {self.action!r}; kinds are {', '.join(KINDS)}, "
-                f"actions {', '.join(ACTIONS)}"
-            )
+_TOLERATED = 0.01  # of the training bytes may be unaccounted for without a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,74 +74,16 @@ class OffloadReport:
     seconds: float
 
 
-@dataclass(eq=False)
-class _Storage:
-    """One storage of the inventory, and where its contents are while it is away."""
+class _Moved:
+    """What a running call has moved so far, by kind."""
 
-    key: int
-    owner: str
-    kind: Kind
-    action: Action
-    storage: torch.UntypedStorage
-    nbytes: int
-    buffer: ElasticBuffer | None
-    arena_offset: int = 0
+    def __init__(self, kinds: Iterable[Kind]) -> None:
+        self.nbytes: dict[str, int] = dict.fromkeys(sorted(kinds, key=KINDS.index), 0)
+        self.copied = dict(self.nbytes)
+        self._start = time.perf_counter()
 
-    @property
-    def device(self) -> torch.device:
-        return self.storage.device
-
-    def bytes_view(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)
-
-    def free(self) -> None:
-        """Give the device memory back; contents are lost."""
-        if self.buffer is not None:
-            self.buffer.release()
-        else:
-            self.storage.resize_(0)
-
-    def take_back(self) -> None:
-        """Have device memory again; contents are undefined, in an elastic buffer zero."""
-        if self.buffer is not None:
-            self.buffer.release()  # whatever was written meanwhile
-        else:
-            self.storage.resize_(self.nbytes)
-
-    def resident_nbytes(self) -> int:
-        return self.storage.nbytes() if self.buffer is None else self.buffer.resident_nbytes()
-
-    def why_not_movable(self) -> str | None:
-        """Why its memory cannot be freed and taken again under the same storage, if it cannot."""
-        if self.buffer is not None:
-            return None
-        if self.device.type == "cpu" and self.storage.is_shared():
-            return "it lies in torch shared memory, which cannot be resized; allocate it with allocate_elastic"
-        if not self.storage.resizable():
-            return "it does not own its memory (made by from_numpy, frombuffer or a mapping); clone it, or leave it out"
-        return None
-
-
-class _Arena:
-    """Host memory for the copied contents of one kind; grows when the inventory does, never shrinks."""
-
-    def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        self._unpin: Callable[[], object] = lambda: None
-
-    def reserve(self, nbytes: int, *, pinned: bool) -> None:
-        """Have at least `nbytes`, page-locked if `pinned`. Contents are lost when it grows."""
-        if self.memory.numel() >= nbytes:
-            return
-        self._unpin()
-        self.memory = torch.empty(0, dtype=torch.uint8)  # before the new one, not beside it
-        self.memory = torch.empty(nbytes, dtype=torch.uint8)
-        if pinned:
-            self._unpin = _pin(self.memory, self)
-
-    def slot(self, storage: _Storage) -> torch.Tensor:
-        """Where the storage's contents go."""
-        return self.memory[storage.arena_offset : storage.arena_offset + storage.nbytes]
+    def report(self) -> OffloadReport:
+        return OffloadReport(self.nbytes, self.copied, time.perf_counter() - self._start)
 
 
 class MegatronOffloader:
@@ -143,173 +92,325 @@ class MegatronOffloader:
     The inventory is asked anew at every offload, since optimizers create state at their first step. A storage that
     several items view is moved once, with the first kind that names it in the order param, grad, optimizer; it is
     dropped only if items that cover it whole say so and nobody says copy. What an offload took off is exactly what
-    the next onload puts back.
+    the next onload puts back. Caches ("rebuild") are forgotten at every offload of their kind and not put back.
+
+    Args:
+        inventory: lists the items.
+        device: only tensors of this device type are moved, the rest is there already (Adam's CPU step counters on a
+            GPU job); default: cuda where there is one, else cpu.
+        reachable: everything that model and optimizer refer to, for `residual` and its warning; default: nothing more
+            than the inventory.
     """
 
     def __init__(
-        self, inventory: Callable[[], Iterable[OffloadItem]], device: torch.device | str | None = None
+        self,
+        inventory: Callable[[], Iterable[OffloadItem]],
+        device: torch.device | str | None = None,
+        *,
+        reachable: Callable[[], Iterable[Reached]] = tuple,
     ) -> None:
-        """`device`: only tensors of this device type are moved, the rest is there already (Adam's CPU step counters
-        on a GPU job); default: cuda where there is one, else cpu."""
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self._device_type = torch.device(device or default).type
         self._inventory = inventory
-        self._arenas: dict[str, _Arena] = {kind: _Arena() for kind in KINDS}
-        self._away: dict[str, list[_Storage]] = {}
+        self._reachable = reachable
+        self._arenas: dict[str, Arena] = {kind: Arena() for kind in KINDS}
+        self._copier = Copier()
+        self._leaving: dict[str, list[Storage]] = {}  # since the first part of them, until they are away or back
+        self._away: dict[str, list[Storage]] = {}
+        self._unchanged: dict[str, list[Storage]] = {}  # on the device, and by promise as the arena has them
+        self._pending: set[str] = set()  # kinds whose copies to the device are queued
+        self._judged: set[str] = set()  # owners of the storages that there were when `_warn` last looked
 
     def is_offloaded(self, kind: Kind) -> bool:
-        """True from a successful offload until a complete onload."""
+        """True from a successful offload until a complete onload; False while only parts are off."""
         return _checked(kind) in self._away
 
     def offload(self, kinds: Iterable[Kind] = KINDS) -> OffloadReport:
         """Take these kinds off the device; kinds that are off already are left alone.
 
-        Raises OffloadError: before anything moved when a storage cannot be freed; after everything that this call
-        moved was put back when moving fails.
+        Raises OffloadError: before anything moved when a storage cannot be freed; after everything that this call or
+        `offload_parts` moved was put back when moving fails.
         """
-        start = time.perf_counter()
-        wanted = {kind for kind in map(_checked, kinds) if kind not in self._away}
-        away = {storage.key for storages in self._away.values() for storage in storages}
-        storages = [
-            storage
-            for storage in self._storages()
-            if storage.kind in wanted and storage.key not in away and storage.nbytes > 0
-        ]
-        self._raise_unless_movable(storages)
-        moved: dict[str, list[_Storage]] = {kind: [] for kind in KINDS if kind in wanted}
+        named = set(map(_checked, kinds))
+        wanted = named - self._away.keys()
+        moved = _Moved(wanted)
+        self._wait_for(wanted)
+        found = survey(self._inventory(), self._device_type)
+        self._begin(wanted, found.storages)
+        away: dict[str, list[Storage]] = {kind: [] for kind in KINDS if kind in wanted}
         try:
-            self._reserve_arenas(storages)
+            self._reserve_arenas(wanted)
+            storages = [storage for kind in away for storage in self._leaving[kind]]
             # What is dropped goes last: nothing that can fail comes after it.
             for storage in sorted(storages, key=lambda storage: storage.action == "drop"):
-                self._take_off(storage)
-                moved[storage.kind].append(storage)
+                self._take_off(storage, moved)
+                away[storage.kind].append(storage)
         except Exception as error:
-            self._undo(moved, error)
-        self._away.update(moved)
+            self._undo(away, error)
+        self._away.update(away)
+        for kind in wanted:
+            del self._leaving[kind]
+        listed = found.keys()
+        _forget([item for item in found.caches if item.kind in named], moved)
+        found.caches.clear()  # the last references to them
         if self._device_type == "cuda":
             torch.cuda.empty_cache()  # to the device, where the inference engine's own allocator finds it
-        return _report(moved, start)
+        self._warn({storage.owner for storage in found.storages}, listed)
+        return moved.report()
 
-    def onload(self, kinds: Iterable[Kind] = KINDS) -> OffloadReport:
-        """Put these kinds back on the device; kinds that are there are left alone.
+    def offload_parts(self, kind: Kind, parts: Iterable[Part]) -> int:
+        """Take parts of elastic storages off the device ahead of `offload({kind})`, which then does the rest.
+
+        Every page that lies wholly inside the union of the parts so far is released; parts of storages that are not
+        elastic, or not in the inventory, wait for `offload`. From the first part on the kind must not be written;
+        parts that were given must not be read either. `onload({kind})` puts the parts back.
+
+        Returns the bytes released. Raises OffloadError when it fails; contents are then on the device or in the
+        arena, and `onload({kind})` puts everything back.
+        """
+        if _checked(kind) in self._away:
+            return 0
+        self._wait_for({kind})
+        if kind not in self._leaving:
+            self._begin({kind}, survey(self._inventory(), self._device_type).storages)
+            self._reserve_arenas({kind})
+        wanted = self._elastic_ranges(kind, parts)
+        try:
+            for storage, ranges in wanted:
+                for start, stop in ranges:
+                    for gap in storage.done.missing(start, stop):
+                        self._save(storage, *gap)
+            self._copier.finish("to host")
+            released = 0
+            for storage, ranges in wanted:
+                for joined in [storage.done.add(*span) for span in ranges]:
+                    released += storage.release_inside(*joined)
+            return released
+        except Exception as error:
+            raise OffloadError(
+                f"offload of parts of {kind} failed: {error}. Nothing is lost; onload {kind} to have it back"
+            ) from error
+
+    def onload(self, kinds: Iterable[Kind] = KINDS, *, read_only: bool = False, wait: bool = True) -> OffloadReport:
+        """Put these kinds back on the device, whole or in parts; kinds that are there are left alone.
+
+        Args:
+            read_only: the caller promises that contents do not change until the next offload of the kind, which then
+                copies nothing. A call without it takes the promise back, also for kinds that are there already.
+            wait: False: on CUDA the copies are queued on a side stream and `wait` ends them; the arena and the
+                kinds must not be touched before. On the CPU copies are always done when the call returns.
 
         Raises OffloadError when it fails (out of memory): what is back stays back, the rest stays in the arena, the
         message names both, and a later call goes on from there.
         """
-        start = time.perf_counter()
-        back: dict[str, list[_Storage]] = {}
-        for kind in dict.fromkeys(map(_checked, kinds)):
-            if kind in self._away:
-                back[kind] = []
-                self._onload_kind(kind, self._away[kind], back[kind])
-                del self._away[kind]
-        return _report(back, start)
+        wanted = dict.fromkeys(map(_checked, kinds))
+        moved = _Moved(kind for kind in wanted if kind in self._away or kind in self._leaving)
+        for kind in wanted:
+            if not read_only:
+                self._unchanged.pop(kind, None)
+            where = self._away if kind in self._away else self._leaving
+            if kind in where:
+                storages = list(where[kind])
+                self._onload_kind(kind, where[kind], moved)
+                del where[kind]
+                self._pending.add(kind)
+                if read_only and all(storage.in_arena or storage.action == "drop" for storage in storages):
+                    self._unchanged[kind] = storages
+        if wait:
+            self.wait()
+        return moved.report()
+
+    def wait(self) -> None:
+        """End the copies that `onload(wait=False)` queued; whatever needs the contents comes after it."""
+        self._copier.finish("to device")
+        self._pending.clear()
 
     def resident_nbytes(self) -> dict[str, dict[str, int]]:
         """Bytes on the device now, by kind and owner; a storage counts once, under the first owner that lists it."""
-        resident: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
-        for storage in self._storages():
-            by_owner = resident[storage.kind]
-            by_owner[storage.owner] = by_owner.get(storage.owner, 0) + storage.resident_nbytes()
-        return resident
+        return survey(self._inventory(), self._device_type).resident_nbytes()
+
+    def residual(self) -> dict[str, int]:
+        """Training bytes on the device now, by owner: of the inventory, of what is known to stay, and, marked as
+        UNACCOUNTED, of everything else that model and optimizer refer to. Walks all of it: for checks and reports.
+        """
+        found = survey(self._inventory(), self._device_type)
+        residual: dict[str, int] = {}
+        for by_owner in found.resident_nbytes().values():
+            residual.update({owner: nbytes for owner, nbytes in by_owner.items() if nbytes})
+        for reached, nbytes in self._outside(found.keys()):
+            owner = reached.owner if reached.stays else f"{UNACCOUNTED}{reached.owner}"
+            residual[owner] = residual.get(owner, 0) + nbytes
+        return residual
 
     def host_nbytes(self) -> int:
         """Bytes of host memory that the arenas hold."""
         return sum(arena.memory.numel() for arena in self._arenas.values())
 
-    def _storages(self) -> list[_Storage]:
-        """The inventory's storages, each once, in order of kind and then of the inventory."""
-        found: dict[int, _Storage] = {}
-        covered: set[int] = set()
-        for item in sorted(self._inventory(), key=lambda item: KINDS.index(item.kind)):
-            if item.tensor.device.type != self._device_type:
-                continue
-            storage, key, buffer = _storage_of(item)
-            if key not in found:
-                found[key] = _Storage(key, item.owner, item.kind, item.action, storage, storage.nbytes(), buffer)
-            if item.action == "copy":
-                found[key].action = "copy"
-            if _covers(item.tensor, storage):
-                covered.add(key)
-        for key, storage in found.items():
-            if key not in covered:
-                storage.action = "copy"  # parts that nobody listed must not be lost
-        return list(found.values())
-
-    def _raise_unless_movable(self, storages: Iterable[_Storage]) -> None:
+    def _begin(self, kinds: set[Kind], storages: Iterable[Storage]) -> None:
+        """List what leaves with these kinds: what has begun to, and whatever else there is now."""
+        known = {storage.key for group in (self._away, self._leaving) for some in group.values() for storage in some}
+        fresh = [s for s in storages if s.kind in kinds and s.key not in known and s.nbytes > 0]
         reasons = [
             f"{storage.owner} ({storage.kind}, {storage.nbytes} bytes): {reason}"
-            for storage in storages
+            for storage in fresh
             if (reason := storage.why_not_movable())
         ]
         if reasons:
             raise OffloadError("cannot be offloaded, nothing was moved:\n  " + "\n  ".join(reasons))
+        for kind in kinds:
+            leaving = self._leaving.setdefault(kind, [])
+            new = [storage for storage in fresh if storage.kind == kind]
+            if leaving or not self._take_up_promise(kind, new):
+                _lay_out(leaving, new)
+            leaving.extend(new)
 
-    def _reserve_arenas(self, storages: Iterable[_Storage]) -> None:
-        """Give every copied storage its slot in the arena of its kind."""
-        ends = dict.fromkeys(KINDS, 0)
-        for storage in storages:
-            if storage.action == "copy":
-                storage.arena_offset = -(-ends[storage.kind] // _ALIGNMENT) * _ALIGNMENT
-                ends[storage.kind] = storage.arena_offset + storage.nbytes
-        for kind, end in ends.items():
-            if end:
-                self._arenas[kind].reserve(end, pinned=self._device_type == "cuda")
+    def _take_up_promise(self, kind: Kind, storages: Iterable[Storage]) -> bool:
+        """Use what the arena has of storages that have not changed; False if any of them is not among those."""
+        known = {storage.key: storage for storage in self._unchanged.pop(kind, [])}
+        copied = [storage for storage in storages if storage.action == "copy"]
+        if not all(s.key in known and (known[s.key].action, known[s.key].nbytes) == ("copy", s.nbytes) for s in copied):
+            return False
+        for storage in copied:
+            storage.arena_offset, storage.in_arena = known[storage.key].arena_offset, True
+        return True
 
-    def _take_off(self, storage: _Storage) -> None:
-        if storage.action == "copy":
-            self._arenas[storage.kind].slot(storage).copy_(storage.bytes_view(), non_blocking=True)
-            _synchronize(storage.device)
+    def _reserve_arenas(self, kinds: Iterable[Kind]) -> None:
+        """Have room for all that leaves with these kinds; what parts have put there is kept."""
+        for kind in kinds:
+            slots = [storage for storage in self._leaving[kind] if storage.action == "copy"]
+            kept = [_end(storage) for storage in slots if storage.in_arena or storage.done.nbytes]
+            end = max(map(_end, slots), default=0)
+            self._arenas[kind].reserve(end, pinned=self._device_type == "cuda", keep=max(kept, default=0))
+
+    def _elastic_ranges(self, kind: Kind, parts: Iterable[Part]) -> list[tuple[Storage, Spans]]:
+        """Byte ranges of these parts, by storage."""
+        elastic = {storage.key: storage for storage in self._leaving[kind] if storage.buffer is not None}
+        ranges: dict[int, Spans] = {}
+        for part in parts:
+            _, key, _ = storage_of("a part", part.flat)
+            if key in elastic:
+                size, offset = part.flat.element_size(), part.flat.storage_offset()
+                ranges.setdefault(key, Spans()).add((offset + part.start) * size, (offset + part.stop) * size)
+        return [(elastic[key], spans) for key, spans in ranges.items()]
+
+    def _take_off(self, storage: Storage, moved: _Moved) -> None:
+        """Save what is not saved, then free all."""
+        remaining = storage.nbytes - storage.released.nbytes
+        copied = 0
+        for gap in storage.done.missing(0, storage.nbytes):
+            copied += self._save(storage, *gap)
+        self._copier.finish("to host")
+        storage.done.add(0, storage.nbytes)
         storage.free()
+        storage.in_arena = storage.action == "copy"
+        moved.nbytes[storage.kind] += remaining
+        moved.copied[storage.kind] += copied
 
-    def _onload_kind(self, kind: Kind, away: list[_Storage], back: list[_Storage]) -> None:
+    def _save(self, storage: Storage, start: int, stop: int) -> int:
+        """Copy this byte range to the arena if it must be kept and is not there; returns the bytes copied."""
+        if storage.action == "drop" or storage.in_arena:
+            return 0
+        self._copier.copy(self._slot(storage)[start:stop], storage.bytes_view()[start:stop], "to host")
+        return stop - start
+
+    def _onload_kind(self, kind: Kind, away: list[Storage], moved: _Moved) -> None:
         """Empties `away` as it goes, so that a failed onload can be continued."""
+        back: list[Storage] = []
         try:
             while away:
-                self._put_back(kind, away[0])
+                self._put_back(away[0], moved)
                 back.append(away.pop(0))
         except Exception as error:
+            self._copier.finish("to device")
             raise OffloadError(
                 f"onload of {away[0].owner} ({kind}, {away[0].nbytes} bytes) failed: {error}. "
                 f"On the device: {_names(back)}. Still in host memory: {_names(away)}. "
                 "Free device memory and onload again"
             ) from error
-        finally:
-            if back:
-                _synchronize(back[-1].device)
 
-    def _put_back(self, kind: Kind, storage: _Storage) -> None:
+    def _put_back(self, storage: Storage, moved: _Moved) -> None:
+        """Have memory again wherever it was released, with its contents."""
+        if not storage.released.nbytes:
+            storage.forget_departure()
+            return
         storage.take_back()
         if storage.action == "copy":
-            storage.bytes_view().copy_(self._arenas[kind].slot(storage), non_blocking=True)
-        elif storage.buffer is None:
-            storage.bytes_view().zero_()
+            contents = storage.bytes_view()
+            for start, stop in storage.released:
+                self._copier.copy(contents[start:stop], self._slot(storage)[start:stop], "to device")
+                moved.copied[storage.kind] += stop - start
+        moved.nbytes[storage.kind] += storage.released.nbytes
+        storage.forget_departure()
 
-    def _undo(self, moved: Mapping[str, list[_Storage]], error: Exception) -> None:
+    def _slot(self, storage: Storage) -> torch.Tensor:
+        """Where the storage's contents go."""
+        return self._arenas[storage.kind].memory[storage.arena_offset : _end(storage)]
+
+    def _undo(self, away: Mapping[str, list[Storage]], error: Exception) -> None:
         """Put back what a failed offload took off, then raise; what cannot be put back stays offloaded and is named."""
+        zeroed = [storage for storages in away.values() for storage in storages if storage.action == "drop"]
         try:
-            self._away.update({kind: list(storages) for kind, storages in moved.items()})
-            self.onload(moved)
+            for kind in away:
+                self._away[kind] = [s for s in self._leaving.pop(kind) if s in away[kind] or s.released.nbytes]
+            self.onload(away)
         except HybridEngineError as second:
             raise OffloadError(f"offload failed: {error}; and putting back failed: {second}") from error
-        zeroed = [storage for storages in moved.values() for storage in storages if storage.action == "drop"]
         lost = f" (dropped, hence zero: {_names(zeroed)})" if zeroed else ""
         raise OffloadError(f"offload failed, everything was put back{lost}: {error}") from error
 
+    def _wait_for(self, kinds: set[Kind]) -> None:
+        """Before these kinds are touched."""
+        if self._pending & kinds:
+            self.wait()
 
-def _storage_of(item: OffloadItem) -> tuple[torch.UntypedStorage, int, ElasticBuffer | None]:
-    """The item's storage, what identifies it, and the elastic buffer it lies in."""
-    if is_traceable_wrapper_subclass(item.tensor):
-        raise OffloadError(
-            f"{item.owner} ({item.kind}): a {type(item.tensor).__name__} only wraps others; list what it wraps"
-        )
-    storage, buffer = item.tensor.untyped_storage(), exported_buffer_of(item.tensor)
-    return storage, (storage._cdata if buffer is None else buffer.address), buffer
+    def _outside(self, listed: set[int]) -> list[tuple[Reached, int]]:
+        """What model and optimizer refer to beside these storages, each once, with its bytes on the device."""
+        seen, outside = set(listed), []
+        for reached in self._reachable():
+            if reached.tensor.device.type != self._device_type:
+                continue
+            storage, key, buffer = storage_of(reached.owner, reached.tensor)
+            nbytes = storage.nbytes() if buffer is None else buffer.resident_nbytes()
+            if key not in seen and nbytes:
+                seen.add(key)
+                outside.append((reached, nbytes))
+        return outside
+
+    def _warn(self, owners: set[str], listed: set[int]) -> None:
+        """Once for every set of owners: name what nobody accounts for, if it is more than a trifle."""
+        if owners <= self._judged:
+            return
+        self._judged = owners
+        unknown = {r.owner: nbytes for r, nbytes in self._outside(listed) if r.stays is None}
+        total = sum(storage.nbytes for storages in self._away.values() for storage in storages)
+        if sum(unknown.values()) > _TOLERATED * total:
+            largest = sorted(unknown, key=lambda owner: -unknown[owner])[:8]
+            logger.warning(
+                "%d bytes of training state stay on the device that no inventory lists (%d are off it), largest: %s",
+                *(sum(unknown.values()), total),
+                ", ".join(f"{owner} ({unknown[owner]} bytes)" for owner in largest),
+            )
 
 
-def _covers(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether the tensor views every byte of the storage (a tensor that repeats elements counts as not)."""
-    return 0 not in tensor.stride() and tensor.numel() * tensor.element_size() >= storage.nbytes()
+def _forget(caches: Iterable[OffloadItem], moved: _Moved) -> None:
+    """Make the owners of these caches let go of them."""
+    for item in caches:
+        if item.kind in moved.nbytes:
+            moved.nbytes[item.kind] += item.tensor.untyped_storage().nbytes()
+        item.forget()
+
+
+def _lay_out(placed: Iterable[Storage], new: Iterable[Storage]) -> None:
+    """Give every new copied storage its slot, behind those that have one."""
+    end = max((_end(storage) for storage in placed if storage.action == "copy"), default=0)
+    for storage in new:
+        if storage.action == "copy":
+            storage.arena_offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = _end(storage)
+
+
+def _end(storage: Storage) -> int:
+    return storage.arena_offset + storage.nbytes
 
 
 def _checked(kind: Kind) -> Kind:
@@ -318,35 +419,5 @@ def _checked(kind: Kind) -> Kind:
     return kind
 
 
-def _report(moved: Mapping[str, list[_Storage]], start: float) -> OffloadReport:
-    return OffloadReport(
-        nbytes={kind: sum(storage.nbytes for storage in storages) for kind, storages in moved.items()},
-        copied_nbytes={
-            kind: sum(storage.nbytes for storage in storages if storage.action == "copy")
-            for kind, storages in moved.items()
-        },
-        seconds=time.perf_counter() - start,
-    )
-
-
-def _names(storages: Iterable[_Storage]) -> str:
+def _names(storages: Iterable[Storage]) -> str:
     return ", ".join(f"{storage.owner} ({storage.nbytes} bytes)" for storage in storages) or "nothing"
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-def _pin(memory: torch.Tensor, owner: object) -> Callable[[], object]:
-    """Page-lock ordinary memory until the returned function is called, or `owner` is gone.
-
-    Not `pin_memory=True`: that allocator rounds up to a power of two.
-    """
-    runtime, address = torch.cuda.cudart(), memory.data_ptr()
-    code = int(runtime.cudaHostRegister(address, memory.numel(), 0))
-    if code != 0:
-        raise OffloadError(f"page-locking {memory.numel()} bytes of host memory failed with CUDA error {code}")
-    unpin = weakref.finalize(owner, runtime.cudaHostUnregister, address)
-    unpin.atexit = False
-    return unpin

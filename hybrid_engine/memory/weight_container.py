@@ -3,26 +3,26 @@
     for bucket in plan.buckets:                     every rank, the same order
         buffers = weights.allocate(groups)          this rank's groups of the bucket, maybe none
         router.run(bucket, source, buffers)         read, transfer, write
-        on_filled(bucket, buffers)                  an observer's look before the values are in force
+        follower.sent(bucket.index)                 training memory of earlier buckets can go (handover.py)
         weights.commit(groups)                      the engine's own post-load processing
 
     EMPTY --fill--> PARTIAL --last bucket--> FILLED --release--> EMPTY
                        └────────failure, then release────────────┘
 
 Memory: nothing in EMPTY; in FILLED what the inference engine keeps. In between, at most the destination buffers of
-the buckets so far (live storage) or of one bucket (an engine that repacks); `FillReport.peak_nbytes` says which.
+the buckets so far (live storage) or of one bucket (an engine that repacks).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Protocol
 
 import torch
 
@@ -35,7 +35,25 @@ logger = logging.getLogger(__name__)
 
 PHASES = ("allocate", "read", "transfer", "write", "commit")
 
-FilledObserver = Callable[[Bucket, Mapping[str, torch.Tensor]], None]
+
+class BucketFollower(Protocol):
+    """Goes along with a fill, bucket by bucket, on all ranks alike."""
+
+    def sent(self, index: int) -> None:
+        """This rank has read all it needs of a bucket; its weights are not in force yet."""
+        ...
+
+    def finish(self) -> None:
+        """All buckets are in force on this rank."""
+        ...
+
+    def abandon(self) -> None:
+        """This rank goes no further; transports still wait for each other."""
+        ...
+
+    def drain(self) -> None:
+        """After `abandon`, when no transport waits any more."""
+        ...
 
 
 class ContainerState(Enum):
@@ -54,15 +72,11 @@ class FillReport:
         seconds: by phase; copies that go straight from source to destination count as transfer.
         nbytes_by_link: bytes read, by what they crossed; those over HOST and NETWORK were received from other ranks.
         nbytes_by_transport: the same bytes by transport name.
-        allocated_nbytes: bytes of all destination buffers.
-        peak_nbytes: the most bytes of destination buffers that were alive at once.
     """
 
     seconds: Mapping[str, float]
     nbytes_by_link: Mapping[Link, int]
     nbytes_by_transport: Mapping[str, int]
-    allocated_nbytes: int
-    peak_nbytes: int
 
     @property
     def received_nbytes(self) -> int:
@@ -81,20 +95,14 @@ class WeightContainer:
         buffers = weights.layout().buffers
         self._groups = {buffer.group for buffer_id, buffer in buffers.items() if buffer_id.rank == router.rank}
         self._state = ContainerState.EMPTY
-        self._committed: list[str] = []
         self._check_groups()
 
     @property
     def state(self) -> ContainerState:
         return self._state
 
-    @property
-    def committed_groups(self) -> tuple[str, ...]:
-        """Groups whose new weights are in force, in the order in which they came."""
-        return tuple(self._committed)
-
     @torch.no_grad()
-    def fill(self, source: Mapping[str, torch.Tensor], on_filled: FilledObserver | None = None) -> FillReport:
+    def fill(self, source: Mapping[str, torch.Tensor], follower: BucketFollower | None = None) -> FillReport:
         """Put the weights of `source` (`TrainingWeights.buffers()`) in force, bucket by bucket. All ranks call it.
 
         The caller fences before (all sources are final) and after (nobody reads them any more). Raises StateError
@@ -106,7 +114,9 @@ class WeightContainer:
         self._state = ContainerState.PARTIAL
         tally = _Tally()
         for bucket in self._plan.buckets:
-            self._fill_bucket(bucket, source, on_filled, tally)
+            self._fill_bucket(bucket, source, follower, tally)
+        if follower is not None:
+            follower.finish()
         self._state = ContainerState.FILLED
         return tally.report()
 
@@ -116,7 +126,6 @@ class WeightContainer:
             return
         self._state = ContainerState.PARTIAL  # should the engine fail half-way
         self._weights.release()
-        self._committed.clear()
         self._state = ContainerState.EMPTY
 
     def _check_groups(self) -> None:
@@ -134,25 +143,24 @@ class WeightContainer:
         return [group for group in bucket.groups if group in self._groups]
 
     def _fill_bucket(
-        self, bucket: Bucket, source: Mapping[str, torch.Tensor], on_filled: FilledObserver | None, tally: _Tally
+        self, bucket: Bucket, source: Mapping[str, torch.Tensor], follower: BucketFollower | None, tally: _Tally
     ) -> None:
         groups, phase = self._owned(bucket), "allocate"
         next_bucket = bucket.index
         try:
             with tally.time(phase):
                 destination = self._weights.allocate(groups) if groups else {}
-            tally.add_allocated(destination)
             phase, next_bucket = "transfer", bucket.index + 1
             tally.add_run(self._router.run(bucket, source, destination))
+            if follower is not None:
+                follower.sent(bucket.index)
             phase = "commit"
-            if on_filled is not None:
-                on_filled(bucket, destination)
             with tally.time(phase):
                 if groups:
                     self._weights.commit(groups)
-            self._committed.extend(groups)
         except Exception as error:
-            self._abandon(next_bucket, f"rank {self._router.rank} failed in bucket {bucket.index}, {phase}: {error}")
+            reason = f"rank {self._router.rank} failed in bucket {bucket.index}, {phase}: {error}"
+            self._abandon(next_bucket, reason, follower)
             if isinstance(error, HybridEngineError):
                 raise
             raise ReshardError(
@@ -160,14 +168,17 @@ class WeightContainer:
                 f"{type(error).__name__}: {error}. The inference weights are partly filled; release() them"
             ) from error
 
-    def _abandon(self, first: int, reason: str) -> None:
+    def _abandon(self, first: int, reason: str, follower: BucketFollower | None) -> None:
         """Walk the buckets from `first` on without filling them, for peers that wait for this rank."""
-        for bucket in self._plan.buckets[first:]:
-            try:
+        if follower is not None:
+            follower.abandon()
+        try:
+            for bucket in self._plan.buckets[first:]:
                 self._router.abandon(bucket, reason)
-            except Exception as error:
-                logger.warning("bucket %d could not be abandoned; peers end by their timeout: %s", bucket.index, error)
-                return
+            if follower is not None:
+                follower.drain()
+        except Exception as error:
+            logger.warning("not every bucket could be abandoned; peers end by their timeout: %s", error)
 
 
 @dataclass
@@ -177,9 +188,6 @@ class _Tally:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     by_link: dict[Link, int] = field(default_factory=lambda: dict.fromkeys(Link, 0))
     by_transport: Counter[str] = field(default_factory=Counter)
-    allocated_nbytes: int = 0
-    peak_nbytes: int = 0
-    alive: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict)
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
@@ -189,14 +197,6 @@ class _Tally:
         finally:
             self.seconds[phase] += time.perf_counter() - start
 
-    def add_allocated(self, destination: Mapping[str, torch.Tensor]) -> None:
-        storages = {flat.untyped_storage()._cdata: flat.untyped_storage() for flat in destination.values()}
-        self.allocated_nbytes += sum(storage.nbytes() for storage in storages.values())
-        self.alive.update({key: weakref.ref(storage) for key, storage in storages.items()})
-        self.alive = {key: reference for key, reference in self.alive.items() if reference() is not None}
-        living = [storage for reference in self.alive.values() if (storage := reference()) is not None]
-        self.peak_nbytes = max(self.peak_nbytes, sum(storage.nbytes() for storage in living))
-
     def add_run(self, report: RunReport) -> None:
         for phase, seconds in report.seconds.items():
             self.seconds[phase] += seconds
@@ -205,4 +205,4 @@ class _Tally:
         self.by_transport.update(report.nbytes)
 
     def report(self) -> FillReport:
-        return FillReport(self.seconds, self.by_link, dict(self.by_transport), self.allocated_nbytes, self.peak_nbytes)
+        return FillReport(self.seconds, self.by_link, dict(self.by_transport))

@@ -1,25 +1,43 @@
-"""Cutting a plan into buckets: tensors in the model's order, no destination group spread over two buckets."""
+"""Cutting a plan into buckets, in an order in which no rank holds much more than the larger of its two layouts.
+
+    tensors -> clusters                 those that share a destination group, directly or through others
+    clusters -> order                   every rank frees about as much as it fills
+    order -> buckets                    closed as soon as some rank is filled with `bucket_nbytes`
+
+When a bucket has been sent, its training bytes can go. In the model's own order a rank of the last pipeline stage would
+fill the slices of all stages before anything of its own is freed; so stages take turns here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BytesByRank:
+    """Bytes on some ranks: int arrays of one length; a rank that is named twice has the sum."""
+
+    ranks: np.ndarray
+    nbytes: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Need:
-    """What one tensor takes at its destinations.
+    """What one tensor takes at its destinations, and what it gives back at its sources.
 
     Attributes:
         groups: the destination groups (`Buffer.group`) it is part of.
-        ranks, nbytes: int arrays; destination bytes by rank.
+        fills: destination bytes.
+        frees: source bytes.
     """
 
     groups: tuple[str, ...]
-    ranks: np.ndarray
-    nbytes: np.ndarray
+    fills: BytesByRank
+    frees: BytesByRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +49,17 @@ class Outline:
     nbytes: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cluster:
+    """Tensors that must stay in one bucket; bytes filled and freed, one number per rank."""
+
+    tensors: tuple[str, ...]
+    fills: np.ndarray
+    frees: np.ndarray
+
+
 def outline_buckets(needs: Mapping[str, Need], num_ranks: int, bucket_nbytes: int) -> list[Outline]:
-    """Close a bucket as soon as some rank gets `bucket_nbytes` in it; `needs` is in the plan's order.
+    """The buckets of all ranks; `needs` is in the model's order, which is kept among tensors on the same ranks.
 
     The same on every rank: it depends on all destinations, not on what one rank touches.
     """
@@ -46,10 +73,9 @@ def outline_buckets(needs: Mapping[str, Need], num_ranks: int, bucket_nbytes: in
         tensors.clear()
         filled[:] = 0
 
-    for cluster in _clusters(needs):
-        tensors.extend(cluster)
-        for tensor in cluster:
-            np.add.at(filled, needs[tensor].ranks, needs[tensor].nbytes)
+    for cluster in _taking_turns(_clusters(needs, num_ranks)):
+        tensors.extend(cluster.tensors)
+        filled += cluster.fills
         if filled.max() >= bucket_nbytes:
             close()
     if tensors:
@@ -57,8 +83,35 @@ def outline_buckets(needs: Mapping[str, Need], num_ranks: int, bucket_nbytes: in
     return outlines
 
 
-def _clusters(needs: Mapping[str, Need]) -> Sequence[Iterable[str]]:
-    """Tensors that must stay in one bucket since they share groups, directly or through others; in order."""
+def _taking_turns(clusters: Sequence[_Cluster]) -> Iterator[_Cluster]:
+    """Next always the cluster that leaves the fullest rank least full, of those that come first on their ranks.
+
+    A rank is as full as what it holds exceeds the larger of its two layouts.
+    """
+    queues: dict[bytes, deque[int]] = {}
+    for index, cluster in enumerate(clusters):
+        queues.setdefault((cluster.fills > 0).tobytes() + (cluster.frees > 0).tobytes(), deque()).append(index)
+    if len(queues) == 1:
+        yield from clusters
+        return
+    gains = [cluster.fills - cluster.frees for cluster in clusters]
+    trained, served = (sum(getattr(cluster, side) for cluster in clusters) for side in ("frees", "fills"))
+    excess = trained - np.maximum(trained, served)
+    while queues:
+        heads = sorted((queue[0], key) for key, queue in queues.items())
+        after = excess + np.stack([gains[index] for index, _ in heads])
+        fullest, fullness = after.max(axis=1), np.maximum(after, 0).sum(axis=1)
+        best = int(np.lexsort((fullness, fullest))[0])
+        index, key = heads[best]
+        excess = after[best]
+        queues[key].popleft()
+        if not queues[key]:
+            del queues[key]
+        yield clusters[index]
+
+
+def _clusters(needs: Mapping[str, Need], num_ranks: int) -> list[_Cluster]:
+    """Tensors that share groups, directly or through others, in order of the first."""
     joined_to = list(range(len(needs)))  # an earlier tensor of the same cluster; the first points to itself
     first_of_group: dict[str, int] = {}
 
@@ -72,7 +125,22 @@ def _clusters(needs: Mapping[str, Need]) -> Sequence[Iterable[str]]:
         for group in need.groups:
             ends = first(ordinal), first(first_of_group.setdefault(group, ordinal))
             joined_to[max(ends)] = min(ends)
-    clusters: dict[int, list[str]] = {}
+    members: dict[int, list[str]] = {}
     for ordinal, tensor in enumerate(needs):
-        clusters.setdefault(first(ordinal), []).append(tensor)
-    return list(clusters.values())
+        members.setdefault(first(ordinal), []).append(tensor)
+    return [
+        _Cluster(
+            tuple(tensors),
+            _summed([needs[tensor].fills for tensor in tensors], num_ranks),
+            _summed([needs[tensor].frees for tensor in tensors], num_ranks),
+        )
+        for tensors in members.values()
+    ]
+
+
+def _summed(parts: Sequence[BytesByRank], num_ranks: int) -> np.ndarray:
+    """Bytes of all parts, one number per rank."""
+    total = np.zeros(num_ranks, dtype=np.int64)
+    for part in parts:
+        np.add.at(total, part.ranks, part.nbytes)
+    return total

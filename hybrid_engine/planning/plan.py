@@ -23,7 +23,8 @@ class Link(StrEnum):
 class Transfer:
     """Copy a box of `lengths` elements of canonical `tensor` from `src` to `dst`.
 
-    `nbytes` counts the bytes that cross the link: elements times the source's bytes per element.
+    `nbytes` counts the bytes that cross the link: elements times bytes per element on the side where that is less, for
+    a message is cast before it is sent when the destination is narrower.
     """
 
     tensor: str
@@ -52,12 +53,14 @@ class Bucket:
 
     Attributes:
         index: position in the plan; the same on every rank.
+        tensors: canonical tensors that all ranks have whole once this bucket has run; each is in one bucket only.
         transfers: of all ranks, in an order that all ranks share; in the plan of one rank those it is part of.
         groups: destination groups (`Buffer.group`) that are complete once this bucket has run.
         nbytes: destination bytes of the rank that receives most in this bucket.
     """
 
     index: int
+    tensors: tuple[str, ...]
     transfers: tuple[Transfer, ...]
     groups: tuple[str, ...]
     nbytes: int

@@ -1,4 +1,4 @@
-"""Planning: box intersection of two layouts, tensor by tensor, in the model's order.
+"""Planning: box intersection of two layouts, tensor by tensor.
 
     sources and wants of a tensor, region by region    who holds it, who wants it
     routes                                             who sends what to whom (planning/routes.py)
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from hybrid_engine.errors import PlanError
-from hybrid_engine.planning.buckets import Need, outline_buckets
+from hybrid_engine.planning.buckets import BytesByRank, Need, outline_buckets
 from hybrid_engine.planning.layout import Layout, Shard
 from hybrid_engine.planning.plan import Bucket, ByteCount, Link, ReshardPlan, Transfer, fingerprint_of
 from hybrid_engine.planning.regions import Region
@@ -49,17 +49,19 @@ def plan(
         PlanError: with every fault: bounds, overlaps, gaps, shapes that differ, destination regions that no rank
             holds, source tensors that nobody reads.
 
-    Tensors are taken in the order in which the destination declares them (the model's own).
+    Routes are found in the order in which the destination declares the tensors (the model's own); buckets take turns
+    between pipeline stages (planning/buckets.py).
     """
     faults = [*layout_faults(source, exact=False), *layout_faults(destination, exact=True)]
     faults += _shape_faults(source, destination)
     unusable = _unusable_tensors(source, destination) if faults else set()
     src_by_tensor, dst_by_tensor = source.shards_by_tensor(), destination.shards_by_tensor()
-    planner = _Planner(source, Hosts(hosts), rank)
+    planner = _Planner(source, destination, Hosts(hosts), rank)
     needs: dict[str, Need] = {}
     for tensor in (name for name in destination.tensors if name in dst_by_tensor and name not in unusable):
-        planner.add(tensor, src_by_tensor.get(tensor, []), dst_by_tensor[tensor])
-        needs[tensor] = _need_of(destination, dst_by_tensor[tensor])
+        src_shards, dst_shards = src_by_tensor.get(tensor, []), dst_by_tensor[tensor]
+        planner.add(tensor, src_shards, dst_shards)
+        needs[tensor] = _need_of(source, destination, src_shards, dst_shards)
     faults += planner.faults
     unread = tuple(sorted(src_by_tensor.keys() - dst_by_tensor.keys()))
     expected = set(may_stay_unread)
@@ -71,6 +73,7 @@ def plan(
         buckets=tuple(
             Bucket(
                 index,
+                outline.tensors,
                 tuple(transfer for tensor in outline.tensors for transfer in planner.transfers[tensor]),
                 outline.groups,
                 outline.nbytes,
@@ -101,14 +104,15 @@ def _unusable_tensors(source: Layout, destination: Layout) -> set[str]:
     }
 
 
-def _need_of(destination: Layout, shards: Sequence[Shard]) -> Need:
-    groups: dict[str, None] = {}
-    nbytes: Counter[int] = Counter()
-    for shard in shards:
-        buffer = destination.buffers[shard.place.buffer]
-        groups[buffer.group] = None
-        nbytes[shard.place.buffer.rank] += shard.region.numel * buffer.itemsize
-    return Need(tuple(groups), np.array(list(nbytes), dtype=np.int64), np.array(list(nbytes.values()), dtype=np.int64))
+def _need_of(source: Layout, destination: Layout, src_shards: Sequence[Shard], dst_shards: Sequence[Shard]) -> Need:
+    groups = dict.fromkeys(destination.buffers[shard.place.buffer].group for shard in dst_shards)
+    return Need(tuple(groups), _bytes_by_rank(destination, dst_shards), _bytes_by_rank(source, src_shards))
+
+
+def _bytes_by_rank(layout: Layout, shards: Sequence[Shard]) -> BytesByRank:
+    nbytes = [shard.region.numel * layout.buffers[shard.place.buffer].itemsize for shard in shards]
+    ranks = [shard.place.buffer.rank for shard in shards]
+    return BytesByRank(np.array(ranks, dtype=np.int64), np.array(nbytes, dtype=np.int64))
 
 
 class _Side:
@@ -138,10 +142,10 @@ class _Side:
 class _Planner:
     """Collects transfers, faults and bytes, tensor by tensor. Tensors that are spread alike share their routes."""
 
-    def __init__(self, source: Layout, hosts: Hosts, rank: int | None) -> None:
+    def __init__(self, source: Layout, destination: Layout, hosts: Hosts, rank: int | None) -> None:
         self.transfers: dict[str, list[Transfer]] = {}
         self.faults: list[str] = []
-        self._source = source
+        self._source, self._destination = source, destination
         self._hosts = hosts
         self._rank = rank
         self._moved: Counter[tuple[int, Link]] = Counter()
@@ -169,7 +173,7 @@ class _Planner:
                     src = sources.shards[piece.source][src_rank][0]
                     found += [self._send(region, src, dst, piece.link) for dst in by_rank[dst_rank]]
         self.transfers[tensor] = sorted(found, key=transfer_order)
-        self._count(found, src_shards, unheld_elements)
+        self._count(found, src_shards, dst_shards, unheld_elements)
 
     def bytes_by_rank(self) -> dict[int, ByteCount]:
         """Of every destination rank, or of the one that the plan is for if it is one."""
@@ -203,18 +207,24 @@ class _Planner:
         return first
 
     def _send(self, region: Region, src: Shard, dst: Shard, link: Link) -> Transfer:
-        nbytes = region.numel * self._source.buffers[src.place.buffer].itemsize
+        src_buffer, dst_buffer = self._source.buffers[src.place.buffer], self._destination.buffers[dst.place.buffer]
+        nbytes = region.numel * min(src_buffer.itemsize, dst_buffer.itemsize)
         return Transfer(region.tensor, region.lengths, src.place_of(region), dst.place_of(region), nbytes, link)
 
     def _count(
-        self, found: Sequence[Transfer], src_shards: Sequence[Shard], unheld_elements: Iterable[tuple[np.ndarray, int]]
+        self,
+        found: Sequence[Transfer],
+        src_shards: Sequence[Shard],
+        dst_shards: Sequence[Shard],
+        unheld_elements: Iterable[tuple[np.ndarray, int]],
     ) -> None:
         for transfer in found:
             if self._rank in (None, transfer.dst_rank):
                 self._moved[transfer.dst_rank, transfer.link] += transfer.nbytes
         if not src_shards:
             return
-        itemsize = min(self._source.buffers[shard.place.buffer].itemsize for shard in src_shards)
+        sides = (self._source, src_shards), (self._destination, dst_shards)
+        itemsize = min(layout.buffers[shard.place.buffer].itemsize for layout, shards in sides for shard in shards)
         for ranks, numel in unheld_elements:
             for rank in ranks.tolist():
                 if self._rank in (None, rank):

@@ -4,8 +4,8 @@
     strided reads -> staging [header|piece|piece|…] --isend/irecv--> staging -> strided writes, cast
 
 Both ends derive the same message from the order of the bucket's transfers: pieces follow one another in that order,
-in the source's dtype, each aligned to its element size. Nothing is pickled and no object collective runs. Staging
-memory is kept and reused; it grows to the largest bucket.
+in the source's dtype or, where it is narrower, the destination's, each aligned to its element size. Nothing is pickled
+and no object collective runs. Staging memory is kept and reused; it grows to the largest bucket.
 
 A rank whose read fails, or that cannot take part in a bucket at all (`abandon`), still sends its messages: their
 header says that the pieces are void, and why. So no peer is left waiting, and the process group stays usable.
@@ -37,9 +37,10 @@ _ROUNDING = 0.01  # seconds by which a wait may end early: torch counts whole mi
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One transfer's elements in a message: `nbytes` from `start`, row-major, in the source's dtype."""
+    """One transfer's elements in a message: `nbytes` from `start`, row-major, in the dtype of the wire."""
 
     transfer: Transfer
+    source_dtype: torch.dtype
     dtype: torch.dtype
     start: int
     nbytes: int
@@ -70,12 +71,14 @@ class CollectiveTransport:
         source_dtypes: Mapping[BufferId, str],
         group: dist.ProcessGroup | None = None,
         *,
+        destination_dtypes: Mapping[BufferId, str] | None = None,
         timeout: float = 300.0,
         device: torch.device | None = None,
     ) -> None:
         """Args:
         rank: global rank of this process; transfers name global ranks.
         source_dtypes: `Buffer.dtype` of the source buffers of all ranks: what is on the wire.
+        destination_dtypes: of destination buffers of all ranks; a narrower one is on the wire instead.
         group: holds all ranks of the transfers; default: the world. Better one of its own: after a timeout it is dead.
         timeout: seconds one call of `run` may wait in all.
         device: where staging lies; default: the current GPU with NCCL, else the CPU.
@@ -83,7 +86,8 @@ class CollectiveTransport:
         if timeout <= 0:
             raise ValueError(f"a timeout of {timeout} seconds")
         self.rank = rank
-        self._dtypes = {buffer_id: getattr(torch, name) for buffer_id, name in source_dtypes.items()}
+        self._source_dtypes = _torch_dtypes(source_dtypes)
+        self._destination_dtypes = _torch_dtypes(destination_dtypes or {})
         self._group = group
         self._timeout = timeout
         self._device = device or _staging_device(group)
@@ -157,13 +161,19 @@ class CollectiveTransport:
     def _message(self, peer: int, transfers: Sequence[Transfer]) -> _Message:
         pieces, end = [], _HEADER_NBYTES
         for transfer in transfers:
-            dtype = self._dtypes.get(transfer.src.buffer)
-            if dtype is None:
-                raise TransportError(f"{transfer.tensor}: the dtype of {transfer.src.buffer} was not given")
+            source, dtype = self._dtypes_of(transfer)
             start = _round_up(end, dtype.itemsize)
-            pieces.append(_Piece(transfer, dtype, start, transfer.numel * dtype.itemsize))
+            pieces.append(_Piece(transfer, source, dtype, start, transfer.numel * dtype.itemsize))
             end = start + pieces[-1].nbytes
         return _Message(peer, tuple(pieces), end)
+
+    def _dtypes_of(self, transfer: Transfer) -> tuple[torch.dtype, torch.dtype]:
+        """Of the source, and of the wire."""
+        source = self._source_dtypes.get(transfer.src.buffer)
+        if source is None:
+            raise TransportError(f"{transfer.tensor}: the dtype of {transfer.src.buffer} was not given")
+        destination = self._destination_dtypes.get(transfer.dst.buffer, source)
+        return source, destination if destination.itemsize < source.itemsize else source
 
     # Staging, packing, unpacking.
 
@@ -283,8 +293,8 @@ def _view_of(piece: _Piece, staging: torch.Tensor) -> torch.Tensor:
 
 def _source_view(piece: _Piece, source: Mapping[str, torch.Tensor]) -> torch.Tensor:
     flat = source[piece.transfer.src.buffer.name]
-    if flat.dtype != piece.dtype:
-        raise TransportError(f"the source is {flat.dtype}, its layout says {piece.dtype}; build the plan again")
+    if flat.dtype != piece.source_dtype:
+        raise TransportError(f"the source is {flat.dtype}, its layout says {piece.source_dtype}; build the plan again")
     return strided(flat, piece.transfer.lengths, piece.transfer.src)
 
 
@@ -302,6 +312,10 @@ def _read_header(staging: torch.Tensor) -> tuple[int, int, str]:
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def _torch_dtypes(names: Mapping[BufferId, str]) -> dict[BufferId, torch.dtype]:
+    return {buffer_id: getattr(torch, name) for buffer_id, name in names.items()}
 
 
 def _staging_device(group: dist.ProcessGroup | None) -> torch.device:

@@ -92,6 +92,7 @@ class TransportSet:
         handles: Mapping[BufferId, BufferHandle],
         group: dist.ProcessGroup | None = None,
         *,
+        destination_buffers: Mapping[BufferId, Buffer] | None = None,
         preference: str = "auto",
         timeout: float = 300.0,
     ) -> TransportSet:
@@ -101,13 +102,16 @@ class TransportSet:
             source_buffers: of all ranks (`Layout.merge(...).buffers` of the training side).
             handles: of all ranks (`export_handles`); must be the same on every rank.
             group: for transfers that memory cannot carry; without torch.distributed there are none.
+            destination_buffers: of all ranks; where their dtype is narrower, messages are cast before they are sent.
             preference: auto, shared_memory or collective.
             timeout: seconds a bucket may wait for peers.
         """
         transports: list[Transport] = [LocalTransport(rank), SharedMemoryTransport(rank, handles)]
         if dist.is_available() and dist.is_initialized():
-            dtypes = {buffer_id: buffer.dtype for buffer_id, buffer in source_buffers.items()}
-            transports.append(CollectiveTransport(rank, dtypes, group, timeout=timeout))
+            sources, destinations = _dtypes(source_buffers), _dtypes(destination_buffers or {})
+            transports.append(
+                CollectiveTransport(rank, sources, group, destination_dtypes=destinations, timeout=timeout)
+            )
         exported = frozenset(handles)
         return cls(rank, transports, lambda transfer: choose_transport(transfer, exported, preference))
 
@@ -195,6 +199,10 @@ class TransportSet:
                 nbytes_by_link[transfer.link] += transfer.nbytes
         combined = {name: combine(same) for name, same in transfers.items()}
         return _BucketShare(bucket, combined, nbytes, nbytes_by_link)
+
+
+def _dtypes(buffers: Mapping[BufferId, Buffer]) -> dict[BufferId, str]:
+    return {buffer_id: buffer.dtype for buffer_id, buffer in buffers.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import yaml
 
 from examples.gpt_rl import settings
 from examples.gpt_rl.run_state import RunDirectory
+from hybrid_engine.launching import kill_tree
 from tests.launch import REPO_ROOT
 
 CONFIG = Path(settings.__file__).parent / "configs" / "tp2_to_dp2.yaml"
@@ -47,7 +48,7 @@ def finish(process: subprocess.Popen[str], timeout: float = 200) -> str:
         return process.communicate(timeout=timeout)[0]
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill_tree(process)
             process.communicate()
 
 

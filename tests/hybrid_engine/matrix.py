@@ -4,35 +4,27 @@
 
 Every case is one run of `hybrid_engine.verify`: three switches with changing weights, every vLLM parameter bitwise what
 vLLM's own loader gives, logits of Megatron and of vLLM as transformers computes them, no byte more than the least.
-A spread of it is in the test suite (`in_suite`).
+A spread of it is in the test suite (`in_suite`): every family once, on as few ranks as show something, and among them
+float16, bfloat16 by messages, virtual stages, adapters in both ways, vLLM's pipeline and expert parallelism.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.verify import Case, Verdict, prepare_model, run_cases
+from hybrid_engine.layouts.sizes import parse_job
+from hybrid_engine.verify import Case, Verdict, case_of, run_cases
 from tests.hybrid_engine import hf_configs
 
-_TRAIN_KEYS = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "first": "num_layers_in_first_pipeline_stage",
-    "last": "num_layers_in_last_pipeline_stage",
-    "vocab": "make_vocab_size_divisible_by",
-}
 _TRAIN_FLAGS: dict[str, dict[str, Any]] = {
     "sp": {"sequence_parallel": True},
     "bf16": {"params_dtype": "bfloat16"},
@@ -41,16 +33,15 @@ _TRAIN_FLAGS: dict[str, dict[str, Any]] = {
     "replicated": {"use_distributed_optimizer": False},
     "embedding+loss": {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
 }
-_INFER_KEYS = {
-    "tp": "infer_tensor_parallel_size",
-    "pp": "infer_pipeline_parallel_size",
-    "ep": "infer_expert_parallel_size",
-}
 
 
 @dataclass(frozen=True)
 class Combination:
-    """One cell of the matrix. `train` and `infer` as in "tp2 pp2 sp"; what remains of the ranks is data parallel."""
+    """One cell of the matrix.
+
+    `train` and `infer` are the command's sizes written shorter, and flags: "tp2 pp2 sp" is tp=2,pp=2 with sequence
+    parallelism; what remains of the ranks is data parallel. `actor` and `generate` are further keys of the sections.
+    """
 
     family: str
     num_ranks: int
@@ -70,22 +61,19 @@ class Combination:
 
     def case(self, directory: Path) -> Case:
         """The case for `verify`, with its small model below `directory`."""
-        actor, generate = {**_parsed(self.train, _TRAIN_KEYS), **self.actor}, _parsed(self.infer, _INFER_KEYS)
         published = hf_configs.write(directory / "published", self.family, **self.model)
-        tp_sizes = (actor.get("tensor_model_parallel_size", 1), generate.get("infer_tensor_parallel_size", 1))
-        model = prepare_model(published, directory / "model", self.num_layers, tp_sizes)
-        return Case(self.name, str(model), actor, {**generate, **self.generate})
+        train, infer = (_sizes(words) for words in (self.train, self.infer))
+        sides = parse_job(train, infer, None, self.num_ranks)
+        case = case_of(self.name, published, directory / "model", *sides, self.num_layers, "auto", "float32")
+        actor = dict(case.actor)
+        for word in self.train.split():
+            actor |= _TRAIN_FLAGS.get(word, {})
+        return replace(case, actor={**actor, **self.actor}, generate={**case.generate, **self.generate})
 
 
-def _parsed(words: str, keys: dict[str, str]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for word in words.split():
-        if word in _TRAIN_FLAGS:
-            values |= _TRAIN_FLAGS[word]
-        else:
-            name = word.rstrip("0123456789")
-            values[keys[name]] = int(word.removeprefix(name))
-    return values
+def _sizes(words: str) -> str:
+    """As the command takes them: "tp2 pp2 sp" -> "tp=2,pp=2"."""
+    return ",".join(re.sub(r"(?<=[a-z])(?=\d)", "=", word) for word in words.split() if word not in _TRAIN_FLAGS)
 
 
 ONE_KV_HEAD = {"num_attention_heads": 8, "num_key_value_heads": 1}
@@ -101,13 +89,13 @@ MATRIX: tuple[Combination, ...] = (
     Combination("llama-2", 2, "tp2", ""),
     Combination("llama-2", 2, "", "tp2"),
     Combination("llama-2", 2, "tp2 bf16", "tp2"),
-    Combination("llama-2", 2, "tp2 fp16", ""),
+    Combination("llama-2", 2, "tp2 fp16", "", in_suite=True),
     Combination("llama-3", 2, "pp2", "tp2"),
-    Combination("llama-3", 2, "tp2", "pp2"),
+    Combination("llama-3", 2, "tp2", "pp2", in_suite=True),
     Combination("llama-3", 4, "tp4", "tp2"),
     Combination("llama-3", 4, "tp2 sp", "tp4"),
     Combination("llama-3", 4, "tp2 pp2", "tp2 pp2"),
-    Combination("llama-3", 4, "pp4", "tp4", in_suite=True),
+    Combination("llama-3", 4, "pp4", "tp4"),
     Combination(
         "llama-3", 4, "tp2 pp2 bf16", "tp4", generate={"transport": "collective"}, label="by messages", in_suite=True
     ),
@@ -116,7 +104,7 @@ MATRIX: tuple[Combination, ...] = (
     # few key/value heads
     Combination("llama-3", 4, "tp4", "tp4", model=ONE_KV_HEAD, label="one kv head"),
     Combination("llama-3", 4, "tp2", "tp4", model=ONE_KV_HEAD, label="one kv head"),
-    Combination("qwen3", 4, "tp4", "tp2", model=TWO_KV_HEADS, label="two kv heads", in_suite=True),
+    Combination("qwen3", 4, "tp4", "tp2", model=TWO_KV_HEADS, label="two kv heads"),
     Combination("qwen3", 4, "tp2", "tp4", model=TWO_KV_HEADS, label="two kv heads"),
     # no multiples
     Combination("qwen3", 6, "tp2 pp3", "tp3", model=SIX_HEADS, num_layers=6),
@@ -142,18 +130,17 @@ MATRIX: tuple[Combination, ...] = (
         "tp2 pp2",
         actor={"pipeline_model_parallel_layout": "E|t*2|t|tL"},
         label="layout",
-        in_suite=True,
     ),
     Combination("qwen3", 2, "pp2", "tp2", actor={"noop_layers": [1, 4]}, label="layers 1 and 4 do nothing"),
     Combination("qwen3", 2, "pp2", "pp2", num_layers=5, actor={"noop_layers": [5]}, label="uneven both, no-op layer"),
     # vocabulary and optimizers
-    Combination("qwen3", 2, "tp2 vocab128", ""),
+    Combination("qwen3", 2, "tp2", "", actor={"make_vocab_size_divisible_by": 128}, label="padded to 256"),
     Combination("qwen3", 2, "vocab1", "tp2"),
-    Combination("qwen3", 2, "overlap", "tp2", in_suite=True),
+    Combination("qwen3", 2, "overlap", "tp2"),
     Combination("qwen3", 4, "tp2 overlap bf16", "tp4"),
     Combination("qwen3", 2, "tp2 replicated", ""),
     # adapters, added to the weights on their way; frozen weights
-    Combination("qwen3", 2, "tp2 sp", "", actor=LORA, label="adapters", in_suite=True),
+    Combination("qwen3", 2, "tp2 sp", "", actor=LORA, label="adapters"),
     Combination("llama-3", 2, "pp2 bf16", "tp2", actor=LORA, label="adapters"),
     Combination("llama-2", 2, "tp2 replicated", "", actor=LORA, label="adapters"),
     Combination(
@@ -163,6 +150,7 @@ MATRIX: tuple[Combination, ...] = (
         "tp2",
         actor={"lora": {"target_modules": ["linear_proj", "linear_kv_up_proj"]}},
         label="adapters",
+        in_suite=True,
     ),
     Combination("qwen3", 2, "tp2 sp", "", actor=LORA, generate=APART, label="adapters apart", in_suite=True),
     Combination("llama-2", 2, "pp2", "tp2", actor=LORA, generate=APART, label="adapters apart"),
@@ -181,13 +169,13 @@ MATRIX: tuple[Combination, ...] = (
     Combination("qwen3-moe", 4, "ep4", "tp2 ep2"),
     Combination("qwen3-moe", 4, "ep2", "ep4"),
     Combination("qwen3-moe", 4, "tp2 sp ep2 etp2", "tp4"),
-    Combination("qwen3-moe", 4, "pp2 ep2", "tp2 ep4", in_suite=True),
+    Combination("qwen3-moe", 4, "pp2 ep2", "tp2 ep4"),
     Combination("qwen3-moe", 4, "pp2 vpp2 ep2", "tp4"),
     Combination("qwen3-moe", 4, "tp2 sp etp2", "tp2 pp2"),
     Combination("qwen3-moe", 4, "tp2 sp ep4 etp1 overlap", "tp2 ep2"),
     Combination("qwen3-moe", 8, "tp2 sp pp2 ep2 etp1", "tp4 ep8"),
     Combination("qwen3-moe", 8, "tp2 sp ep4 etp2", "tp2 pp2 ep2"),
-    Combination("mixtral", 2, "ep2", "tp2"),
+    Combination("mixtral", 2, "ep2", "tp2", in_suite=True),
     Combination("mixtral", 2, "tp2 sp etp2", "ep2"),
     Combination("mixtral", 4, "tp2 sp ep2 etp1 bf16", "tp4"),
     Combination("mixtral", 4, "pp2 ep2", "tp2 pp2"),
@@ -201,12 +189,12 @@ MATRIX: tuple[Combination, ...] = (
     Combination("deepseek-v3", 4, "ep4 bf16", "tp2 pp2"),
     Combination("deepseek-v3", 8, "tp2 sp pp2 ep2 etp1", "tp4"),
     # other families
-    Combination("glm-4", 2, "tp2", ""),
+    Combination("glm-4", 2, "tp2", "", in_suite=True),
     Combination("glm-4", 4, "tp2 pp2", "tp4"),
     Combination("glm-4-0414", 2, "tp2", "pp2"),
     Combination("glm-4-0414", 2, "", "tp2", in_suite=True),
     Combination("gemma-2", 2, "tp2", ""),
-    Combination("gemma-2", 2, "pp2", "tp2"),
+    Combination("gemma-2", 2, "pp2", "tp2", in_suite=True),
     Combination("gemma-2", 4, "tp2 pp2", "tp2 pp2"),
     Combination("gemma-3", 2, "tp2", "pp2"),
     Combination("gemma-3", 2, "pp2", "tp2", in_suite=True),
@@ -215,7 +203,7 @@ MATRIX: tuple[Combination, ...] = (
     Combination("gpt-2", 4, "tp2 pp2", "tp2 pp2"),
 )
 
-CASES_PER_LAUNCH = 8
+CASES_PER_LAUNCH = 12
 
 
 def run(combinations: Sequence[Combination], directory: Path) -> Iterator[tuple[Combination, Verdict]]:

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from hybrid_engine.config import HybridConfig, find_violations, load_config
-from hybrid_engine.constraints import CONSTRAINTS, Constraint, Job
+from hybrid_engine.config import ActorConfig, HybridConfig, find_violations, load_config
+from hybrid_engine.constraints import CONSTRAINTS, Constraint, Job, broken_rules
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models import table_for
+from hybrid_engine.reduced import reduced_config
 from tests.hybrid_engine import hf_configs
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
@@ -173,6 +174,19 @@ BREAKS = (
         actor={"lora": {"rank": 1000}},
         generate={"lora_delivery": "adapter"},
     ),
+    Break(
+        "Every pattern fits a parameter",
+        "no parameter is called decoder.layer.*, decoder.layers.4.*",
+        actor={"frozen_parameters": ["embedding.*", "decoder.layer.*", "*.linear_proj.weight", "decoder.layers.4.*"]},
+    ),
+    Break("It is a method whose weights", "'awq': renewing its weights", generate={"quantization": "awq"}),
+    Break(
+        "With tied embeddings, layers for further tokens",
+        "Etttt|m|L: the embedding is tied",
+        3,
+        {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Etttt|m|L"},
+        model={**reduced_config(hf_configs.DEEPSEEK_V3, 4), "tie_word_embeddings": True},
+    ),
     Break("Adapters are delivered by themselves", "no adapters are trained", generate={"lora_delivery": "adapter"}),
 )
 
@@ -180,7 +194,7 @@ BREAKS = (
 def broken_by(case: Break, directory: Path) -> list[tuple[Constraint, str]]:
     (directory / "config.json").write_text(json.dumps(case.model))
     config = HybridConfig(model=directory, actor_config=case.actor, generate_config=case.generate)
-    job = Job(config, table_for(config.hf_config()), case.world_size)
+    job = Job(config.actor_config, table_for(config.hf_config()), case.world_size, config.generate_config)
     return [(rule, str(found)) for rule in CONSTRAINTS for found in rule.find(job)]
 
 
@@ -213,6 +227,38 @@ def test_weights_alone_need_not_compute(tmp_path: Path) -> None:
         "actor_config.context_parallel_size",
         "actor_config.sequence_parallel",
     }
+
+
+def test_a_training_model_alone_keeps_the_rules_of_training() -> None:
+    """Nothing is asked of an inference side that nobody has."""
+    table = table_for(EXPERTS)
+    assert broken_rules(Job(ActorConfig(**TP2, **SP), table, 4)) == []
+    job = Job(ActorConfig(**TP2, context_parallel_size=2, noop_layers=(1, 1)), table, 4)
+    keys = [[one.key for one in broken_rules(job, weights_only=weights_only)] for weights_only in (False, True)]
+    assert keys == [
+        ["actor_config.noop_layers", "actor_config.context_parallel_size", "actor_config.sequence_parallel"],
+        ["actor_config.noop_layers"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "lora", "is_known"),
+    [
+        ("decoder.layers.3.mlp.experts.linear_fc1.weight7", False, True),  # Transformer Engine's name
+        ("decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight", False, True),
+        ("decoder.layers.3.mlp.experts.local_experts.8.*", False, False),
+        ("*.linear_qkv.weight", False, True),
+        ("*.linear_qkv.weight", True, False),
+        ("*.linear_qkv.to_wrap.weight", True, True),
+        ("*.linear_qkv.adapter.linear_in.weight", True, True),
+        ("*.linear_fc1.adapter.*", True, False),
+    ],
+)
+def test_frozen_parameters_go_by_megatrons_names(pattern: str, lora: bool, is_known: bool) -> None:
+    adapters = {"lora": {"target_modules": ["linear_qkv"]}} if lora else {}
+    actor = ActorConfig(frozen_parameters=[pattern], **adapters)
+    found = broken_rules(Job(actor, table_for(EXPERTS), 1))
+    assert [one.key for one in found] == ([] if is_known else ["actor_config.frozen_parameters"])
 
 
 def test_nothing_is_found_in_a_sound_configuration(tmp_path: Path) -> None:

@@ -3,8 +3,10 @@ models compute is in test_matrix.py."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from hybrid_engine.errors import ConfigError, HybridEngineError, StateError
 from hybrid_engine.worker import share_of
 from tests.hybrid_engine import jobs
 from tests.hybrid_engine.tiny_models import running
-from tests.launch import launch
+from tests.launch import launch_in_turn
 
 TP2 = {"tensor_model_parallel_size": 2}
 TP2PP2 = {**TP2, "pipeline_model_parallel_size": 2}
@@ -68,21 +70,44 @@ def _training_state(engine: Any) -> dict[str, str]:
     return {item.owner: _digest([item.tensor]) for item in engine.offload_items() if item.action == "copy"}
 
 
+ACTORS: dict[str, tuple[int, dict[str, Any]]] = {
+    "bf16 replicated dp2": (2, {**BF16, "use_distributed_optimizer": False}),
+    "fp32 replicated tp2": (2, {**TP2, "use_distributed_optimizer": False}),
+    "fp32 overlap dp2": (2, {"overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "bf16 distributed tp2 pp2": (4, {**TP2PP2, **BF16}),
+}
+"""Name -> number of ranks, actor_config."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, list[Any]]]:
+    """Number of ranks -> by name, what everything that runs on so many ranks brought back; launched once."""
+    directory = tmp_path_factory.mktemp("end to end")
+    model = jobs.write_model(directory / "model", "qwen3")
+
+    @functools.cache
+    def launched(num_ranks: int) -> dict[str, list[Any]]:
+        calls: dict[str, Any] = {}
+        if num_ranks == 2:  # what makes and ends a process group of its own comes before what finds one
+            calls["versions"] = (refuse_versions, (model,))
+            calls["failures"] = (fail_and_go_on, (model,))
+            calls["gathers"] = (follow_overlapped_gathers, (model, directory / "checkpoint"))
+        for name, (wanted, actor) in ACTORS.items():
+            if wanted == num_ranks:
+                calls[f"{name}, switched"] = (train_with_switches, (model, actor))
+                calls[f"{name}, without"] = (train_without, (model, actor))
+        return launch_in_turn(num_ranks, calls, timeout=800)
+
+    return launched
+
+
 @pytest.mark.engines
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_ranks", "actor"),
-    [
-        pytest.param(4, {**TP2PP2, **BF16}, id="bf16-distributed-tp2pp2"),
-        pytest.param(2, {**BF16, "use_distributed_optimizer": False}, id="bf16-replicated-dp2"),
-        pytest.param(2, {**TP2, "use_distributed_optimizer": False}, id="fp32-replicated-tp2"),
-        pytest.param(2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, id="fp32-overlap-dp2"),
-    ],
-)
-def test_training_is_bitwise_the_same_with_switches(tmp_path: Path, num_ranks: int, actor: dict[str, Any]) -> None:
-    model = jobs.write_model(tmp_path / "model", "qwen3")
-    without = launch(train_without, num_ranks, model, actor, timeout=300)
-    switched = launch(train_with_switches, num_ranks, model, actor, timeout=300)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ACTORS)
+def test_training_is_bitwise_the_same_with_switches(outcomes: Callable[[int], Any], name: str) -> None:
+    found = outcomes(ACTORS[name][0])
+    without, switched = found[f"{name}, without"], found[f"{name}, switched"]
     for plain, other in zip(without, switched, strict=True):
         assert other["losses"] == plain["losses"]
         assert other["state"] == plain["state"]
@@ -158,9 +183,9 @@ def _second_bucket_on_fire(worker: Any) -> Any:
 
 @pytest.mark.engines
 @pytest.mark.slow
-def test_failures_reach_every_rank_and_lose_nothing(tmp_path: Path) -> None:
-    model = jobs.write_model(tmp_path / "model", "qwen3")
-    results = launch(fail_and_go_on, 2, model, timeout=300)
+@pytest.mark.timeout(900)
+def test_failures_reach_every_rank_and_lose_nothing(outcomes: Callable[[int], Any]) -> None:
+    results = outcomes(2)["failures"]
     assert [result["nan"][0] for result in results] == ["RemoteError", "WeightError"]
     assert [result["transfer"][0] for result in results] == ["ReshardError", "RemoteError"]
     for result in results:
@@ -201,9 +226,10 @@ def refuse_versions(model: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.engines
-def test_untested_versions_are_refused_on_every_rank(tmp_path: Path) -> None:
-    model = jobs.write_model(tmp_path / "model", "qwen3")
-    results = launch(refuse_versions, 2, model, timeout=120)
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_untested_versions_are_refused_on_every_rank(outcomes: Callable[[int], Any]) -> None:
+    results = outcomes(2)["versions"]
     assert [megatron[0] for megatron, _ in results] == ["RemoteError", "DependencyError"]
     for megatron, vllm in results:
         assert "0.15.0" in megatron[1] and "0.16.1" in megatron[1]
@@ -243,8 +269,8 @@ def follow_overlapped_gathers(model: Path, directory: Path) -> dict[str, Any]:
 
 @pytest.mark.engines
 @pytest.mark.slow
-def test_reference_and_checkpoint_hold_the_latest_weights(tmp_path: Path) -> None:
+@pytest.mark.timeout(900)
+def test_reference_and_checkpoint_hold_the_latest_weights(outcomes: Callable[[int], Any]) -> None:
     """Also: a second worker in the same process, and a checkpoint that one rank cannot read."""
-    model = jobs.write_model(tmp_path / "model", "qwen3")
-    results = launch(follow_overlapped_gathers, 2, model, tmp_path / "checkpoint", timeout=300)
+    results = outcomes(2)["gathers"]
     assert results == [{"frozen": True, "loaded": True, "kept": True, "before": False, "version": 2}] * 2

@@ -23,7 +23,7 @@ from tests.hybrid_engine.tiny_models import (
     save_model,
     view_of,
 )
-from tests.launch import launch
+from tests.launch import launch_in_turn
 
 TP2 = {"tensor_model_parallel_size": 2}
 SMALL_FILES = 20_000  # bytes: several files
@@ -49,6 +49,27 @@ CASES = {
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
         {"num_hidden_layers": 4},
     ),
+}
+
+
+# name -> (error, part of its message, how the checkpoint differs from the model; None for one without files)
+BROKEN: dict[str, tuple[str, str, dict[str, Any] | None]] = {
+    "other sizes": (
+        "ParameterMismatchError",
+        "model.layers.0.mlp.gate_proj.weight: shape (48, 24)",
+        {"intermediate_size": 48},
+    ),
+    "fewer layers": (
+        "ParameterMismatchError",
+        "model.layers.1.mlp.down_proj.weight: not in the checkpoint",
+        {"num_hidden_layers": 1},
+    ),
+    "more layers": (
+        "ParameterMismatchError",
+        "model.layers.2.mlp.down_proj.weight: in the checkpoint, but",
+        {"num_hidden_layers": 3},
+    ),
+    "no files": ("ConfigError", "has neither model.safetensors.index.json nor model.safetensors", None),
 }
 
 
@@ -106,10 +127,25 @@ def main_parameters_differ(run: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], Path, list[dict[str, Any]]]:
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], Path, dict[str, list[Any]]]:
+    """Models, where they were saved, and by rank what loading brought back: of good checkpoints, of broken ones."""
     directory = tmp_path_factory.mktemp("hf")
     paths = {name: save_model(directory / name, case.family, **case.model) for name, case in CASES.items()}
-    return paths, directory / "out", launch(load_and_save, 2, paths, directory / "out")
+    model = save_model(directory / "model", "qwen3")
+    broken = {name: directory / name for name in BROKEN}
+    for name, (_, _, changes) in BROKEN.items():
+        broken[name].mkdir() if changes is None else save_model(broken[name], "qwen3", **changes)
+    calls = {
+        "good": (load_and_save, (paths, directory / "out")),
+        "broken": (load_what_is_wrong, (model, broken)),
+    }
+    return paths, directory / "out", launch_in_turn(2, calls)
+
+
+@pytest.fixture
+def outcome(launched: Any) -> tuple[dict[str, Path], Path, list[dict[str, Any]]]:
+    paths, out, found = launched
+    return paths, out, found["good"]
 
 
 @pytest.mark.engines
@@ -164,26 +200,13 @@ def load_what_is_wrong(model: Path, broken: dict[str, Path]) -> dict[str, tuple[
 
 
 @pytest.mark.engines
-def test_what_is_wrong_is_named_and_nothing_is_lost(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", "qwen3")
-    broken = {
-        "other sizes": save_model(tmp_path / "wide", "qwen3", intermediate_size=48),
-        "fewer layers": save_model(tmp_path / "short", "qwen3", num_hidden_layers=1),
-        "more layers": save_model(tmp_path / "long", "qwen3", num_hidden_layers=3),
-        "no files": tmp_path / "nothing",
-    }
-    broken["no files"].mkdir()
-    expected = {
-        "other sizes": ("ParameterMismatchError", "model.layers.0.mlp.gate_proj.weight: shape (48, 24)"),
-        "fewer layers": ("ParameterMismatchError", "model.layers.1.mlp.down_proj.weight: not in the checkpoint"),
-        "more layers": ("ParameterMismatchError", "model.layers.2.mlp.down_proj.weight: in the checkpoint, but"),
-        "no files": ("ConfigError", "has neither model.safetensors.index.json nor model.safetensors"),
-    }
-    for results in launch(load_what_is_wrong, 2, model, broken):
-        for name, (error, message) in expected.items():
-            assert results[name][0] == error
-            assert message in results[name][1]
-            assert results[name][2]
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_wrong_is_named_and_nothing_is_lost(launched: Any, name: str) -> None:
+    error, message, _ = BROKEN[name]
+    for results in launched[2]["broken"]:
+        assert results[name][0] == error
+        assert message in results[name][1]
+        assert results[name][2]
 
 
 def test_files_have_safetensors_own_format(tmp_path: Path) -> None:

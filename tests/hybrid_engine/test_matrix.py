@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_engine.config import find_violations
+from hybrid_engine.layouts.from_config import inference_parallelism, train_parallelism
 from hybrid_engine.verify import NUM_SWITCHES, Verdict
 from tests.hybrid_engine import hf_configs
 from tests.hybrid_engine.matrix import MATRIX, Combination, run
@@ -19,11 +21,21 @@ def test_the_matrix_is_wide() -> None:
     names = Counter(combination.name for combination in MATRIX)
     assert max(names.values()) == 1
     assert {combination.family for combination in MATRIX} == set(hf_configs.PUBLISHED)
+    assert {combination.family for combination in IN_SUITE.values()} == set(hf_configs.PUBLISHED)
 
 
 @pytest.mark.parametrize("combination", MATRIX, ids=lambda combination: combination.name)
 def test_every_cell_is_a_sound_configuration(combination: Combination, tmp_path: Path) -> None:
-    combination.case(tmp_path).config(combination.num_ranks)
+    """And is what its words say; training computes but where it would have to split sequences."""
+    config = combination.case(tmp_path).config(combination.num_ranks)
+    keys = {violation.key for violation in find_violations(config, combination.num_ranks)}
+    assert keys == ({"actor_config.context_parallel_size"} if "cp2" in combination.train.split() else set())
+    sizes = train_parallelism(config.actor_config, combination.num_ranks)
+    short = {"tp": sizes.tensor, "pp": sizes.pipeline, "cp": sizes.context, "ep": sizes.expert}
+    assert {f"{key}{size}" for key, size in short.items() if size > 1} <= set(combination.train.split())
+    sizes = inference_parallelism(config.generate_config, combination.num_ranks)
+    short = {"tp": sizes.tensor, "pp": sizes.pipeline, "ep": sizes.expert}
+    assert {f"{key}{size}" for key, size in short.items() if size > 1} == set(combination.infer.split())
 
 
 @pytest.fixture(scope="module")

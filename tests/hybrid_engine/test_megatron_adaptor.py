@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from tests.hybrid_engine.tiny_models import (
     running,
     save_model,
 )
-from tests.launch import launch
+from tests.launch import launch_in_turn
 
 pytestmark = pytest.mark.engines
 
@@ -51,12 +52,9 @@ PP2 = {"pipeline_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 TIED = {"tie_word_embeddings": True}
 
-ONE_RANK = {
-    "one rank": Case("llama"),
-    "one rank, all biases": Case("llama", {"attention_bias": True, "mlp_bias": True}),
-}
 TWO_RANKS = {
     "tp2": Case("llama", {}, TP2),
+    "tp2, all biases": Case("llama", {"attention_bias": True, "mlp_bias": True}, TP2),
     "tp2, tied, sequence parallel": Case("qwen2", TIED, SP2),
     "tp2, one kv head": Case("qwen3", {"num_key_value_heads": 1}, TP2),
     "pp2, tied": Case("llama", TIED, PP2),
@@ -75,7 +73,7 @@ FOUR_RANKS = {
     "experts tp2 ep2 etp2": Case("deepseek_v3", {}, {**SP2, **EP2}),
     "experts tp2 pp2 ep2 etp1": Case("mixtral", {}, {**SP2, **PP2, **EP2, **ETP1}),
 }
-ALL_CASES = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}
+ALL_CASES = {2: TWO_RANKS, 4: FOUR_RANKS}
 
 
 @dataclass(frozen=True)
@@ -135,20 +133,37 @@ def megatron_tensors(chunk: torch.nn.Module) -> Iterator[MegatronTensor]:
         )
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4], ids=["1 rank", "2 ranks", "4 ranks"])
-def rank_views(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[ModelTable, list[RankView]]]:
+Launched = Callable[[int], tuple[dict[str, Path], dict[str, list[Any]]]]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    """Number of ranks -> the models of its cases, and by name what everything that runs on so many brought back."""
+
+    @functools.cache
+    def launch_on(num_ranks: int) -> tuple[dict[str, Path], dict[str, list[Any]]]:
+        cases = ALL_CASES[num_ranks]
+        paths = {
+            name: (save_moe_model if case.family in FAMILIES else save_model)(
+                tmp_path_factory.mktemp("model"), case.family, **case.model
+            )
+            for name, case in cases.items()
+        }
+        calls: dict[str, Any] = {"views": (views_of_rank, (cases, paths))}
+        if num_ranks == 2:
+            path = save_model(tmp_path_factory.mktemp("model"), "qwen3")
+            calls |= {"values": (prepared_and_not, (path,)), "refusals": (refusals, (path,))}
+        return paths, launch_in_turn(num_ranks, calls)
+
+    return launch_on
+
+
+@pytest.fixture(params=[2, 4], ids=["2 ranks", "4 ranks"])
+def rank_views(request: pytest.FixtureRequest, launched: Launched) -> dict[str, tuple[ModelTable, list[RankView]]]:
     """Case -> (its table, what each rank saw)."""
-    cases = ALL_CASES[request.param]
-    paths = {
-        name: (save_moe_model if case.family in FAMILIES else save_model)(
-            tmp_path_factory.mktemp("model"), case.family, **case.model
-        )
-        for name, case in cases.items()
-    }
-    results = launch(views_of_rank, request.param, cases, paths)
-    return {name: (table_for(read_config(path)), [result[name] for result in results]) for name, path in paths.items()}
+    paths, found = launched(request.param)
+    views = found["views"]
+    return {name: (table_for(read_config(path)), [view[name] for view in views]) for name, path in paths.items()}
 
 
 def test_records_find_what_megatron_says(rank_views: dict[str, tuple[ModelTable, list[RankView]]]) -> None:
@@ -343,19 +358,9 @@ def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
     return [name for name in left if not torch.equal(left[name], right[name])]
 
 
-@pytest.fixture(scope="module")
-def about_values(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Any], dict[str, str]]]:
-    """What each of two ranks brings back from `prepared_and_not` and from `refusals`."""
-    return launch(prepared_and_not_and_refusals, 2, save_model(tmp_path_factory.mktemp("model"), "qwen3"))
-
-
-def prepared_and_not_and_refusals(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    return prepared_and_not(path), refusals(path)
-
-
-def test_prepare_finishes_pending_gathers(about_values: list[tuple[dict[str, Any], dict[str, str]]]) -> None:
+def test_prepare_finishes_pending_gathers(launched: Launched) -> None:
     """Without `prepare` a data parallel replica still holds the other rank's old weights."""
-    first, second = (prepared for prepared, _ in about_values)
+    first, second = launched(2)[1]["values"]
     for (stale, ready), (other_stale, other_ready) in zip(first["steps"], second["steps"], strict=True):
         assert differing(stale, other_stale), "the replicas agree before prepare: this test shows nothing"
         assert differing(stale, ready) and differing(other_stale, other_ready)
@@ -404,8 +409,8 @@ def refusals(path: Path) -> dict[str, str]:
     return messages
 
 
-def test_refusals_name_every_parameter(about_values: list[tuple[dict[str, Any], dict[str, str]]]) -> None:
-    for rank, (_, messages) in enumerate(about_values):
+def test_refusals_name_every_parameter(launched: Launched) -> None:
+    for rank, messages in enumerate(launched(2)[1]["refusals"]):
         nan = messages["nan"]
         assert "(2)" in nan
         assert f"decoder.layers.1.self_attention.linear_qkv.weight on rank {rank}" in nan

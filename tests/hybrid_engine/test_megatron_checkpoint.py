@@ -39,6 +39,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"tie_word_embeddings": True, "num_hidden_layers": 4},
         {**PP2, "virtual_pipeline_model_parallel_size": 2},
     ),
+    "tp2, adapters": ("qwen3", {}, {**TP2, "lora": {"rank": 4}}),
 }
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.errors import ModelError
+from hybrid_engine.errors import ConfigError
 from hybrid_engine.worker import share_of
 from tests.hybrid_engine.moe_models import YARN, build_moe_model, mtp_losses, save_moe_model, whole_weights
 from tests.hybrid_engine.tiny_models import (
@@ -85,15 +85,12 @@ OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 PLAIN = {"use_distributed_optimizer": False}
 
 CASES: dict[int, dict[str, Case]] = {
-    1: {name: Case(name) for name in MODELS if not name.startswith("qwen3,")},
     2: {
         "qwen3_moe ep2": Case("qwen3_moe", EP2),
-        "qwen3_moe tp2 ep2 etp1": Case("qwen3_moe", {**TP2, **EP2, **ETP1}),
         "qwen3_moe tp2 etp2": Case("qwen3_moe", TP2),
         "qwen3_moe tp2 ep2 etp1, plain optimizer": Case("qwen3_moe", {**TP2, **EP2, **ETP1, **PLAIN}),
         "qwen3_moe dense layers, ep2, plain optimizer": Case("qwen3_moe, some layers dense", {**EP2, **PLAIN}),
         "qwen2_moe tp2 ep2 etp1": Case("qwen2_moe", {**TP2, **EP2, **ETP1}),
-        "qwen2_moe dp2, overlap": Case("qwen2_moe", OVERLAP),
         "mixtral pp2": Case("mixtral", PP2),
         "mixtral ep2, overlap": Case("mixtral", {**EP2, **OVERLAP}),
         "deepseek_v2 tp2": Case("deepseek_v2", TP2),
@@ -106,9 +103,6 @@ CASES: dict[int, dict[str, Case]] = {
             "deepseek_v3, two mtp layers", {**PP2, "pipeline_model_parallel_layout": "Ettt|mmL"}
         ),
         "qwen3 pp2, first 1": Case("qwen3, three layers", {**PP2, **FIRST1}),
-        "qwen3 pp2, embedding counts": Case(
-            "qwen3, three layers", {**PP2, "account_for_embedding_in_pipeline_split": True}
-        ),
         "qwen3 pp2, both ends count": Case(
             "qwen3, four layers, tied",
             {
@@ -117,18 +111,15 @@ CASES: dict[int, dict[str, Case]] = {
                 "account_for_loss_in_pipeline_split": True,
             },
         ),
-        "qwen3 pp2, layout": Case("qwen3, three layers", {**PP2, "pipeline_model_parallel_layout": "E|tttL"}),
         "qwen3 pp2 vpp2, layout": Case(
             "qwen3, four layers, tied", {**PP2, "pipeline_model_parallel_layout": "Et|tt|t|L"}
         ),
-        "qwen3 pp2, last does nothing": Case("qwen3, three layers", {**PP2, "noop_layers": (3,)}),
         "qwen3 pp2 vpp2, ends do nothing": Case(
             "qwen3, four layers, tied", {**PP2, **VPP2, "noop_layers": (0, 4, 6, 7)}
         ),
         "deepseek_v3 pp2, middle does nothing": Case("deepseek_v3", {**PP2, "noop_layers": (1,)}),
     },
     4: {
-        "qwen3_moe ep4": Case("qwen3_moe", {"expert_model_parallel_size": 4}),
         "qwen3_moe tp2 ep2 etp2": Case("qwen3_moe", {**TP2, **EP2, **ETP2}),
         "mixtral tp2 pp2 ep2 etp1": Case("mixtral", {**TP2, **PP2, **EP2, **ETP1}),
         "deepseek_v3 mtp pp2 ep2, last 1": Case("deepseek_v3, two mtp layers", {**PP2, **EP2, **LAST1}),
@@ -278,7 +269,7 @@ def half_precision_and_refusals(paths: dict[str, Path]) -> dict[str, Any]:
     }.items():
         config = ActorConfig(**{**DENSE_FLOAT32, **actor})
         with parallel_state_of(config):
-            with pytest.raises(ModelError) as caught:
+            with pytest.raises(ConfigError) as caught:
                 build_model(config, table, read_config(path))
             found[name] = str(caught.value)
             if name == "positions":
@@ -428,9 +419,9 @@ def test_half_precision_and_refusals(launched: Callable[[int], Any], paths: dict
         assert bias["dtypes"] == {"torch.float32"} and bias["stays where it is"] and bias["reference"]
         assert all(moved == pytest.approx(1e-3, abs=1e-6) for moved in bias["moved by"])
         assert "sequence_parallel" in found["experts without sequence parallel"]
-        assert "expert_tensor_parallel_size 1" in found["experts cut otherwise"]
-        assert "context_parallel_size 2" in found["context"]
-        assert "noop_layers (1, 1)" in found["positions"]
+        assert "expert_tensor_parallel_size: 1 with TP 2" in found["experts cut otherwise"]
+        assert "context_parallel_size: 2" in found["context"]
+        assert "noop_layers: [1, 1] names a position twice" in found["positions"]
         whole = sum(tensor.numel() for tensor in read_canonical(paths["deepseek_v3"]).values())
         assert found["experts without sequence parallel, weights only"] < whole
         assert found["context, weights only"] > 0.99 * whole

@@ -10,16 +10,17 @@ import pytest
 import torch
 
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.errors import ModelError, WeightError
+from hybrid_engine.errors import ConfigError, WeightError
 from tests.hybrid_engine.tiny_models import (
     DENSE_FLOAT32,
     load_canonical,
     negative_log_likelihood,
+    read_config,
     running,
     save_model,
     token_batch,
 )
-from tests.launch import launch
+from tests.launch import launch_in_turn
 
 pytestmark = pytest.mark.engines
 
@@ -94,10 +95,22 @@ def _train(run: Any) -> dict[str, Any]:
     }
 
 
-def test_adapters_train_and_are_merged(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """By rank, what each of the three brought back."""
+    directory = tmp_path_factory.mktemp("adapters")
+    path = save_model(directory / "model", "qwen3")
+    calls = {
+        "trained": (train_adapters, (path,)),
+        "read": (save_and_load, (path, directory / "out")),
+        "frozen": (freeze_and_fail, (path,)),
+    }
+    return launch_in_turn(2, calls)
+
+
+def test_adapters_train_and_are_merged(outcomes: dict[str, list[Any]]) -> None:
     """Every layout trains as one rank's does, touches nothing but adapters, and its merged weights compute the same."""
-    path = save_model(tmp_path / "model", "qwen3")
-    results = launch(train_adapters, 2, path)
+    results = outcomes["trained"]
     expected = results[0]["dp2"]["losses"]
     for result in results:
         for name, seen in result.items():
@@ -109,9 +122,12 @@ def test_adapters_train_and_are_merged(tmp_path: Path) -> None:
 
 
 def save_and_load(path: Path, out: Path) -> dict[str, Any]:
-    """What the model computes before it is saved as a Hugging Face checkpoint, and after that one is read again."""
+    """What the model computes before it is saved as a Hugging Face checkpoint, and after that one is read again; and
+    what a reference computes, which has the sums without adapters, also once training went on."""
     from hybrid_engine.agreement import Agreement
     from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
+    from hybrid_engine.backends.megatron.build import build_reference
+    from hybrid_engine.backends.megatron.train_engine import TrainEngine
 
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **LORA})) as run:
         weights, agreement = run.engine.weights, Agreement(60)
@@ -119,17 +135,29 @@ def save_and_load(path: Path, out: Path) -> dict[str, Any]:
         for _ in range(3):
             run.engine.train_step(batch, negative_log_likelihood)
         trained = run.engine.logits(batch["tokens"])
+        reference = TrainEngine(build_reference(run.config, run.table, read_config(path)), run.table, 1)
+        reference.copy_weights_from(run.engine)
+        frozen = reference.logits(batch["tokens"])
         save_hf_checkpoint(out, weights.merged, run.table, agreement, path)
         load_hf_checkpoint(out, weights.base, run.table, agreement)
         run.engine.take_up_weights()
         read = run.engine.logits(batch["tokens"])
-    return {"difference": float((read - trained).abs().max()), "spread": float(trained.max() - trained.min())}
+        run.engine.train_step(batch, negative_log_likelihood)
+        moved = run.engine.logits(batch["tokens"])
+        stays = torch.equal(frozen, reference.logits(batch["tokens"]))
+    return {
+        "difference": float((read - trained).abs().max()),
+        "of reference": float((frozen - trained).abs().max()),
+        "moved": float((moved - trained).abs().max()),
+        "reference stays": stays,
+        "spread": float(trained.max() - trained.min()),
+    }
 
 
-def test_a_checkpoint_of_sums_is_read_as_the_whole(tmp_path: Path) -> None:
-    path = save_model(tmp_path / "model", "qwen3")
-    (result,) = launch(save_and_load, 1, path, tmp_path / "out")
-    assert result["difference"] < 1e-5 < result["spread"]
+def test_a_checkpoint_and_a_reference_have_the_sums(outcomes: dict[str, list[Any]]) -> None:
+    for result in outcomes["read"]:
+        assert result["difference"] < 1e-5 < result["spread"]
+        assert result["of reference"] < 1e-5 < result["moved"] and result["reference stays"]
 
 
 def freeze_and_fail(path: Path) -> tuple[Mapping[str, bool], list[str]]:
@@ -144,20 +172,19 @@ def freeze_and_fail(path: Path) -> tuple[Mapping[str, bool], list[str]]:
     messages = []
     for wrong in (
         {"frozen_parameters": ["decoder.layer.*"]},
-        {"lora": {"target_modules": ["input_layernorm"]}},  # the configuration's own check does not come first here
+        {"lora": {"target_modules": ["input_layernorm"]}},
     ):
-        with pytest.raises(ModelError) as caught, running(path, ActorConfig(**{**DENSE_FLOAT32, **wrong})):
+        with pytest.raises(ConfigError) as caught, running(path, ActorConfig(**{**DENSE_FLOAT32, **wrong})):
             pass
         messages.append(str(caught.value))
     return kept, messages
 
 
-def test_frozen_parameters_and_wrong_names(tmp_path: Path) -> None:
-    path = save_model(tmp_path / "model", "qwen3")
-    ((kept, messages),) = launch(freeze_and_fail, 1, path)
-    assert {name for name, is_kept in kept.items() if is_kept} == {
-        name for name in kept if name.startswith(("embedding.", "decoder.layers.1."))
-    }
-    assert not all(kept.values())
-    assert "no parameter is called decoder.layer.*" in messages[0]
-    assert "input_layernorm" in messages[1] and "lora.target_modules" in messages[1]
+def test_frozen_parameters_and_wrong_names(outcomes: dict[str, list[Any]]) -> None:
+    for kept, messages in outcomes["frozen"]:
+        assert {name for name, is_kept in kept.items() if is_kept} == {
+            name for name in kept if name.startswith(("embedding.", "decoder.layers.1."))
+        }
+        assert not all(kept.values())
+        assert "no parameter is called decoder.layer.*" in messages[0]
+        assert "input_layernorm" in messages[1] and "target_modules" in messages[1]

@@ -12,6 +12,7 @@ from hybrid_engine.models.blocks import POST_NORM_NAMES
 from hybrid_engine.models.extras import RotaryScaling
 from tests.hybrid_engine.tiny_models import FAMILIES, SIZES, read_canonical, read_config, save_model
 
+KEYS_OF_SIZES = ("num_hidden_layers", "num_key_value_heads")
 UNTIED = {"tie_word_embeddings": False}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -20,7 +21,20 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+TIED = {"tie_word_embeddings": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama tied": ("llama", TIED),
+    "llama attention bias": ("llama", {"attention_bias": True}),
+    "llama mlp bias": ("llama", {"mlp_bias": True}),
+    "llama all biases": ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    "llama no head_dim": ("llama", {"head_dim": None}),
+    "llama one kv head": ("llama", {"num_key_value_heads": 1, "num_hidden_layers": 11}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied": ("qwen2", TIED),
+    "qwen3": ("qwen3", {}),
+    "qwen3 tied": ("qwen3", TIED),
+    "qwen3 attention bias": ("qwen3", {"attention_bias": True}),
     "llama 3.1": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}}),
     "qwen2 with windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     "glm": ("glm", {}),
@@ -49,10 +63,22 @@ def test_names_and_shapes_are_those_on_disk(checkpoint: Path) -> None:
     assert table_for(read_config(checkpoint)).shapes == on_disk
 
 
+def test_sizes_are_those_of_the_config(checkpoint: Path) -> None:
+    config = read_config(checkpoint)
+    layers, kv_heads = ("n_layer", "n_head") if config["model_type"] == "gpt2" else KEYS_OF_SIZES
+    dims = table_for(config).dims
+    assert dims.num_layers == config[layers]
+    assert dims.vocab_size == config["vocab_size"]
+    assert dims.num_kv_heads == config[kv_heads]
+    assert dims.tied_embeddings == config["tie_word_embeddings"]
+
+
 def test_every_canonical_tensor_has_a_megatron_parameter(checkpoint: Path) -> None:
+    """In the names of both layer specs; what a rule speaks of and the model has not is no fault of the rule."""
     table = table_for(read_config(checkpoint))
     packed = {pattern for rule in table.rules for pattern in rule.packing.tensors()}
-    assert table.shapes.keys() <= {pattern.format(layer=layer) for pattern in packed for layer in range(7)}
+    spoken_of = {pattern.format(layer=layer) for pattern in packed for layer in range(table.dims.num_layers)}
+    assert table.shapes.keys() <= spoken_of
 
 
 def test_no_name_has_two_rules(checkpoint: Path) -> None:
@@ -61,10 +87,28 @@ def test_no_name_has_two_rules(checkpoint: Path) -> None:
 
 
 def test_everything_is_built(checkpoint: Path) -> None:
-    """But for biases in attention alone."""
+    """But for biases in only one of attention and MLP."""
     config = read_config(checkpoint)
-    has_biases = config["model_type"] == "gemma2" and config["attention_bias"]
-    assert len(table_for(config).not_built) == has_biases
+    in_attention = config.get("attention_bias", False) and config["model_type"] in ("llama", "qwen3", "gemma2")
+    assert len(table_for(config).not_built) == (in_attention != config.get("mlp_bias", False))
+
+
+def test_both_layer_specs_give_the_same_rule() -> None:
+    table = table_for({"architectures": ["LlamaForCausalLM"], **SIZES})
+    pairs = [
+        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    ]
+    for local, transformer_engine in pairs:
+        matches = [table.match(f"decoder.layers.11.{name}") for name in (local, transformer_engine)]
+        assert matches[0] == matches[1] and matches[0].indices == {"layer": 11}
+    assert table.match("decoder.final_layernorm.weight").indices == {}
+    for unknown in (
+        "decoder.layers.0.unheard_of.weight",
+        "decoder.layers.x.input_layernorm.weight",
+        "input_layernorm.weight",
+    ):
+        assert table.match(unknown) is None
 
 
 GEMMA_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hybrid_engine.errors import OffloadError
-from hybrid_engine.memory import offloader as offloader_module
+from hybrid_engine.memory import inventory as inventory_module
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.offloader import KINDS, MegatronOffloader, OffloadItem
 
@@ -201,7 +201,7 @@ def test_impossible_item():
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, method: str, owner: str, times: int = 1) -> None:
     """Make a step of one storage's move fail, as running out of memory would."""
-    original = getattr(offloader_module._Storage, method)
+    original = getattr(inventory_module.Storage, method)
     failures = iter(range(times))
 
     def failing(storage):
@@ -209,7 +209,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, method: str, owner: str, times: int
             raise RuntimeError("out of memory")
         return original(storage)
 
-    monkeypatch.setattr(offloader_module._Storage, method, failing)
+    monkeypatch.setattr(inventory_module.Storage, method, failing)
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["resized", "elastic"])

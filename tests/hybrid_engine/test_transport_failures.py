@@ -35,7 +35,7 @@ def transfer_between(src_rank: int, dst_rank: int, link: Link = Link.NETWORK) ->
 ALL_PAIRS = tuple(
     transfer_between(src, dst, Link.SELF if src == dst else Link.NETWORK) for src in (0, 1) for dst in (0, 1)
 )
-BUCKETS = tuple(Bucket(index, ALL_PAIRS, ("group",), 8 * NUMEL) for index in range(4))
+BUCKETS = tuple(Bucket(index, (), ALL_PAIRS, ("group",), 8 * NUMEL) for index in range(4))
 SOURCE_BUFFERS = {BufferId(rank, "src"): Buffer(NUMEL, "float32") for rank in (0, 1)}
 
 
@@ -277,7 +277,7 @@ def test_unknown_preference():
 
 def test_check_reports_every_transfer_that_no_transport_carries():
     transfers = (transfer_between(0, 1), transfer_between(1, 0, Link.HOST), transfer_between(1, 1, Link.SELF))
-    plan = ReshardPlan((Bucket(0, transfers, (), 0),), {}, (), "")
+    plan = ReshardPlan((Bucket(0, (), transfers, (), 0),), {}, (), "")
     with pytest.raises(ConfigError) as failure:
         TransportSet.connect(0, SOURCE_BUFFERS, {}, preference="shared_memory").check(plan, set())
     assert [violation.key for violation in failure.value.findings] == ["generate_config.transport"] * 2

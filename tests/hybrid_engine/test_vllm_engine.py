@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.hybrid_engine import vllm_ranks
-from tests.launch import launch
+from tests.launch import launch_in_turn
 
-pytest.importorskip("vllm")
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+
+DECODED = ("gemma2", "deepseek v2", "deepseek v3")
+"""Families whose attention vLLM computes with other kernels than the rest; all are in the matrix."""
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, list[Any]]]:
+    """Number of ranks -> by name, what everything that runs on so many ranks brought back; launched once."""
+    directory = str(tmp_path_factory.mktemp("vllm"))
+    calls: dict[int, dict[str, Any]] = {
+        1: {"memory": (vllm_ranks.memory, (directory,)), "cycles": (vllm_ranks.cycles, (directory, 1))},
+        2: {
+            # first, for vLLM changes the classes of models that it takes from transformers
+            "oracle": (vllm_ranks.transformers_oracle, (directory, 2, DECODED)),
+            "cycles": (vllm_ranks.cycles, (directory, 2)),
+            "replicas": (vllm_ranks.replicas, (directory,)),
+            "quantised": (vllm_ranks.quantised, (directory, 2)),
+        },
+        4: {"orders": (vllm_ranks.orders, (directory, [None, (0, 2, 1, 3)]))},
+    }
+    return functools.cache(lambda num_ranks: launch_in_turn(num_ranks, calls[num_ranks], timeout=600))
 
 
 @pytest.mark.parametrize("num_tp", [1, 2])
-def test_switches_release_and_a_process_left_as_it_was(tmp_path: Path, num_tp: int) -> None:
-    results = launch(vllm_ranks.cycles, num_tp, str(tmp_path), num_tp)
+def test_switches_release_and_a_process_left_as_it_was(outcomes: Callable[[int], Any], num_tp: int) -> None:
+    results = outcomes(num_tp)["cycles"]
     for rank, result in enumerate(results):
         assert result["tp_rank"] == num_tp - 1 - rank
         assert result["differences"] == []
@@ -34,8 +56,8 @@ def test_switches_release_and_a_process_left_as_it_was(tmp_path: Path, num_tp: i
         assert "released" in gone and "before they were allocated" in uncommitted and "shut down" in shut
 
 
-def test_replicas_are_independent_and_no_rank_waits_for_a_failed_one(tmp_path: Path) -> None:
-    first, second = launch(vllm_ranks.replicas, 2, str(tmp_path))
+def test_replicas_are_independent_and_no_rank_waits_for_a_failed_one(outcomes: Callable[[int], Any]) -> None:
+    first, second = outcomes(2)["replicas"]
     for result in (first, second):
         kinds = {name: kind for name, (kind, _) in result["errors"].items()}
         assert kinds["world"] == "ConfigError" and "3 x 1 x 1 = 3, but there are 2" in result["errors"]["world"][1]
@@ -57,15 +79,17 @@ def test_replicas_are_independent_and_no_rank_waits_for_a_failed_one(tmp_path: P
         assert taken and "on CPU loads but cannot generate" in message
 
 
-def test_replicas_over_interleaved_ranks_answer_as_over_consecutive_ones(tmp_path: Path) -> None:
-    by_rank = launch(vllm_ranks.orders, 4, str(tmp_path), [None, (0, 2, 1, 3)])
+def test_replicas_over_interleaved_ranks_answer_as_over_consecutive_ones(outcomes: Callable[[int], Any]) -> None:
+    by_rank = outcomes(4)["orders"]
     assert [result[0]["place"] for result in by_rank] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [result[1]["place"] for result in by_rank] == [(0, 0), (1, 0), (0, 1), (1, 1)]
     assert all(each["answers"] == by_rank[0][0]["answers"] for result in by_rank for each in result)
 
 
-def test_quantised_weights_are_those_of_vllms_own_load_and_what_cannot_be_fed_is_refused(tmp_path: Path) -> None:
-    for result in launch(vllm_ranks.quantised, 2, str(tmp_path), 2):
+def test_quantised_weights_are_those_of_vllms_own_load_and_what_cannot_be_fed_is_refused(
+    outcomes: Callable[[int], Any],
+) -> None:
+    for result in outcomes(2)["quantised"]:
         completions, _ = result["fp8_per_channel"]
         assert [row[0] for row in completions] == result["native"]
         assert result["fp8_per_channel"] == result["fp8_per_channel again"] != result["None"]
@@ -86,16 +110,10 @@ def _check_answers(result: dict[str, Any]) -> None:
     assert all(len(tokens) == 6 for tokens in result["sample"])
 
 
-@pytest.mark.parametrize(
-    ("num_tp", "families"),
-    [
-        (1, ("qwen3", "qwen2", "glm", "glm4", "gemma2", "gemma3", "gpt2", "deepseek v2")),
-        (2, ("qwen3 moe", "mixtral", "deepseek v3")),
-    ],
-)
-def test_log_probabilities_are_those_of_transformers(tmp_path: Path, num_tp: int, families: tuple[str, ...]) -> None:
-    for result in launch(vllm_ranks.transformers_oracle, num_tp, str(tmp_path), num_tp, families):
-        assert set(result) == set(families)
+def test_what_is_computed_while_decoding_is_what_transformers_computes(outcomes: Callable[[int], Any]) -> None:
+    """Of prompts the matrix sees the same for all families."""
+    for result in outcomes(2)["oracle"]:
+        assert set(result) == set(DECODED)
         assert max(result.values()) < 5e-5, result  # float32; log-probabilities are around -5
 
 
@@ -103,8 +121,8 @@ def test_tensors_that_cannot_be_traced_arrive_through_the_loader() -> None:
     assert vllm_ranks.staged_switch() == 0
 
 
-def test_released_weights_leave_memory_and_switches_do_not_pile_up(tmp_path: Path) -> None:
-    (result,) = launch(vllm_ranks.memory, 1, str(tmp_path))
+def test_released_weights_leave_memory_and_switches_do_not_pile_up(outcomes: Callable[[int], Any]) -> None:
+    (result,) = outcomes(1)["memory"]
     for released, committed in zip(result["released"], result["committed"], strict=True):
         assert committed - released > 0.9 * result["weights"], result
     # On CPU vLLM keeps embedding and head twice; beyond that a module or two may linger in the allocator.

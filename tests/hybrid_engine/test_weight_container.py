@@ -24,18 +24,14 @@ NBYTES = NUMEL * 4
 
 
 class FakeWeights:
-    """An inference engine with one buffer per group; rank 1 lacks the last group. It records what is asked of it.
+    """An inference engine with one buffer per group; rank 1 lacks the last group. It records what is asked of it."""
 
-    With `repacks` it lets go of a group's buffer at commit, as an engine does that packs weights for its kernels.
-    """
-
-    def __init__(self, rank: int, *, repacks: bool = False, fail_in: str = "", fail_at: str = "group1") -> None:
+    def __init__(self, rank: int, *, fail_in: str = "", fail_at: str = "group1") -> None:
         self.rank = rank
         self.calls: list[str] = []
         self.live: dict[str, torch.Tensor] = {}
         self.in_force: dict[str, torch.Tensor] = {}
         self.groups = [f"group{number}" for number in range(NUM_GROUPS - rank)]
-        self._repacks = repacks
         self.fail_in, self._fail_at = fail_in, fail_at
 
     def layout(self) -> Layout:
@@ -52,12 +48,15 @@ class FakeWeights:
         self._record("commit", groups)
         for group in groups:
             name = f"{group}.weight"
-            self.in_force[group] = self.live.pop(name).clone() if self._repacks else self.live[name]
+            self.in_force[group] = self.live[name]
 
     def release(self) -> None:
         self._record("release", ())
         self.live.clear()
         self.in_force.clear()
+
+    def resident_nbytes(self) -> int:
+        return sum(flat.nbytes for flat in {**self.live, **self.in_force}.values())
 
     def _record(self, call: str, groups: Sequence[str]) -> None:
         self.calls.append(" ".join((call, *groups)))
@@ -85,7 +84,7 @@ def make_plan(link: Link = Link.HOST) -> ReshardPlan:
             for rank in range(NUM_RANKS)
             if group < NUM_GROUPS - rank
         )
-        buckets.append(Bucket(index, transfers, tuple(f"group{group}" for group in groups), NBYTES * len(groups)))
+        buckets.append(Bucket(index, (), transfers, tuple(f"group{group}" for group in groups), NBYTES * len(groups)))
     return ReshardPlan(tuple(buckets), {}, (), "fingerprint")
 
 
@@ -116,7 +115,7 @@ def test_fill_walks_buckets_and_leaves_out_groups_of_other_ranks(rank: int):
     expected += ["allocate group3", "commit group3"] if rank == 0 else []
     assert weights.calls == expected
     assert container.state is ContainerState.FILLED
-    assert container.committed_groups == tuple(weights.groups)
+    assert tuple(weights.in_force) == tuple(weights.groups)
     assert_filled(weights)
     from_peer = 2 if rank == 0 else 1
     assert report.nbytes_by_link == {Link.SELF: 2 * NBYTES, Link.HOST: from_peer * NBYTES, Link.NETWORK: 0}
@@ -124,13 +123,6 @@ def test_fill_walks_buckets_and_leaves_out_groups_of_other_ranks(rank: int):
     assert report.nbytes_by_transport == {"in_process": (2 + from_peer) * NBYTES}
     assert set(report.seconds) == {"allocate", "read", "transfer", "write", "commit"}
     assert min(report.seconds.values()) >= 0 and report.seconds["transfer"] > 0
-
-
-@pytest.mark.parametrize(("repacks", "peak"), [(False, 4 * NBYTES), (True, 2 * NBYTES)])
-def test_peak_counts_buffers_that_are_alive_at_once(repacks: bool, peak: int):
-    container = WeightContainer(FakeWeights(0, repacks=repacks), make_plan(), in_process_router(0))
-    report = container.fill(source_of(0))
-    assert (report.allocated_nbytes, report.peak_nbytes) == (4 * NBYTES, peak)
 
 
 def test_cycles_and_idempotent_release():
@@ -145,23 +137,37 @@ def test_cycles_and_idempotent_release():
             container.fill(source_of(0))
         container.release()
         container.release()
-        assert container.state is ContainerState.EMPTY and container.committed_groups == ()
+        assert container.state is ContainerState.EMPTY and weights.in_force == {}
     assert weights.calls.count("release") == 3
 
 
-def test_observer_sees_filled_buffers_before_they_are_in_force():
-    weights, seen = FakeWeights(0), []
+class Follower:
+    """Records what it is told, and what was in force then."""
 
-    def observe(bucket: Bucket, buffers: Mapping[str, torch.Tensor]) -> None:
-        assert not any(name.split(".")[0] in weights.in_force for name in buffers)
-        seen.append((bucket.index, {name: flat[0].item() for name, flat in buffers.items()}))
+    def __init__(self, weights: FakeWeights, fail_at: int | None = None) -> None:
+        self.calls: list[object] = []
+        self._weights, self._fail_at = weights, fail_at
 
-    WeightContainer(weights, make_plan(), in_process_router(0)).fill(source_of(0), observe)
-    assert seen == [
-        (0, {"group0.weight": value_of(0, 0), "group1.weight": value_of(1, 1)}),
-        (1, {"group2.weight": value_of(0, 2)}),
-        (2, {"group3.weight": value_of(1, 3)}),
-    ]
+    def sent(self, index: int) -> None:
+        self.calls.append((index, len(self._weights.in_force)))
+        if index == self._fail_at:
+            raise WeightError(["tensor0: NaN"])
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+    def abandon(self) -> None:
+        self.calls.append("abandon")
+
+    def drain(self) -> None:
+        self.calls.append("drain")
+
+
+def test_follower_hears_of_a_bucket_before_it_is_in_force():
+    weights = FakeWeights(0)
+    follower = Follower(weights)
+    WeightContainer(weights, make_plan(), in_process_router(0)).fill(source_of(0), follower)
+    assert follower.calls == [(0, 0), (1, 2), (2, 3), "finish"]
 
 
 @pytest.mark.parametrize("phase", ["allocate", "commit"])
@@ -171,7 +177,7 @@ def test_failure_of_the_engine_is_located_and_can_be_released(phase: str):
     with pytest.raises(ReshardError, match=rf"rank 0, bucket 1, phase {phase}, groups group2: MemoryError: no memory"):
         container.fill(source_of(0))
     assert container.state is ContainerState.PARTIAL
-    assert container.committed_groups == ("group0", "group1")
+    assert tuple(weights.in_force) == ("group0", "group1")
     with pytest.raises(StateError, match="is partial"):
         container.fill(source_of(0))
     container.release()
@@ -190,12 +196,11 @@ def test_failing_release_leaves_it_partial():
 
 
 def test_errors_of_the_engine_pass_as_they_are():
-    def observe(_bucket: Bucket, _buffers: Mapping[str, torch.Tensor]) -> None:
-        raise WeightError(["tensor0: NaN"])
-
-    container = WeightContainer(FakeWeights(0), make_plan(), in_process_router(0))
+    weights = FakeWeights(0)
+    container, follower = WeightContainer(weights, make_plan(), in_process_router(0)), Follower(weights, fail_at=1)
     with pytest.raises(WeightError, match="tensor0: NaN"):
-        container.fill(source_of(0), observe)
+        container.fill(source_of(0), follower)
+    assert follower.calls == [(0, 0), (1, 2), "abandon", "drain"]
     container.release()
     with pytest.raises(TransportError, match=r"bucket 0, phase transfer.*there is no buffer"):
         broken = InProcessTransport(0, {})

@@ -113,7 +113,7 @@ def build_case(seed: int, num_ranks: int, shape: Shape) -> Case:
 
 
 def _bucket(index: int, transfers: Sequence[Transfer]) -> Bucket:
-    return Bucket(index, tuple(transfers), (f"group{index}",), sum(transfer.nbytes for transfer in transfers))
+    return Bucket(index, (), tuple(transfers), (f"group{index}",), sum(transfer.nbytes for transfer in transfers))
 
 
 def _lengths(generator: random.Random, shape: Shape) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ def cycles(directory: str, num_tp: int) -> dict[str, Any]:
     from hybrid_engine.backends.vllm import Sampling
     from hybrid_engine.errors import ConfigError, StateError
 
-    dist.init_process_group("gloo")
+    support.join_group()
     world, set_num_threads = dist.group.WORLD, torch.set_num_threads
     base, config = Path(directory), support.QWEN3
     weights = [support.random_weights(config, seed) for seed in range(3)]
@@ -145,7 +145,6 @@ def cycles(directory: str, num_tp: int) -> dict[str, Any]:
     dist.barrier()
     result["process as before"] = dist.group.WORLD is world and torch.set_num_threads is set_num_threads
     result["left in shm"] = [name for name in os.listdir("/dev/shm") if name.endswith(("cpushm_0", "cpushm_1"))]
-    dist.destroy_process_group()
     return result
 
 
@@ -154,7 +153,7 @@ def replicas(directory: str) -> dict[str, Any]:
     from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, Sampling
     from hybrid_engine.errors import HybridEngineError
 
-    dist.init_process_group("gloo")
+    support.join_group()
     rank, config = dist.get_rank(), support.LLAMA
     path = support.write_config(Path(directory) / "llama", config)
     shapes = support.checkpoint_shapes(config)
@@ -190,13 +189,12 @@ def replicas(directory: str) -> dict[str, Any]:
         _refused(Path(directory), support.LLAMA, pipeline_parallel_size=2),
         _refused(Path(directory), support.QWEN3_MOE, data_parallel_size=2, expert_parallel_size=2),
     ]
-    dist.destroy_process_group()
     return result
 
 
 def orders(directory: str, chosen: Sequence[tuple[int, ...] | None]) -> list[dict[str, Any]]:
     """Two replicas of two ranks each, in several orders: who is where, and greedy answers."""
-    dist.init_process_group("gloo")
+    support.join_group()
     config, results = support.LLAMA, []
     path = support.write_config(Path(directory) / "llama", config)
     for order in chosen:
@@ -204,7 +202,6 @@ def orders(directory: str, chosen: Sequence[tuple[int, ...] | None]) -> list[dic
         support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
         results.append({"place": (engine.dp_rank, engine.tp_rank), "answers": _answers(engine)})
         engine.shutdown()
-    dist.destroy_process_group()
     return results
 
 
@@ -230,7 +227,7 @@ def quantised(directory: str, num_tp: int) -> dict[str, Any]:
     from hybrid_engine.backends.vllm.guest import destroy_groups
     from hybrid_engine.errors import HybridEngineError
 
-    dist.init_process_group("gloo")
+    support.join_group()
     base = Path(directory)
     # As a quantised checkpoint's config would say; the weights of training are not.
     config = {**support.QWEN3, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
@@ -265,7 +262,6 @@ def quantised(directory: str, num_tp: int) -> dict[str, Any]:
             _engine(where, model, tensor_parallel_size=num_tp, quantization=method).shutdown()
         except HybridEngineError as error:
             result["errors"][method] = (type(error).__name__, str(error))
-    dist.destroy_process_group()
     return result
 
 
@@ -341,7 +337,7 @@ def staged_switch() -> float:
 
 def memory(directory: str) -> dict[str, Any]:
     """Resident memory of a rank in MB, over three releases and switches, and the bytes of its weights."""
-    dist.init_process_group("gloo")
+    support.join_group()
     config = {
         **support.LLAMA,
         "hidden_size": 512,
@@ -358,7 +354,6 @@ def memory(directory: str) -> dict[str, Any]:
         support.fill_by_records(engine.adaptor, weights, observed=False)
         result["committed"].append(_resident())
     engine.shutdown()
-    dist.destroy_process_group()
     return result
 
 
@@ -369,7 +364,7 @@ def _resident() -> float:
 
 def transformers_oracle(directory: str, num_tp: int, families: Sequence[str]) -> dict[str, float]:
     """Greatest difference of vLLM's and transformers' float32 log-probabilities over two switches, by family."""
-    dist.init_process_group("gloo")
+    support.join_group()
     result: dict[str, float] = {}
     for name in families:
         config = {**FAMILIES[name], **(COMPUTABLE if "deepseek" in name else {}), "torch_dtype": "float32"}
@@ -387,7 +382,6 @@ def transformers_oracle(directory: str, num_tp: int, families: Sequence[str]) ->
             gaps.append(_greatest_gap_while_decoding(engine))
         result[name] = max(gaps)
         engine.shutdown()
-    dist.destroy_process_group()
     return result
 
 

@@ -25,6 +25,12 @@ from tests.hybrid_engine.vllm_models import (
 __all__ = ["LLAMA", "MIXTRAL", "QWEN2", "QWEN3", "QWEN3_MOE", "checkpoint_shapes", "native_parameters"]
 
 
+def join_group() -> None:
+    """torchrun's process group, for this function and those that run after it on the same ranks."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+
+
 def random_weights(
     config: Mapping[str, Any], seed: int, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, torch.Tensor]:

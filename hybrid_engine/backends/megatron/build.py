@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -31,7 +31,8 @@ from hybrid_engine.backends.megatron.lora import add_adapters
 from hybrid_engine.backends.megatron.routing import rank_groups
 from hybrid_engine.backends.megatron.specs import layer_spec_for, mtp_spec_for
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.errors import ModelError
+from hybrid_engine.constraints import Job, broken_rules
+from hybrid_engine.errors import ConfigError, ModelError
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.buffers import buffer_allocator
@@ -143,10 +144,12 @@ def build_model(
 
     `weights_only`: the model is there to hold weights and need not run; with context parallelism it does not.
 
-    Raises ModelError for settings of the config that the model would not have.
+    Raises ConfigError for settings of the config that the model would not have, and for what else breaks a rule of
+    `constraints.py`.
     """
-    if problems := list(_not_built(actor, table, weights_only)):
-        raise ModelError(f"not built here: {'; '.join(problems)}. Bring your own Megatron model")
+    job = Job(actor, table, torch.distributed.get_world_size())
+    if violations := broken_rules(job, weights_only=weights_only):
+        raise ConfigError(violations)
     config = _transformer_config(actor, table)
     num_chunks = num_virtual_stages(actor) or 1
     chunks = [_build_chunk(actor, table, hf_config, config, stage, num_chunks) for stage in range(num_chunks)]
@@ -160,31 +163,6 @@ def build_model(
         chunks = [Float16Module(config, chunk) for chunk in chunks]
         _keep_expert_bias_in_float32(chunks)
     return chunks, config
-
-
-def _not_built(actor: ActorConfig, table: ModelTable, weights_only: bool) -> Iterator[str]:
-    """What the model would not have or could not do; one sentence each."""
-    yield from table.not_built
-    num_positions = table.gpt.get("max_sequence_length", actor.seq_length)
-    if actor.seq_length > num_positions:
-        yield f"seq_length {actor.seq_length}: the model has learned {num_positions} positions"
-    num_layers, noops = table.dims.num_layers + len(actor.noop_layers), set(actor.noop_layers)
-    if len(noops) < len(actor.noop_layers) or any(position >= num_layers for position in noops):
-        yield f"noop_layers {actor.noop_layers}: not all different and below {num_layers}, the number with them"
-    if table.dims.tied_embeddings and _mtp_stage(actor) not in (None, actor.pipeline_model_parallel_size - 1):
-        yield "tied embeddings with multi-token prediction on another stage than the last"
-    if weights_only:
-        return
-    if actor.context_parallel_size > 1:
-        yield f"context_parallel_size {actor.context_parallel_size}: TrainEngine does not split sequences over ranks"
-    if not table.dims.num_experts:
-        return
-    tp, etp = actor.tensor_model_parallel_size, actor.expert_tensor_parallel_size
-    if tp > 1 and not actor.sequence_parallel:
-        yield "sequence_parallel false: megatron-core trains experts under tensor parallelism only with it"
-    if actor.expert_model_parallel_size == 1 and etp not in (None, tp):
-        # Megatron takes experts for parameters like all others then, and reduces gradients over the wrong ranks
-        yield f"expert_tensor_parallel_size {etp} beside {tp}: without expert parallelism experts are cut like the rest"
 
 
 def num_virtual_stages(actor: ActorConfig) -> int | None:
@@ -242,7 +220,7 @@ def _transformer_config(actor: ActorConfig, table: ModelTable) -> TransformerCon
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=actor.tensor_model_parallel_size,
-        # what a rank holds does not depend on it, and megatron-core's own attention refuses more; see _not_built
+        # what a rank holds does not depend on it, and megatron-core's own attention refuses more; see constraints.py
         context_parallel_size=1,
         sequence_parallel=actor.sequence_parallel,
         params_dtype=dtype,

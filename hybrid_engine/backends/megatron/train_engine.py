@@ -12,14 +12,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.utils import unwrap_model
 
+from hybrid_engine.backends.megatron import inventory
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.build import Actor
 from hybrid_engine.errors import StateError
-from hybrid_engine.memory.offloader import OffloadItem
+from hybrid_engine.memory.offloader import OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
-from megatron_patches.buffers import iter_buffers
 from megatron_patches.catalog import hooks_applied
-from megatron_patches.optimizers import optimizer_tensors, weight_version
+from megatron_patches.optimizers import weight_version
 
 Batch = Mapping[str, torch.Tensor]
 LossFunction = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
@@ -132,28 +132,12 @@ class TrainEngine:
         return torch.cat(shares)
 
     def offload_items(self) -> list[OffloadItem]:
-        """Everything of this model that can leave the device: parameters, gradients, optimizer state."""
-        scratch = self.weights.scratch
-        items = [
-            OffloadItem(owner=name, kind="param", tensor=tensor, action="drop" if name in scratch else "copy")
-            for name, tensor in self.weights.buffers().items()
-        ]
-        if self.optimizer is None:
-            return items
-        for record in iter_buffers(self.chunks):
-            owner = f"chunk{record.chunk_index}.{record.kind}{record.index}.grad_data"
-            items.append(OffloadItem(owner=owner, kind="grad", tensor=record.grad_data, action="drop"))
-        for state in optimizer_tensors(self.optimizer):
-            is_grad = state.kind == "main_grad"
-            items.append(
-                OffloadItem(
-                    owner=f"{state.path}.{state.key}",
-                    kind="grad" if is_grad else "optimizer",
-                    tensor=state.tensor,
-                    action="drop" if is_grad else "copy",
-                )
-            )
-        return items
+        """Everything of this model that can leave the device: parameters, gradients, optimizer state, caches."""
+        return inventory.offload_items(self.weights, self.optimizer)
+
+    def reachable_tensors(self) -> Iterator[Reached]:
+        """Every tensor that model and optimizer refer to, for `MegatronOffloader.residual`."""
+        return inventory.reachable(self.chunks, self.optimizer)
 
     def take_up_weights(self) -> None:
         """Make the optimizer's main parameters those of the model, after somebody wrote the model's."""

@@ -4,7 +4,7 @@
     while serving:
         release()             weights given up; the training side has the memory
         for each bucket:
-            allocate(groups)  flat buffers in loader layout, zeroed, one group's worth of memory
+            allocate(groups)  flat buffers in loader layout, padding zeroed
             ... transports write them ...
             commit(groups)    bound as at load, vLLM's post-load processing run, loader-layout storage dropped
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -29,7 +30,8 @@ from hybrid_engine.backends.vllm.quantization import materialize
 from hybrid_engine.backends.vllm.records import STAGED, build_layout
 from hybrid_engine.backends.vllm.tracing import storage_key, trace_loader
 from hybrid_engine.errors import StateError
-from hybrid_engine.planning.layout import Layout
+from hybrid_engine.memory.slabs import SlabPool
+from hybrid_engine.planning.layout import Extent, Layout
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +64,14 @@ class VllmAdaptor:
     """One rank's vLLM model as `InferenceWeights` (hybrid_engine/ports.py).
 
     Memory: between `allocate` and `commit` a group exists in loader layout; after `commit` only in the form vLLM
-    computes with. On a CPU an embedding and a head stay in both forms, as in vLLM itself.
+    computes with. On a CPU an embedding and a head stay in both forms, as in vLLM itself, and what is packed passes
+    through the same pages, group after group, which go when the last group is committed.
 
     Attributes:
         observer: see `Observer`; tests compare with a native load through it.
         context: entered around every commit (vLLM's current configuration).
         memory: gives live weights' device memory back and takes it again, under the same addresses.
+        keeps_memory: `release` only declares the weights void; their memory stays, also that of the way to it.
         nbytes: bytes of this rank's weights in loader layout.
     """
 
@@ -97,6 +101,7 @@ class VllmAdaptor:
         self.observer: Observer | None = None
         self.context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.memory: DeviceMemory | None = None
+        self.keeps_memory = False
         self._dtype = dtype
         self._act_dtype = act_dtype or dtype
         materialize(model)
@@ -132,10 +137,13 @@ class VllmAdaptor:
             for storage in storages
         }
         self.nbytes = sum(storage.nbytes for storage in storages)
+        self._unwritten = self._find_unwritten()
+        self._passage = SlabPool()  # where packed weights pass through in loader layout, on a CPU
         self._plain_attributes = {name: _attributes(self._modules[name]) for name in self._repacked_modules()}
         self._derived: dict[str, set[str]] = {}
         self._filling: dict[str, torch.Tensor] = {}  # loader-layout tensors between allocate and commit, by storage
         self._uncommitted = set(self._groups)
+        self._packed: set[str] = set()  # groups whose packed weights are there
         self._released = False  # from release until the next allocate
         self._stale: set[str] = set()  # live storages whose memory is new since the release
         self._left_in_place: set[str] = set()  # storages of repacked modules that are live all the same
@@ -147,7 +155,7 @@ class VllmAdaptor:
         return self._layout
 
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        """Flat buffers of these groups by name: new zeroed storage for repacked weights, the live one otherwise.
+        """Flat buffers of these groups by name: new memory for repacked weights, the live one otherwise.
 
         The weights that the groups held before are gone.
         """
@@ -159,6 +167,7 @@ class VllmAdaptor:
         for name in groups:
             group = self._groups[name]
             self._uncommitted.add(name)
+            self._packed.discard(name)
             self._drop_packed(group)
             for storage_name in group.storages:
                 tensor = self._loader_tensor(self._storages[storage_name])
@@ -180,7 +189,9 @@ class VllmAdaptor:
             for name in groups:
                 self._commit_group(self._groups[name])
                 self._uncommitted.discard(name)
-        if self.ready and self._device.type == "cpu":
+                self._packed.add(name)
+        if self.ready and self._device.type == "cpu" and not self.keeps_memory:
+            self._passage.trim()
             heap.trim()
 
     def release(self) -> None:
@@ -189,8 +200,11 @@ class VllmAdaptor:
             return
         self._filling.clear()
         self._uncommitted = set(self._groups)
+        if self.keeps_memory:
+            return
         self._released = True
         self._stale = {storage.name for storage in self._live_storages()}
+        self._packed.clear()
         for group in self._groups.values():
             self._drop_packed(group)
         if self.memory is not None:
@@ -198,6 +212,7 @@ class VllmAdaptor:
         elif self._device.type == "cpu":
             for storage in self._live_storages():
                 storage.tensor.untyped_storage().resize_(0)
+            self._passage.trim()
             heap.trim()
         else:
             logger.warning("vLLM's sleep mode is off: its %d bytes of weights stay on the device", self.nbytes)
@@ -232,9 +247,11 @@ class VllmAdaptor:
 
     def resident_nbytes(self) -> int:
         """Bytes of weights in memory now; a packed copy counts as many bytes as its loader layout."""
-        committed = [group for name, group in self._groups.items() if name not in self._uncommitted]
-        filled = sum(self._storages[name].nbytes for group in committed for name in group.storages)
-        return filled + sum(tensor.untyped_storage().nbytes() for tensor in self._filling.values())
+        freed = self._released and self.memory is not None
+        live = 0 if freed else sum(storage.tensor.untyped_storage().nbytes() for storage in self._live_storages())
+        packed = sum(self._storages[name].nbytes for group in self._packed for name in self._passing(group))
+        passing = [tensor for name, tensor in self._filling.items() if not self._is_live(name)]
+        return live + packed + sum(tensor.nbytes for tensor in passing) + self._passage.free_nbytes
 
     def note_processed(self) -> None:
         """Called once vLLM's first post-load processing is over, to see what it changed.
@@ -313,17 +330,44 @@ class VllmAdaptor:
     # -- one group ----------------------------------------------------------------------------------------------------
 
     def _loader_tensor(self, storage: WeightStorage) -> torch.Tensor:
-        """The tensor to fill; zeroed where its memory is new, so padding is in place."""
-        if storage.tensor is None:
-            return storage.create()
-        if storage.name in self._stale:
+        """The tensor to fill; zero where nothing will be written, so padding is in place."""
+        tensor = storage.tensor
+        if tensor is None:
+            tensor = storage.create(self._new_memory(storage))
+        elif storage.name in self._stale:
             self._stale.remove(storage.name)
-            if storage.tensor.untyped_storage().nbytes() == 0:
-                storage.tensor.untyped_storage().resize_(storage.nbytes)
-            flat_view(storage.tensor).zero_()
-        elif storage.name in self._left_in_place:
-            flat_view(storage.tensor).zero_()  # packing may have touched the padding
-        return storage.tensor
+            if tensor.untyped_storage().nbytes() == 0:
+                tensor.untyped_storage().resize_(storage.nbytes)
+        elif storage.name not in self._left_in_place:  # there packing may have touched the padding
+            return tensor
+        flat = flat_view(tensor)
+        for extent in self._unwritten[storage.name]:
+            flat[extent.start : extent.stop].zero_()
+        return tensor
+
+    def _new_memory(self, storage: WeightStorage) -> torch.Tensor:
+        if storage.device.type == "cpu":
+            return self._passage.take(storage.numel, storage.dtype)
+        return torch.empty(storage.numel, dtype=storage.dtype, device=storage.device)
+
+    def _find_unwritten(self) -> dict[str, tuple[Extent, ...]]:
+        """Storage name -> intervals that no transfer writes: padding, or all of it where the model's loader writes."""
+        num_written: Counter[str] = Counter()
+        for shard in self._layout.shards:
+            num_written[shard.place.buffer.name] += shard.region.numel
+        unwritten = {}
+        for buffer_id, buffer in self._layout.buffers.items():
+            num_padding = sum(extent.stop - extent.start for extent in buffer.padding)
+            is_whole = num_written[buffer_id.name] + num_padding == buffer.numel
+            unwritten[buffer_id.name] = buffer.padding if is_whole else (Extent(0, buffer.numel),)
+        return unwritten
+
+    def _is_live(self, storage_name: str) -> bool:
+        return storage_name in self._storages and self._storages[storage_name].tensor is not None
+
+    def _passing(self, group: str) -> list[str]:
+        """Storages of a group that exist in loader layout between `allocate` and `commit` only."""
+        return [name for name in self._groups[group].storages if not self._is_live(name)]
 
     def _drop_packed(self, group: _Group) -> None:
         """Forget what vLLM derived from the weights of a group's repacked modules, and those weights."""

@@ -251,6 +251,7 @@ class InferenceEngine:
                 dtype = getattr(torch, self.settings.dtype)
                 with self._agreement.phase("tracing vLLM's loader"):
                     adaptor = VllmAdaptor(model, tensors, dtype, self.rank, model_config.dtype, dtypes)
+                    adaptor.keeps_memory = not self.settings.release_weights
                     if self.settings.max_loras and adaptor.staged:
                         raise ModelError(
                             f"{', '.join(adaptor.staged)} can only be written by the model's own loader, which does "

@@ -77,3 +77,7 @@ class WeightsWithAdapter:
         self._arriving = {}
         self._engine.adapters.drop_from_device()
         self._weights.release()
+
+    def resident_nbytes(self) -> int:
+        """As the port says; vLLM's copy of the adapter on the host is not counted."""
+        return self._weights.resident_nbytes() + sum(flat.nbytes for flat in self._arriving.values())

@@ -69,9 +69,8 @@ class WeightStorage:
         """Elements of the parameter."""
         return math.prod(self.view.shape)
 
-    def create(self) -> torch.Tensor:
-        """A new parameter of zeros, as the loader found it: same class, strides, attributes and device."""
-        flat = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+    def create(self, flat: torch.Tensor) -> torch.Tensor:
+        """A new parameter over `flat` [numel], as the loader found it: same class, strides and attributes."""
         return self._wrap(flat.as_strided(self.view.shape, self.view.strides, self.view.offset))
 
     def placeholder(self) -> torch.Tensor:

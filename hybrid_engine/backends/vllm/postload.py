@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.backends.vllm.quantization import ONLINE_METHODS, TRIED
+from hybrid_engine.backends.vllm.quantization import ONLINE_METHODS
+from hybrid_engine.constraints import QUANTIZATIONS
 from hybrid_engine.errors import ModelError
 from hybrid_engine.planning.layout import Extent
 
@@ -57,7 +58,7 @@ def is_repacked(name: str, module: torch.nn.Module, device: torch.device) -> boo
         f"{name}: vLLM's {kind} on {device.type} may change the layout of weights after loading, and writing new ones "
         f"was not tried. Use unquantised weights ({', '.join((*DENSE_METHODS, *EXPERT_METHODS))}), on GPU with "
         f"moe_backend one of {', '.join(LOADER_LAYOUT_KERNELS).lower()}, or a quantization that was tried here: "
-        f"{', '.join(TRIED.get(device.type, ())) or 'none'}, for models without experts"
+        f"{', '.join(QUANTIZATIONS.get(device.type, ())) or 'none'}, for models without experts"
     )
 
 

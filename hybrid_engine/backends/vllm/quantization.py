@@ -17,20 +17,18 @@ import torch
 
 from hybrid_engine.backends.vllm.settings import InferenceSettings
 from hybrid_engine.backends.vllm.version import TESTED_VERSION
+from hybrid_engine.constraints import QUANTIZATIONS
 from hybrid_engine.errors import ConfigError, Violation
 
 logger = logging.getLogger(__name__)
 
-TRIED: dict[str, tuple[str, ...]] = {"cpu": ("fp8_per_channel",), "cuda": ()}
-"""Device type -> names of vLLM's methods whose weights were renewed and compared with vLLM's own load."""
-
 ONLINE_METHODS: dict[str, tuple[str, ...]] = {"cpu": ("Fp8PtpcOnlineLinearMethod",), "cuda": ()}
-"""Device type -> the classes behind them."""
+"""Device type -> the classes behind `QUANTIZATIONS`."""
 
 
 def check_quantization(settings: InferenceSettings, device_type: str) -> None:
     """Raise ConfigError for a method that cannot be fed on this platform, naming those that can."""
-    chosen, tried = settings.quantization, TRIED.get(device_type, ())
+    chosen, tried = settings.quantization, QUANTIZATIONS.get(device_type, ())
     if chosen is None or chosen in tried:
         return
     raise ConfigError(

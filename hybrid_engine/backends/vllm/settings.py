@@ -41,6 +41,7 @@ class InferenceSettings:
         kv_cache_bytes: size of this rank's KV cache; None means 256 MiB on CPU and, on GPU, what
             `gpu_memory_utilization` leaves.
         gpu_memory_utilization: share of the device that vLLM may use while it generates.
+        release_weights: free the weights' memory when they are released; False keeps it for the next ones.
         enable_sleep_mode: let weights and KV cache be given back on GPU; None means True on GPU. No effect on CPU.
         enable_prefix_caching: share KV cache among prompts with the same beginning.
         log_level: vLLM's own log messages below this level are not shown.
@@ -64,6 +65,7 @@ class InferenceSettings:
     enforce_eager: bool | None = None
     kv_cache_bytes: int | None = None
     gpu_memory_utilization: float = 0.5
+    release_weights: bool = True
     enable_sleep_mode: bool | None = None
     enable_prefix_caching: bool = True
     log_level: str = "ERROR"

@@ -1,0 +1,187 @@
+"""What of a Megatron model and its optimizer is on the device, and what becomes of it when they are offloaded.
+
+    what                                        kind        action
+    DDP's parameter buffers, dense and expert   param       copy
+    frozen and other parameters outside them    param       copy
+    module buffers that go to vLLM              param       copy
+    sums of weights and adapters                param       drop: computed at every switch
+    megatron-core's caches (`caches`)           param       rebuild: forgotten, made anew when needed
+    DDP's gradient buffers                      grad        drop
+    gradients converted for main params         grad        drop
+    main params and moments                     optimizer   copy, one flat tensor per optimizer and dtype
+    other module buffers, rotary frequencies,   -           stay: a few KB, listed by `reachable`
+    loss scale, step counters
+
+Everything else that `reachable` finds is unaccounted for, and the offloader says so.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.optimizer import MegatronOptimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
+from hybrid_engine.memory.elastic import allocate_elastic
+from hybrid_engine.memory.offloader import OffloadItem, Reached
+from megatron_patches.buffers import iter_buffers
+from megatron_patches.optimizer_state import gather_state
+
+SMALL = 1024**2
+"""Bytes up to which a tensor that no item lists, but whose purpose is known, is left on the device."""
+
+_WALKED = ("megatron", "megatron_patches", "hybrid_engine", "transformer_engine", "apex", "torch.nn", "torch.optim")
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+
+
+def offload_items(weights: MegatronAdaptor, optimizer: MegatronOptimizer | None) -> list[OffloadItem]:
+    """Everything that can leave the device. Gathers optimizer state into elastic buffers once there are moments."""
+    items = [*_parameters(weights), *caches()]
+    if optimizer is not None:
+        items += [*_gradients(weights.model_chunks), *_optimizer_state(optimizer)]
+    return items
+
+
+def _parameters(weights: MegatronAdaptor) -> Iterator[OffloadItem]:
+    scratch = weights.scratch
+    for name, tensor in weights.buffers().items():
+        yield OffloadItem(owner=name, kind="param", tensor=tensor, action="drop" if name in scratch else "copy")
+
+
+def _gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[OffloadItem]:
+    for record in iter_buffers(chunks):
+        owner = f"chunk{record.chunk_index}.{record.kind}{record.index}.grad_data"
+        yield OffloadItem(owner=owner, kind="grad", tensor=record.grad_data, action="drop")
+
+
+def _optimizer_state(optimizer: MegatronOptimizer) -> Iterator[OffloadItem]:
+    gathered = gather_state(optimizer, allocate_elastic)
+    for number, buffer in enumerate(gathered.buffers):
+        dtype = str(buffer.tensor.dtype).removeprefix("torch.")
+        owner = f"{buffer.path}main params and moments, {dtype}, {number}"
+        yield OffloadItem(owner=owner, kind="optimizer", tensor=buffer.tensor)
+    for found in gathered.outside:
+        is_grad = found.kind == "main_grad"
+        yield OffloadItem(
+            owner=f"{found.path}.{found.key}",
+            kind="grad" if is_grad else "optimizer",
+            tensor=found.tensor,
+            action="drop" if is_grad else "copy",
+        )
+
+
+def caches() -> Iterator[OffloadItem]:
+    """What megatron-core 0.16.1 keeps between steps to save time: memory of its own for gathered activations and
+    scores, and rotary embeddings by sequence length, of all models of the process.
+
+    Attention masks are made anew in every forward pass; trackers of auxiliary losses and the like are a number per
+    layer. Transformer Engine's workspaces belong to its library and are not seen.
+    """
+    if parallel_state._GLOBAL_MEMORY_BUFFER is not None:
+        scratch = parallel_state.get_global_memory_buffer().buffer
+        for (name, dtype), tensor in scratch.items():
+            owner = f"megatron-core's memory buffer {name}, {str(dtype).removeprefix('torch.')}"
+            yield OffloadItem(owner, "param", tensor, "rebuild", forget=scratch.clear)
+    for owner_class in (RotaryEmbedding, YarnRotaryEmbedding):
+        cache = owner_class.forward
+        for number, tensor in enumerate(_held_by_cache(cache)):
+            yield OffloadItem(f"{owner_class.__name__}'s cache {number}", "param", tensor, "rebuild", cache.cache_clear)
+
+
+def _held_by_cache(cache: Any) -> Iterator[torch.Tensor]:
+    """The results that an lru_cache keeps; it has no other way to show them than the garbage collector's."""
+    if cache.cache_info().currsize == 0:
+        return
+    for held in gc.get_referents(cache):
+        results = held if isinstance(held, tuple) else (held,)
+        yield from (result for result in results if isinstance(result, torch.Tensor))
+
+
+def reachable(chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None) -> Iterator[Reached]:
+    """Every tensor to which model and optimizer refer: parameters, buffers, gradients, main params, optimizer state,
+    and whatever else is an attribute of theirs or lies in a list, a tuple, a set or a dict that is."""
+    walk = _Walk()
+    yield from walk.through("model", list(chunks))
+    if optimizer is not None:
+        yield from walk.through("optimizer", optimizer)
+
+
+class _Walk:
+    """Goes through objects of the packages in _WALKED, each once."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}  # keeps what was made on the way, so that no id is used again
+
+    def through(self, path: str, root: Any) -> Iterator[Reached]:
+        """Tensors below `root`, with the first path found to each; without recursion, which long lists would end."""
+        pending: list[tuple[str, Any, str | None]] = [(path, root, None)]
+        while pending:
+            path, value, stays = pending.pop()
+            if id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            if isinstance(value, torch.Tensor):
+                if is_traceable_wrapper_subclass(value):
+                    names, _ = value.__tensor_flatten__()
+                    pending += [(f"{path}.{name}", getattr(value, name), stays) for name in names]
+                else:
+                    yield Reached(path, value, stays if value.nbytes <= SMALL else None)
+            pending += reversed([(f"{path}{step}", found, why) for step, found, why in _below(value)])
+
+
+def _below(value: Any) -> Iterator[tuple[str, Any, str | None]]:
+    """What an object refers to: (step of the path, object, why it stays on the device if it is a tensor)."""
+    if isinstance(value, torch.Tensor):
+        if (gradient := _gradient(value)) is not None:
+            yield ".grad", gradient, None
+        yield from ((f".{name}", found, None) for name, found in vars(value).items())
+    elif isinstance(value, Mapping):
+        yield from ((f"[{_label(key)}]", found, _why_stays(key, found)) for key, found in value.items())
+        yield from (("'s key", key, None) for key in value if isinstance(key, torch.Tensor))
+    elif isinstance(value, _CONTAINERS):
+        yield from ((f"[{index}]", found, None) for index, found in enumerate(value))
+    elif isinstance(value, torch.nn.Module):
+        yield from ((f".{name}", found, None) for name, found in value._parameters.items())
+        yield from ((f".{name}", found, "a module's buffer") for name, found in value._buffers.items())
+        yield from ((f".{name}", found, None) for name, found in value._modules.items())
+        yield from _attributes(value, skip=("_parameters", "_buffers", "_modules"))
+    elif type(value).__module__.startswith(_WALKED):
+        yield from _attributes(value)
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Its gradient; the distributed optimizer also gives one to views, which torch warns about on every read."""
+    if tensor.is_leaf:
+        return tensor.grad
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return tensor.grad
+
+
+def _attributes(value: Any, skip: Iterable[str] = ()) -> Iterator[tuple[str, Any, str | None]]:
+    for name, found in getattr(value, "__dict__", {}).items():
+        if name not in skip:
+            yield f".{name}", found, _why_stays(name, found)
+
+
+def _why_stays(name: Any, value: Any) -> str | None:
+    """Small things that belong to a module or an optimizer by name, and numbers."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    if isinstance(name, str) and "inv_freq" in name:
+        return "rotary frequencies"
+    return "a number" if value.numel() == 1 else None
+
+
+def _label(key: Any) -> str:
+    """A mapping's key in a path."""
+    return "a tensor" if isinstance(key, torch.Tensor) else repr(key)[:40]

@@ -1,0 +1,145 @@
+"""The optimizers' own memory, gathered into one flat tensor per optimizer and dtype.
+
+    before   main_param a, main_param b, exp_avg a, exp_avg b, ...   one allocation each
+    after    |main_param a|main_param b|exp_avg a|exp_avg b| ...     one flat tensor; each of them is a view of it
+
+The tensor objects stay (``tensor.data = view``), and with them everything that refers to one: the torch optimizer's
+groups and state, megatron's shard lists, ``param.main_param``. Who allocates the flat tensor decides what it can do,
+as for the buffers of `buffers.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_patches.errors import BufferAllocationError
+from megatron_patches.optimizers import OptimizerTensor, member_tensors, optimizer_members
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+StateAllocator = Callable[[int, torch.dtype, torch.device, str], torch.Tensor]
+"""(number of elements, dtype, device, "optimizer") -> flat contiguous tensor."""
+
+_ALIGNMENT = 256  # bytes between the starts of two tensors in a flat one: what CUDA's own allocator gives
+
+
+@dataclass(frozen=True, eq=False)
+class StateBuffer:
+    """One flat tensor with main params and moments of one optimizer.
+
+    path: of that optimizer, from the one that was asked, such as ``chained_optimizers[0].``; empty for itself.
+    tensor: 1-D; the tensors in it start at multiples of 256 bytes, the gaps mean nothing.
+    """
+
+    path: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class GatheredState:
+    """What `gather_state` made of an optimizer's memory.
+
+    buffers: the flat tensors, by member and in the order they were made.
+    outside: the optimizer's tensors that lie in none of them: gradients, and what cannot be moved.
+    """
+
+    buffers: tuple[StateBuffer, ...]
+    outside: tuple[OptimizerTensor, ...]
+
+
+def gather_state(optimizer: MegatronOptimizer, allocate: StateAllocator) -> GatheredState:
+    """Move main params and moments into flat tensors of `allocate`; call it as often as you like.
+
+    Nothing is moved of an optimizer that has no moments yet, so that all of its state comes to lie together. State
+    that a checkpoint replaced is copied to where the old one was; state that is new gets a flat tensor of its own.
+    Gradients are left alone, and so is whatever has no memory at the moment (resized to 0 bytes), is not contiguous or
+    is a tensor subclass. Memory: with S bytes of state, S more are allocated, and each tensor's old memory goes as
+    soon as it is copied.
+
+    Raises UnsupportedOptimizerError as `optimizer_tensors` does, and BufferAllocationError for a tensor of
+    `allocate` that is not as asked; nothing is moved then.
+    """
+    buffers: list[StateBuffer] = []
+    outside: list[OptimizerTensor] = []
+    for path, member in optimizer_members(optimizer):
+        home = _homes.setdefault(member, _Home())
+        tensors = list(member_tensors(path, member))
+        if member.optimizer.state:
+            home.take_in([found for found in tensors if _is_movable(found)], path, allocate)
+        buffers += [StateBuffer(path, flat) for flat in home.flats]
+        outside += [found for found in tensors if not home.holds(found.tensor)]
+    return GatheredState(tuple(buffers), tuple(outside))
+
+
+@dataclass
+class _Home:
+    """The flat tensors of one optimizer, and which part of them is whose (by the tensor's place in the optimizer)."""
+
+    flats: list[torch.Tensor] = field(default_factory=list)
+    slots: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return any(tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for flat in self.flats)
+
+    @torch.no_grad()
+    def take_in(self, tensors: Iterable[OptimizerTensor], path: str, allocate: StateAllocator) -> None:
+        """Move every tensor that is outside into its slot; make slots for those that have none."""
+        coming = [found for found in tensors if not self.holds(found.tensor)]
+        self._make_slots([found for found in coming if not self._has_slot(found, path)], path, allocate)
+        for found in coming:
+            slot = self.slots[_name(found, path)]
+            slot.copy_(found.tensor.reshape(-1))
+            found.tensor.data = slot.view(found.tensor.shape)
+
+    def _has_slot(self, found: OptimizerTensor, path: str) -> bool:
+        slot, tensor = self.slots.get(_name(found, path)), found.tensor
+        wanted = (tensor.numel(), tensor.dtype, tensor.device)
+        return slot is not None and (slot.numel(), slot.dtype, slot.device) == wanted
+
+    def _make_slots(self, tensors: Iterable[OptimizerTensor], path: str, allocate: StateAllocator) -> None:
+        """One flat tensor per dtype and device."""
+        groups: dict[tuple[torch.dtype, torch.device], list[OptimizerTensor]] = {}
+        for found in tensors:
+            groups.setdefault((found.tensor.dtype, found.tensor.device), []).append(found)
+        for (dtype, device), group in groups.items():
+            step = _ALIGNMENT // dtype.itemsize
+            sizes = [-(-found.tensor.numel() // step) * step for found in group]
+            flat = allocate(sum(sizes), dtype, device, "optimizer")
+            _check_flat(flat, sum(sizes), dtype, device)
+            self.flats.append(flat)
+            for found, part in zip(group, flat.split(sizes), strict=True):
+                self.slots[_name(found, path)] = part[: found.tensor.numel()]
+
+
+_homes: weakref.WeakKeyDictionary[Any, _Home] = weakref.WeakKeyDictionary()
+
+
+def _name(found: OptimizerTensor, path: str) -> tuple[str, str]:
+    """Where in its own optimizer the tensor is, whichever chain that was asked through."""
+    return found.path.removeprefix(path), found.key
+
+
+def _is_movable(found: OptimizerTensor) -> bool:
+    tensor = found.tensor
+    return (
+        found.kind != "main_grad"
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.is_contiguous()
+        and tensor.numel() > 0
+        and tensor.untyped_storage().nbytes() > 0
+    )
+
+
+def _check_flat(flat: torch.Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    found = (tuple(flat.shape), flat.dtype, flat.device.type, flat.is_contiguous())
+    wanted = ((numel,), dtype, device.type, True)
+    if found != wanted:
+        raise BufferAllocationError(
+            f"the state allocator returned (shape, dtype, device, contiguous) {found}, need {wanted}"
+        )
