@@ -1,8 +1,8 @@
 """Resharding beside its peers: seconds, bytes and peak memory of each case, as JSON and as a table.
 
     python benchmarks/reshard.py --json FILE [--quick] [--only TEXT]
-    python benchmarks/reshard.py --only "ep=2 -> tp=2 on 2" --train --runs 0 --cycles 50 --json FILE     growth
-    python benchmarks/reshard.py --from FILE --markdown TABLES.md --plot PHASES.svg                       no run
+    python benchmarks/reshard.py --only "ep=2,dp=2 -> tp=2 on 2" --train --runs 0 --cycles 50    growth
+    python benchmarks/reshard.py --from FILE --markdown TABLES.md --plot PHASES.svg                 no run
 
 Both real engines run on every rank, on CPU and gloo; 4 ranks need about 16 GiB. Contenders and their checks: see the
 package `benchmarks.resharding`; keys of the JSON: `benchmarks/resharding/figures.py`.
