@@ -1,8 +1,8 @@
 """Resharding beside its peers: seconds, bytes and peak memory of each case, as JSON and as a table.
 
     python benchmarks/reshard.py --json FILE [--quick] [--only TEXT]
-    python benchmarks/reshard.py --only "ep=2 -> tp=2 on 2" --train --runs 0 --cycles 50 --json FILE     growth
-    python benchmarks/reshard.py --from FILE --markdown TABLES.md --plot PHASES.svg                       no run
+    python benchmarks/reshard.py --only "ep=2,dp=2 -> tp=2 on 2" --train --runs 0 --cycles 50    growth
+    python benchmarks/reshard.py --from FILE --markdown TABLES.md --plot PHASES.svg                 no run
 
 Both real engines run on every rank, on CPU and gloo; 4 ranks need about 16 GiB. Contenders and their checks: see the
 package `benchmarks.resharding`; keys of the JSON: `benchmarks/resharding/figures.py`.
@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +28,7 @@ from benchmarks.resharding.cases import Case, chosen  # noqa: E402
 from benchmarks.resharding.figures import Figures  # noqa: E402
 from benchmarks.resharding.page import page  # noqa: E402
 from benchmarks.resharding.plots import plot_memory, plot_phases  # noqa: E402
+from hybrid_engine.launching import run_ranks  # noqa: E402
 
 SECONDS_PER_CASE = 1800
 
@@ -40,7 +39,7 @@ def main() -> int:
     if arguments.source is not None:
         _render(json.loads(arguments.source.read_text()), arguments)
         return 0
-    cases = chosen(arguments.only, arguments.quick, arguments.train)
+    cases = chosen(arguments.only, arguments.quick, trains=arguments.train, keeps=arguments.keep)
     if not cases:
         sys.exit(f"no case's name contains {arguments.only!r}")
     num_runs = arguments.runs if arguments.runs is not None else (3 if arguments.quick else 5)
@@ -66,6 +65,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, help="timed runs of each contender (default: 5, quick: 3; 0 times nothing)")
     parser.add_argument("--cycles", type=int, default=0, help="switch so often after the timing and watch for growth")
     parser.add_argument("--train", action="store_true", help="with gradients and optimizer; needs far more memory")
+    parser.add_argument("--keep", action="store_true", help="vLLM keeps its weights' memory (release_weights: false)")
     parser.add_argument("--markdown", type=Path, help="write tables here")
     parser.add_argument("--plot", type=Path, help="draw the phases here (SVG)")
     parser.add_argument("--plot-memory", type=Path, help="trace one cycle and draw the memory here (SVG)")
@@ -87,40 +87,24 @@ def launch(cases: Sequence[Case], request: Mapping[str, Any]) -> Iterator[dict[s
     with tempfile.TemporaryDirectory(prefix="reshard-") as directory:
         job, out = Path(directory, "job.json"), Path(directory, "figures.json")
         job.write_text(json.dumps({"cases": [asdict(case) for case in cases], "request": request}))
-        failure = _torchrun(cases[0].ranks, [str(job), str(out)], SECONDS_PER_CASE * len(cases))
+        failure = _run(cases[0].ranks, [str(job), str(out)], SECONDS_PER_CASE * len(cases))
         rows = json.loads(out.read_text()) if out.is_file() else []
     yield from rows
     for case in cases[len(rows) :]:
         yield Figures.of(case, reasons={"case": failure or "the ranks ended early"}).as_json()
 
 
-def _torchrun(num_ranks: int, arguments: Sequence[str], timeout: float) -> str | None:
+def _run(num_ranks: int, arguments: Sequence[str], timeout: float) -> str | None:
     """Run the ranks to their end; the last of their output when they failed."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
-        *("-m", "benchmarks.resharding.ranks", *arguments),
-    ]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        if isinstance(error, subprocess.TimeoutExpired):
-            return f"no end within {timeout:g} s: {output[-2000:]}"
-        raise
+    environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    program = ["--module", "benchmarks.resharding.ranks", *arguments]
+    ended = run_ranks(program, num_ranks, timeout, environment=environment)
     if os.environ.get("RESHARD_VERBOSE"):
-        print(output, flush=True)
-    return None if process.returncode == 0 else f"status {process.returncode}: {output[-2000:]}"
+        print(ended.output, flush=True)
+    if ended.status is None:
+        return f"no end within {timeout:g} s: {ended.output[-2000:]}"
+    return None if ended.status == 0 else f"status {ended.status}: {ended.output[-2000:]}"
 
 
 def _line(row: dict[str, Any]) -> str:

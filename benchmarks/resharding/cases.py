@@ -77,6 +77,7 @@ class Case:
     Attributes:
         in_quick: part of `--quick`.
         trains: with gradients and an optimizer; otherwise training only holds frozen weights, and takes less memory.
+        keeps: vLLM's weights keep their memory between runs, for every contender that writes there.
     """
 
     model: str
@@ -85,6 +86,7 @@ class Case:
     infer: str
     in_quick: bool = False
     trains: bool = False
+    keeps: bool = False
 
     @property
     def name(self) -> str:
@@ -117,6 +119,7 @@ class Case:
                 "max_num_seqs": 4,
                 "kv_cache_mb": 64,
                 "bucket_mb": BUCKET_MB,
+                "release_weights": not self.keeps,
             },
         }
         return load_config(values, self.ranks, weights_only=True)
@@ -146,10 +149,10 @@ TINY_CASE = Case("tiny", 2, "tp=2", "tp=1,dp=2")
 """Chosen by `--only tiny`; not part of a run otherwise."""
 
 
-def chosen(only: str, quick: bool, trains: bool = False) -> list[Case]:
+def chosen(only: str, quick: bool, *, trains: bool = False, keeps: bool = False) -> list[Case]:
     """Cases of a run, those with as many ranks together."""
     if only == TINY_CASE.model:
         cases = [TINY_CASE]
     else:
         cases = [case for case in CASES if only in case.name and (case.in_quick or not quick)]
-    return [replace(case, trains=trains) for case in sorted(cases, key=lambda case: case.ranks)]
+    return [replace(case, trains=trains, keeps=keeps) for case in sorted(cases, key=lambda case: case.ranks)]

@@ -15,16 +15,19 @@ class Figures:
     """One case. Seconds are those of the slowest rank in the median run; None where `reasons` says why.
 
     Attributes:
-        ours_seconds: training weights to vLLM's parameters in loader layout.
-        ours_commit_seconds: vLLM's own repacking of them (the same for all who write into vLLM).
-        mbridge_seconds: mbridge's export_weights into vLLM's load_weights; mbridge_commit_seconds: the repacking.
+        ours_seconds: training weights to vLLM's parameters in loader layout, from released to filled memory.
+        ours_allocate_seconds: of these, taking and zeroing that memory (the same task for all who write into vLLM).
+        ours_kept_seconds: the same where vLLM's weights keep their memory between switches (`release_weights: false`).
+        ours_commit_seconds: vLLM's own repacking, not in `ours_seconds` (again the same for all).
+        mbridge_seconds: mbridge's export_weights into vLLM's load_weights.
         megatron_resharding_seconds: megatron-core's resharding over gloo, into a Megatron model.
         ours_to_megatron_seconds: ours into the same model.
         gather_broadcast_seconds: gather and broadcast as MindSpeed-RL describes it, written here, into vLLM.
         floor_seconds: a plain copy of as many bytes.
         bytes_received, bytes_least, bytes_own: by all ranks, from other ranks; the least possible; inside a rank.
         peak_bytes, max_layout_bytes: of the rank on which a switch exceeds the larger of its layouts most.
-        bucket_bytes: destination bytes of a rank that move between two commits.
+        bucket_bytes: of the plan's largest bucket, on the rank that is filled most. A tensor is never in two.
+        weights_kept: the whole run was made with `release_weights: false`.
         phases: contender -> phase -> seconds. spread: contender -> fastest and slowest run.
         switch_phases: of a whole switch to inference, with offload, on rank 0.
         growth: what the ranks held after the first and the last of many cycles (`--cycles`).
@@ -37,12 +40,17 @@ class Figures:
     train: str
     infer: str
     ours_seconds: float | None = None
+    ours_allocate_seconds: float | None = None
+    ours_kept_seconds: float | None = None
     ours_commit_seconds: float | None = None
     mbridge_seconds: float | None = None
+    mbridge_allocate_seconds: float | None = None
     mbridge_commit_seconds: float | None = None
     megatron_resharding_seconds: float | None = None
     ours_to_megatron_seconds: float | None = None
     gather_broadcast_seconds: float | None = None
+    gather_broadcast_allocate_seconds: float | None = None
+    gather_broadcast_commit_seconds: float | None = None
     floor_seconds: float | None = None
     bytes_received: int | None = None
     bytes_least: int | None = None
@@ -53,6 +61,7 @@ class Figures:
     num_tensors: int | None = None
     inference_bytes: int | None = None
     num_runs: int = 0
+    weights_kept: bool = False
     phases: dict[str, Mapping[str, float]] = field(default_factory=dict)
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)
     switch_phases: dict[str, float] = field(default_factory=dict)
@@ -75,13 +84,19 @@ class Figures:
         other = getattr(self, key)
         return other / own if own and other is not None else None
 
+    def _percent_of_floor(self, seconds: float | None) -> float | None:
+        return 100 * self.floor_seconds / seconds if self.floor_seconds and seconds else None
+
     def as_json(self) -> dict[str, Any]:
-        """All fields and the ratios."""
-        percent = 100 * self.floor_seconds / self.ours_seconds if self.floor_seconds and self.ours_seconds else None
+        """All fields and the ratios.
+
+        The floor writes to memory that it has already, so percent_of_floor_kept is the like for like one.
+        """
         over = self.peak_bytes - self.max_layout_bytes if self.peak_bytes is not None else None
         return {
             **dataclasses.asdict(self),
-            "percent_of_floor": percent,
+            "percent_of_floor": self._percent_of_floor(self.ours_seconds),
+            "percent_of_floor_kept": self._percent_of_floor(self.ours_kept_seconds),
             "bytes_over_least": self.bytes_received / self.bytes_least if self.bytes_least else None,
             "peak_over_max_layout_bytes": over,
             "times_ours": {

@@ -96,7 +96,6 @@ class GatherBroadcast:
         self._expert_group = parallel_state.get_expert_model_parallel_group()
         self._stage_group = parallel_state.get_pipeline_model_parallel_group()
         self._stages = dist.get_process_group_ranks(self._stage_group)
-        self._flats: dict[str, torch.Tensor] = {}
         self._place = self._describe(worker)
         places = dict(enumerate(gather(self._place)))
         self._sizes = [_stage_numel(places, rank) for rank in self._stages]
@@ -104,9 +103,10 @@ class GatherBroadcast:
         self._cuts = [list(_cuts(places, rank, self._target.layout, seen)) for rank in self._stages]
 
     def prepare(self) -> None:
-        self._flats = self._target.prepare()
+        self._target.release()
 
     def run(self, clock: Clock) -> None:
+        flats = self._target.allocate(clock)
         with torch.no_grad():
             own = dist.get_rank()
             with clock.phase("gather"):
@@ -119,7 +119,7 @@ class GatherBroadcast:
                         dist.broadcast(stage, source, group=self._stage_group)
                 with clock.phase("cut"):
                     for cut in cuts:
-                        destination = self._flats[cut.buffer].as_strided(cut.lengths, cut.dst_strides, cut.dst_offset)
+                        destination = flats[cut.buffer].as_strided(cut.lengths, cut.dst_strides, cut.dst_offset)
                         destination.copy_(stage.as_strided(cut.lengths, cut.src_strides, cut.src_offset))
                 del stage
         self._target.commit(clock)
@@ -128,8 +128,7 @@ class GatherBroadcast:
         return self._target.digesting()
 
     def close(self) -> None:
-        self._flats = {}
-        self._target.close()
+        self._target.release()
 
     def _describe(self, worker: ActorHybridWorker) -> Place:
         held = _held_by_parameter(worker)

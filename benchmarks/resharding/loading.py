@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from benchmarks.resharding.measuring import COMMIT, Clock, Digests, digesting_vllm
+from benchmarks.resharding.measuring import ALLOCATE, COMMIT, Clock, Digests, digesting_vllm
 from hybrid_engine.worker import ActorHybridWorker
 
 
 class LoaderTarget:
-    """This rank's vLLM model between `prepare` and `commit`: every parameter in loader layout, zeroed.
+    """This rank's vLLM model between `allocate` and `commit`: every parameter in loader layout, zeroed.
 
     Uses the adaptor's own means to get there, also private ones, so that all contenders write into the same memory.
     """
@@ -31,12 +31,16 @@ class LoaderTarget:
     def model(self) -> torch.nn.Module:
         return self._adaptor.model
 
-    def prepare(self) -> dict[str, torch.Tensor]:
-        """Fresh parameters, bound in the model; their flat buffers by name."""
+    def release(self) -> None:
+        """Give up the weights and their memory."""
         self._adaptor.release()
-        flats = dict(self._adaptor.allocate(self._groups))
-        for name, tensor in self._adaptor._filling.items():
-            self._adaptor._bind(self._adaptor._storages[name].bindings, tensor)
+
+    def allocate(self, clock: Clock) -> dict[str, torch.Tensor]:
+        """Fresh parameters, bound in the model; their flat buffers by name. Timed as the allocation."""
+        with clock.phase(ALLOCATE):
+            flats = dict(self._adaptor.allocate(self._groups))
+            for name, tensor in self._adaptor._filling.items():
+                self._adaptor._bind(self._adaptor._storages[name].bindings, tensor)
         return flats
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -51,9 +55,6 @@ class LoaderTarget:
 
     def digesting(self) -> AbstractContextManager[Digests]:
         return digesting_vllm(self._adaptor)
-
-    def close(self) -> None:
-        self._adaptor.release()
 
 
 def timed(items: Iterator[tuple[str, torch.Tensor]], clock: Clock, phase: str) -> Generator[tuple[str, torch.Tensor]]:

@@ -41,9 +41,10 @@ class MbridgeExport:
         self._bridge = _bridge_class(config)(config, dtype=getattr(torch, worker.config.actor_config.params_dtype))
 
     def prepare(self) -> None:
-        self._target.prepare()
+        self._target.release()
 
     def run(self, clock: Clock) -> None:
+        self._target.allocate(clock)
         started = time.perf_counter()
         with torch.no_grad():
             weights = self._bridge.export_weights(self._chunks)
@@ -55,7 +56,7 @@ class MbridgeExport:
         return self._target.digesting()
 
     def close(self) -> None:
-        self._target.close()
+        self._target.release()
 
 
 def _bridge_class(config: Any) -> type:

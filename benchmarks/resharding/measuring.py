@@ -16,6 +16,9 @@ import torch.distributed as dist
 COMMIT = "commit"
 """The phase that is reported apart: vLLM's own repacking, the same for every contender."""
 
+ALLOCATE = "allocate"
+"""The phase in which fresh memory for vLLM's weights is taken; part of every contender's time who writes there."""
+
 Digests = Mapping[str, str]
 """Parameter name -> digest of its bytes, as vLLM's loader lays it out."""
 
@@ -66,12 +69,14 @@ class Timing:
 
     Attributes:
         seconds: without the commit. commit_seconds: the commit, of the same rank and run.
+        allocate_seconds: part of `seconds`.
         by_phase: phases of that rank and run.
         fastest, slowest: of all runs, without the commit.
     """
 
     seconds: float
     commit_seconds: float
+    allocate_seconds: float
     by_phase: Mapping[str, float]
     fastest: float
     slowest: float
@@ -84,7 +89,8 @@ def measure(contender: Contender, num_runs: int) -> tuple[Timing, Digests]:
     runs = sorted((_slowest(*_one_run(contender)) for _ in range(num_runs)), key=_net)
     middle = runs[(len(runs) - 1) // 2]
     phases = middle[1]
-    return Timing(_net(middle), phases.get(COMMIT, 0.0), phases, _net(runs[0]), _net(runs[-1])), digests
+    commit, allocate = (phases.get(name, 0.0) for name in (COMMIT, ALLOCATE))
+    return Timing(_net(middle), commit, allocate, phases, _net(runs[0]), _net(runs[-1])), digests
 
 
 def _one_run(contender: Contender) -> tuple[float, Clock]:

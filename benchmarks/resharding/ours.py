@@ -32,7 +32,8 @@ def connect(worker: ActorHybridWorker, destination: InferenceWeights) -> tuple[W
     hosts = [setup[2] for setup in setups]
     handles = {buffer: handle for setup in setups for buffer, handle in setup[3].items()}
     made = plan(source, wanted, hosts, bucket_nbytes=config.bucket_mb * 1024**2, may_stay_unread=source.tensors)
-    router = TransportSet.connect(worker.rank, source.buffers, handles, worker.sharding.transfer_group)
+    group = worker.sharding.transfer_group
+    router = TransportSet.connect(worker.rank, source.buffers, handles, group, destination_buffers=wanted.buffers)
     return WeightContainer(destination, made, router), router
 
 
@@ -55,5 +56,20 @@ class Ours:
         return digesting_vllm(self._adaptor)
 
     def close(self) -> None:
+        """Free the weights' memory."""
         if self._container.state is not ContainerState.EMPTY:
             self._container.release()
+
+
+class OursKept(Ours):
+    """The same where vLLM's weights keep their memory between runs (`release_weights: false`)."""
+
+    def __init__(self, worker: ActorHybridWorker) -> None:
+        super().__init__(worker)
+        self._kept_before = self._adaptor.keeps_memory
+        self._adaptor.keeps_memory = True
+
+    def close(self) -> None:
+        """Keep or free memory as configured again."""
+        self._adaptor.keeps_memory = self._kept_before
+        super().close()

@@ -10,6 +10,7 @@ from benchmarks.resharding.page import Row, name_of
 
 _LABELS = {
     "ours": "ours",
+    "ours_kept": "ours, memory kept",
     "floor": "floor",
     "mbridge": "mbridge",
     "gather_broadcast": "gather + broadcast",

@@ -17,13 +17,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.resharding.cases import BUCKET_MB, Case
+from benchmarks.resharding.cases import Case
 from benchmarks.resharding.figures import Figures
 from benchmarks.resharding.floor import Floor
 from benchmarks.resharding.growth import grow, trace_cycle
 from benchmarks.resharding.measuring import Contender, Digests, agreed, gather, measure
-from benchmarks.resharding.ours import Ours
+from benchmarks.resharding.ours import Ours, OursKept
 from hybrid_engine.memory.offloader import KINDS
+from hybrid_engine.sharding_manager import State
 from hybrid_engine.worker import ActorHybridWorker
 
 SECONDS_TO_WAIT = 900
@@ -57,6 +58,7 @@ def entries() -> list[Entry]:
 
     return [
         Entry("ours", Ours),
+        Entry("ours_kept", OursKept, "ours"),
         Entry("floor", Floor),
         Entry("mbridge", MbridgeExport, "ours"),
         Entry("gather_broadcast", GatherBroadcast, "ours"),
@@ -139,20 +141,19 @@ def _fill_with_values(worker: ActorHybridWorker) -> None:
 
 
 def _switch_once(worker: ActorHybridWorker, figures: Figures) -> None:
-    """A whole switch there and back, for bytes, peak and phases."""
+    """A whole switch there and back, for bytes, peak and phases; the second one, for the first one also plans."""
     sharding = worker.sharding
-    training = _resident(worker)
-    with worker.rollout_context():
-        report = sharding.last_report
-        inference = worker.inference.adaptor.nbytes
-    with worker.train_context():
-        pass
+    training, inference = _resident(worker), worker.inference.adaptor.nbytes
+    for _ in range(2):
+        report = sharding.enter(State.INFER)
+        sharding.enter(State.TRAIN)
     received, own, least = (gather(value) for value in (report.bytes_received, report.bytes_own, report.bytes_least))
     figures.bytes_received, figures.bytes_own, figures.bytes_least = sum(received), sum(own), sum(least)
     peaks = gather((report.peak_bytes, max(training, inference)))
     figures.peak_bytes, figures.max_layout_bytes = max(peaks, key=lambda pair: pair[0] - pair[1])
     figures.inference_bytes = sum(gather(inference))
-    figures.bucket_bytes = BUCKET_MB * 1024**2
+    figures.bucket_bytes = max(bucket.nbytes for bucket in sharding.plan.buckets)
+    figures.weights_kept = not worker.config.generate_config.release_weights
     figures.num_tensors = len(worker.table.shapes)
     figures.switch_phases = dict(report.seconds_by_phase)
 
@@ -180,8 +181,9 @@ def _time(
         figures.reasons[key] = failure
         return
     setattr(figures, key, timing.seconds)
-    if hasattr(figures, f"{entry.key}_commit_seconds"):
-        setattr(figures, f"{entry.key}_commit_seconds", timing.commit_seconds)
+    for part, seconds in (("commit", timing.commit_seconds), ("allocate", timing.allocate_seconds)):
+        if hasattr(figures, f"{entry.key}_{part}_seconds"):
+            setattr(figures, f"{entry.key}_{part}_seconds", seconds)
     figures.phases[entry.key] = dict(timing.by_phase)
     figures.spread[entry.key] = (timing.fastest, timing.slowest)
 

@@ -1,0 +1,91 @@
+"""Figures, tables and the choice of the median run, without any engine."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.resharding import measuring
+from benchmarks.resharding.cases import Case
+from benchmarks.resharding.figures import Figures
+from benchmarks.resharding.measuring import Clock, Digests, digest, measure
+from benchmarks.resharding.page import page
+
+CASE = Case("tiny", 2, "tp=2", "tp=1,dp=2")
+
+
+class Scripted:
+    """A contender whose runs take as long as a clock that is set by hand says."""
+
+    def __init__(self, runs: list[tuple[float, float]]) -> None:
+        self.runs = iter(runs)
+        self.now = 0.0
+        self.num_prepared = 0
+
+    def prepare(self) -> None:
+        self.num_prepared += 1
+
+    def run(self, clock: Clock) -> None:
+        work, commit = next(self.runs)
+        self.now += work
+        with clock.phase("commit"):
+            self.now += commit
+
+    def digesting(self) -> AbstractContextManager[Digests]:
+        return nullcontext({"weight": "digest"})
+
+    def close(self) -> None: ...
+
+
+def test_the_median_of_the_slowest_rank_counts_without_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm_up, runs = (9.0, 9.0), [(3.0, 1.0), (1.0, 50.0), (2.0, 5.0)]
+    contender = Scripted([warm_up, *runs])
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: contender.now)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    # the other rank always takes half a second longer, and commits in no time
+    monkeypatch.setattr(measuring, "gather", lambda own: [own, (own[0] - own[1]["commit"] + 0.5, {"transfer": 1.0})])
+    timing, digests = measure(contender, 3)
+    assert (timing.seconds, timing.fastest, timing.slowest) == (2.5, 1.5, 3.5)
+    assert timing.commit_seconds == 0.0 and timing.by_phase == {"transfer": 1.0}
+    assert digests == {"weight": "digest"}
+    assert contender.num_prepared == 4
+
+
+def test_a_digest_tells_apart_bits_shapes_and_dtypes_and_leaves_the_storage_as_it_was() -> None:
+    zero = torch.zeros(2, 3)
+    others = (-zero, zero.view(3, 2), zero.to(torch.int32), torch.ones(2, 3))
+    assert len({digest(tensor) for tensor in (zero, *others)}) == 5
+    assert digest(torch.ones(3, 2).t()) == digest(torch.ones(2, 3))
+    zero.untyped_storage().resize_(0)  # numpy would have made that impossible
+
+
+def test_ratios_and_tables_of_what_was_and_was_not_measured() -> None:
+    figures = Figures.of(
+        CASE,
+        ours_seconds=2.0,
+        ours_kept_seconds=1.6,
+        ours_to_megatron_seconds=0.5,
+        mbridge_seconds=20.0,
+        megatron_resharding_seconds=3.0,
+        floor_seconds=0.8,
+        bytes_received=30,
+        bytes_least=20,
+        peak_bytes=3 * 2**20,
+        max_layout_bytes=2**20,
+        bucket_bytes=2**20,
+        num_tensors=7,
+        phases={"ours": {"transfer": 2.0, "read": 0.0}},
+        reasons={"gather_broadcast_seconds": "it may not"},
+    )
+    row = figures.as_json()
+    assert row["percent_of_floor"] == 40.0 and row["percent_of_floor_kept"] == 50.0
+    assert row["bytes_over_least"] == 1.5 and row["peak_over_max_layout_bytes"] == 2 * 2**20
+    ratios = {"mbridge_seconds": 10.0, "megatron_resharding_seconds": 6.0, "gather_broadcast_seconds": None}
+    assert row["times_ours"] == ratios
+    text = page([row, Figures.of(CASE, reasons={"case": "no memory"}).as_json()])
+    assert "2.0×" in text and "10.0×" in text and "| 2.00 |" in text and "transfer 2.000" in text
+    assert "gather_broadcast_seconds: it may not" in text and "case: no memory" in text
+    assert "Growth" not in text
