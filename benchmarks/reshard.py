@@ -98,7 +98,7 @@ def _run(num_ranks: int, arguments: Sequence[str], timeout: float) -> str | None
     """Run the ranks to their end; the last of their output when they failed."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    program = ["--module", "benchmarks.resharding.ranks", *arguments]
+    program = ["-m", "benchmarks.resharding.ranks", *arguments]
     ended = run_ranks(program, num_ranks, timeout, environment=environment)
     if os.environ.get("RESHARD_VERBOSE"):
         print(ended.output, flush=True)
