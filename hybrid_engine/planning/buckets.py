@@ -2,7 +2,7 @@
 
     tensors -> clusters                 those that share a destination group, directly or through others
     clusters -> order                   every rank frees about as much as it fills
-    order -> buckets                    closed as soon as some rank is filled with `bucket_nbytes`
+    order -> buckets                    closed as soon as some rank fills or frees `bucket_nbytes`
 
 When a bucket has been sent, its training bytes can go. In the model's own order a rank of the last pipeline stage would
 fill the slices of all stages before anything of its own is freed; so stages take turns here.
@@ -42,7 +42,7 @@ class Need:
 
 @dataclass(frozen=True, slots=True)
 class Outline:
-    """A bucket without its transfers: its tensors, the groups it completes, the bytes of the rank that gets most."""
+    """A bucket without its transfers: its tensors, the groups it completes, the most bytes a rank fills or frees."""
 
     tensors: tuple[str, ...]
     groups: tuple[str, ...]
@@ -65,18 +65,18 @@ def outline_buckets(needs: Mapping[str, Need], num_ranks: int, bucket_nbytes: in
     """
     outlines: list[Outline] = []
     tensors: list[str] = []
-    filled = np.zeros(num_ranks, dtype=np.int64)
+    moved = np.zeros((2, num_ranks), dtype=np.int64)  # filled, freed
 
     def close() -> None:
         groups = dict.fromkeys(group for tensor in tensors for group in needs[tensor].groups)
-        outlines.append(Outline(tuple(tensors), tuple(groups), int(filled.max())))
+        outlines.append(Outline(tuple(tensors), tuple(groups), int(moved.max())))
         tensors.clear()
-        filled[:] = 0
+        moved[:] = 0
 
     for cluster in _taking_turns(_clusters(needs, num_ranks)):
         tensors.extend(cluster.tensors)
-        filled += cluster.fills
-        if filled.max() >= bucket_nbytes:
+        moved += np.stack([cluster.fills, cluster.frees])
+        if moved.max() >= bucket_nbytes:
             close()
     if tensors:
         close()

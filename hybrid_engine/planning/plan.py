@@ -56,7 +56,7 @@ class Bucket:
         tensors: canonical tensors that all ranks have whole once this bucket has run; each is in one bucket only.
         transfers: of all ranks, in an order that all ranks share; in the plan of one rank those it is part of.
         groups: destination groups (`Buffer.group`) that are complete once this bucket has run.
-        nbytes: destination bytes of the rank that receives most in this bucket.
+        nbytes: the most bytes that any rank fills in this bucket, or frees when it has been sent.
     """
 
     index: int

@@ -41,7 +41,7 @@ def plan(
         source: the training layout of all ranks.
         destination: the inference layout of all ranks.
         hosts: host name of every global rank.
-        bucket_nbytes: aim for this many destination bytes per rank and bucket; a group is never split.
+        bucket_nbytes: aim for this many bytes per rank and bucket, filled or freed; a group is never split.
         may_stay_unread: source tensors that no destination needs to read (a head tied to the embedding).
         rank: keep only the transfers that read from or write to this rank, and only its count of bytes.
 

@@ -12,7 +12,7 @@ adaptor.py    VllmAdaptor: vLLM's parameters as `InferenceWeights`
   records.py    trace + storages -> Layout
   postload.py   what vLLM does to weights after loading
   quantization.py  weights that vLLM quantises after loading
-  heap.py       freed memory goes back to the operating system
+  heap.py       freed memory goes back to the operating system, and comes in large pages
 native.py     what vLLM itself would load, to compare with
 loader.py     the load format through which vLLM hands over its model
 guest.py      environment, shared memory, groups and errors of a guest in somebody else's process

@@ -30,7 +30,7 @@ from hybrid_engine.backends.vllm.quantization import materialize
 from hybrid_engine.backends.vllm.records import STAGED, build_layout
 from hybrid_engine.backends.vllm.tracing import storage_key, trace_loader
 from hybrid_engine.errors import StateError
-from hybrid_engine.memory.slabs import SlabPool
+from hybrid_engine.memory.passage import Passage
 from hybrid_engine.planning.layout import Extent, Layout
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ class VllmAdaptor:
         }
         self.nbytes = sum(storage.nbytes for storage in storages)
         self._unwritten = self._find_unwritten()
-        self._passage = SlabPool()  # where packed weights pass through in loader layout, on a CPU
+        self._passage = Passage()  # where packed weights are in loader layout, on a CPU
         self._plain_attributes = {name: _attributes(self._modules[name]) for name in self._repacked_modules()}
         self._derived: dict[str, set[str]] = {}
         self._filling: dict[str, torch.Tensor] = {}  # loader-layout tensors between allocate and commit, by storage
@@ -163,21 +163,18 @@ class VllmAdaptor:
         if self._released and self.memory is not None:
             self.memory.restore()
         self._released = False
-        buffers: dict[str, torch.Tensor] = {}
         for name in groups:
-            group = self._groups[name]
             self._uncommitted.add(name)
             self._packed.discard(name)
-            self._drop_packed(group)
-            for storage_name in group.storages:
-                tensor = self._loader_tensor(self._storages[storage_name])
-                self._filling[storage_name] = tensor
-                buffers[storage_name] = flat_view(tensor)
-            for tensor_name in group.staged:
-                shape = self._layout.tensors[tensor_name]
-                tensor = torch.zeros(shape, dtype=self._dtype_of(tensor_name), device=self._device)
-                self._filling[STAGED + tensor_name] = tensor
-                buffers[STAGED + tensor_name] = tensor.view(-1)
+            self._drop_packed(self._groups[name])
+        storages = [self._storages[storage] for name in groups for storage in self._groups[name].storages]
+        self._filling |= self._loader_tensors(storages)
+        buffers = {storage.name: flat_view(self._filling[storage.name]) for storage in storages}
+        for tensor_name in (tensor for name in groups for tensor in self._groups[name].staged):
+            shape = self._layout.tensors[tensor_name]
+            tensor = torch.zeros(shape, dtype=self._dtype_of(tensor_name), device=self._device)
+            self._filling[STAGED + tensor_name] = tensor
+            buffers[STAGED + tensor_name] = tensor.view(-1)
         return buffers
 
     def commit(self, groups: Sequence[str]) -> None:
@@ -329,26 +326,40 @@ class VllmAdaptor:
 
     # -- one group ----------------------------------------------------------------------------------------------------
 
-    def _loader_tensor(self, storage: WeightStorage) -> torch.Tensor:
-        """The tensor to fill; zero where nothing will be written, so padding is in place."""
-        tensor = storage.tensor
-        if tensor is None:
-            tensor = storage.create(self._new_memory(storage))
-        elif storage.name in self._stale:
-            self._stale.remove(storage.name)
-            if tensor.untyped_storage().nbytes() == 0:
-                tensor.untyped_storage().resize_(storage.nbytes)
-        elif storage.name not in self._left_in_place:  # there packing may have touched the padding
-            return tensor
-        flat = flat_view(tensor)
-        for extent in self._unwritten[storage.name]:
-            flat[extent.start : extent.stop].zero_()
-        return tensor
+    def _loader_tensors(self, storages: Sequence[WeightStorage]) -> dict[str, torch.Tensor]:
+        """The tensors to fill, by storage; zero where nothing will be written, so padding is in place."""
+        passing = [storage for storage in storages if storage.tensor is None]
+        tensors = {
+            storage.name: storage.create(memory)
+            for storage, memory in zip(passing, self._new_memory(passing), strict=True)
+        }
+        fresh = list(passing)
+        for storage in storages:
+            if storage.tensor is not None:
+                tensors[storage.name] = storage.tensor
+                if self._restore_live(storage) or storage.name in self._left_in_place:
+                    fresh.append(storage)  # where packing may have touched the padding
+        for storage in fresh:
+            flat = flat_view(tensors[storage.name])
+            for extent in self._unwritten[storage.name]:
+                flat[extent.start : extent.stop].zero_()
+        return tensors
 
-    def _new_memory(self, storage: WeightStorage) -> torch.Tensor:
-        if storage.device.type == "cpu":
-            return self._passage.take(storage.numel, storage.dtype)
-        return torch.empty(storage.numel, dtype=storage.dtype, device=storage.device)
+    def _restore_live(self, storage: WeightStorage) -> bool:
+        """Take memory again for a live storage that was released; whether it was."""
+        if storage.name not in self._stale:
+            return False
+        self._stale.remove(storage.name)
+        memory = storage.tensor.untyped_storage()
+        if memory.nbytes() == 0:
+            memory.resize_(storage.nbytes)
+            heap.prefer_huge_pages(memory)
+        return True
+
+    def _new_memory(self, storages: Sequence[WeightStorage]) -> list[torch.Tensor]:
+        if self._device.type == "cpu":
+            return self._passage.lend([(storage.numel, storage.dtype) for storage in storages])
+        return [torch.empty(storage.numel, dtype=storage.dtype, device=storage.device) for storage in storages]
 
     def _find_unwritten(self) -> dict[str, tuple[Extent, ...]]:
         """Storage name -> intervals that no transfer writes: padding, or all of it where the model's loader writes."""
