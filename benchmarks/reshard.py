@@ -76,10 +76,13 @@ def _arguments() -> argparse.Namespace:
 def _render(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
     if arguments.markdown is not None:
         arguments.markdown.write_text(page(rows))
-    if arguments.plot is not None:
-        plot_phases(rows, arguments.plot)
-    if arguments.plot_memory is not None:
-        plot_memory(rows, arguments.plot_memory)
+    for path, draw in ((arguments.plot, plot_phases), (arguments.plot_memory, plot_memory)):
+        if path is None:
+            continue
+        try:
+            draw(rows, path)
+        except ValueError as error:
+            print(f"{path} is not drawn: {error}", file=sys.stderr)
 
 
 def launch(cases: Sequence[Case], request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -98,7 +101,7 @@ def _run(num_ranks: int, arguments: Sequence[str], timeout: float) -> str | None
     """Run the ranks to their end; the last of their output when they failed."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    program = ["--module", "benchmarks.resharding.ranks", *arguments]
+    program = ["-m", "benchmarks.resharding.ranks", *arguments]
     ended = run_ranks(program, num_ranks, timeout, environment=environment)
     if os.environ.get("RESHARD_VERBOSE"):
         print(ended.output, flush=True)
