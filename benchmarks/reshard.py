@@ -76,10 +76,13 @@ def _arguments() -> argparse.Namespace:
 def _render(rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
     if arguments.markdown is not None:
         arguments.markdown.write_text(page(rows))
-    if arguments.plot is not None:
-        plot_phases(rows, arguments.plot)
-    if arguments.plot_memory is not None:
-        plot_memory(rows, arguments.plot_memory)
+    for path, draw in ((arguments.plot, plot_phases), (arguments.plot_memory, plot_memory)):
+        if path is None:
+            continue
+        try:
+            draw(rows, path)
+        except ValueError as error:
+            print(f"{path} is not drawn: {error}", file=sys.stderr)
 
 
 def launch(cases: Sequence[Case], request: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

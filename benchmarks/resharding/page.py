@@ -101,7 +101,7 @@ def _bytes_table(rows: Sequence[Row]) -> str:
     lines = [
         [
             name_of(row),
-            str(row["num_tensors"]),
+            "–" if row["num_tensors"] is None else str(row["num_tensors"]),
             *(_megabytes(row[key]) for key in ("bytes_received", "bytes_least", "peak_bytes", "max_layout_bytes")),
             _buckets(row),
         ]
