@@ -7,7 +7,7 @@ buffer for every tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ def rank_job(shape: ModelShape, train: str, infer: str, rank: int, bucket_nbytes
     unserved = [name for name in table.shapes if not table.is_served(name)]
     found = plan(source, destination, ["host"] * len(ranks), bucket_nbytes, unserved, rank)
     buckets = tuple(
-        Bucket(bucket.index, tuple(combine(own)), bucket.groups, bucket.nbytes)
+        replace(bucket, transfers=tuple(combine(own)))
         for bucket in found.buckets
         if (own := [each for each in bucket.transfers if each.dst_rank == rank])
     )
