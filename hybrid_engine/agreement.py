@@ -53,8 +53,8 @@ class Agreement:
         is_secondhand = isinstance(error, RemoteError)
         messages = self.gather(None if is_secondhand else own, phase)
         causes = "\n".join(f"rank {rank}: {message}" for rank, message in enumerate(messages) if message)
-        if is_secondhand:
-            raise type(error)(f"{error}\n{causes}".rstrip()) from error
+        if is_secondhand and causes:
+            raise type(error)(f"{error}\n{causes}") from error
         if isinstance(error, HybridEngineError):
             raise error
         if error is not None:
