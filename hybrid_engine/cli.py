@@ -284,9 +284,8 @@ def _memory_table(facts: dict[str, Any]) -> Table:
         "optimizer": "optimizer state",
         "training": "training, together",
         "inference": "inference weights",
-        "switch_today": "switch, today: parameters + inference weights",
-        "switch_elastic_bound": "switch, bound: the larger of both + a bucket",
-        "peak": "device peak, today",
+        "switch": "switch: the larger of both and two buckets",
+        "peak": "device peak",
     }
     for key, name in names.items():
         table.add_row(*_spread_row(name, device[key]))

@@ -123,7 +123,7 @@ class JobPlan:
 
     @property
     def fits_device(self) -> bool:
-        """Whether every rank's peak, as the engine works today, is within its device."""
+        """Whether every rank's peak is within its device."""
         return bool(self.memory.device.max() <= self.cluster.device_gib * GIB)
 
     @cached_property

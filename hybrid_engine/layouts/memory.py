@@ -8,9 +8,8 @@ Training state, as megatron-core's DDP and distributed optimizer (Adam) have it:
                   are float32 themselves and need no main copy
 
 A switch to inference first takes gradients (dropped) and optimizer state (copied to the host) off the device, then
-fills the inference weights while the parameters are still there, then takes the parameters off (copied). So the peak at
-a switch is today parameters + inference weights. Were the parameters given back bucket by bucket while the inference
-weights grow, it would be the larger of the two + a bucket: `elastic_switch`, a bound the engine does not reach yet.
+fills the inference weights bucket by bucket, while parameters that every rank has read leave (copied). So the peak at a
+switch is the larger of parameters and inference weights, and two buckets; a module larger than a bucket is one.
 
 Activations, KV cache, CUDA context and libraries' workspaces are not in these numbers.
 """
@@ -52,13 +51,9 @@ class MemoryPeaks:
 
     @property
     def switch(self) -> np.ndarray:
-        """Peak during a switch, as the engine works today."""
-        return self.params + self.inference
-
-    @property
-    def elastic_switch(self) -> np.ndarray:
-        """Bound of a switch that gives parameters back bucket by bucket."""
-        return np.maximum(self.params, self.inference) + self.bucket
+        """Peak during a switch."""
+        larger = np.maximum(self.params, self.inference)
+        return np.minimum(self.params + self.inference, larger + 2 * self.bucket)
 
     @property
     def device(self) -> np.ndarray:
