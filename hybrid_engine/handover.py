@@ -79,7 +79,12 @@ class Handover:
     def _start(self, *, failed: bool) -> None:
         """Tell the others: 0 for a success, else this rank's number and one."""
         told = torch.tensor([dist.get_rank() + 1 if failed else 0], dtype=torch.int64)
-        work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        try:
+            work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise TransportError(
+                f"bucket {len(self._fences)}, phase handover: the ranks' group is gone ({error}); the job cannot go on"
+            ) from error
         self._fences.append((work, told))
 
     def _end_next(self, index: int) -> None:

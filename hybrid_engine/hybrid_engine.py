@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from hybrid_engine.agreement import Agreement
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.memory.offloader import KINDS, MegatronOffloader
 from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.sharding_manager import ReshardReport, ShardingManager, State
 
@@ -71,6 +71,10 @@ class HybridEngine:
     def forward_context(self) -> AbstractContextManager[None]:
         """Score inside: only parameters need to be on the device."""
         return self.sharding.entered(State.FORWARD)
+
+    def prefetch(self, kinds: Iterable[str] = KINDS) -> None:
+        """In a rollout: begin to bring training state back; see `ShardingManager.prefetch`."""
+        self.sharding.prefetch(kinds)
 
     def on_reshard_start(self, hook: Callable[[State, State], None]) -> Callable[[State, State], None]:
         """Decorator: call `hook(from_state, to_state)` before every switch."""

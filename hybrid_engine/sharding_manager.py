@@ -15,8 +15,9 @@ Entering INFER, every phase ending with an agreement of all ranks:
     offload     the rest of the parameters leave the device
     resume      inference caches are reset
 
-So the device holds at most the larger of training state and inference weights, and a few buckets. A failure restores
-the state before; the training weights are only ever read, and those that left come back.
+So the device holds at most the larger of training state and inference weights, and a few buckets. (With vLLM's sleep
+mode, on GPUs, all inference weights wake at the first bucket: there the peak is parameters and inference weights.) A
+failure restores the state before; the training weights are only ever read, and those that left come back.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from hybrid_engine.agreement import Agreement
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import PlanError, ReshardError, StateError
 from hybrid_engine.handover import Handover
-from hybrid_engine.memory.elastic import BufferHandle, host_id
+from hybrid_engine.memory.elastic import Handle, host_id
 from hybrid_engine.memory.offloader import KINDS as KIND_ORDER
 from hybrid_engine.memory.offloader import MegatronOffloader, OffloadReport, Part
 from hybrid_engine.memory.weight_container import BucketFollower, FillReport, WeightContainer
@@ -92,10 +93,11 @@ class ReshardReport:
         direction: "train->infer" and the like.
         version: optimizer steps the weights had taken.
         seconds: wall-clock time of the whole switch.
-        seconds_by_phase: layout and plan (in the first report), start hooks, offload, onload, prepare, check, fill (of
-            which allocate, read, transfer, write, commit), release, resume; each with its wait for the slowest rank.
+        seconds_by_phase: layout and plan (in the first report), start hooks, survey (of the device), offload, onload,
+            prepare, check, fill (of which allocate, read, transfer, write, commit), release, resume; each with its wait
+            for the slowest rank.
         bytes_received: from other ranks. bytes_own: copied inside this rank. bytes_least: no plan receives less.
-        bytes_offloaded, bytes_onloaded: between device and host.
+        bytes_offloaded, bytes_onloaded: between device and host; with what was prefetched since the last switch.
         peak_bytes: training and inference state on the device at once, at its highest during the switch.
     """
 
@@ -147,7 +149,7 @@ class _RankSetup:
     host: str
     training: Layout
     inference: Layout
-    handles: Mapping[BufferId, BufferHandle]
+    handles: Mapping[BufferId, Handle]
 
 
 class ShardingManager:
@@ -192,6 +194,7 @@ class ShardingManager:
         self._end_hooks: list[Callable[[ReshardReport], None]] = []
         self._context_state: State | None = None
         self._tally = _Tally()
+        self._num_prefetched = 0  # bytes, for the report of the next switch
         self.rank = dist.get_rank()
         on_gpu = any(tensor.is_cuda for tensor in training.buffers().values())
         self.transfer_group = self._new_group("nccl" if on_gpu else "gloo")
@@ -248,7 +251,8 @@ class ShardingManager:
             return None
         before, started = self.state, time.perf_counter()
         setup = self._setup_seconds if self.last_report is None else {}  # the first report tells what planning took
-        self._tally = _Tally(seconds=dict(setup))
+        self._tally = _Tally(seconds=dict(setup), onloaded=self._num_prefetched)
+        self._num_prefetched = 0
         with self._phase("start hooks"):
             for hook in self._start_hooks:
                 hook(before, target)
@@ -275,10 +279,11 @@ class ShardingManager:
         if self.state is not State.INFER:
             raise StateError(f"training state is prefetched while vLLM generates; the state is {self.state.value}")
         with self.agreement.phase("prefetch"):
-            self.offloader.onload(kinds, read_only=True, wait=False)
+            self._num_prefetched += _total(self.offloader.onload(kinds, read_only=True, wait=False))
 
     def _switch(self, before: State, target: State) -> None:
-        self._note_peak()
+        with self._phase("survey"):
+            self._note_peak()
         if before in (State.INFER, State.IDLE):  # IDLE may follow a release that failed
             self._release_inference()
         if target is State.INFER:
@@ -303,28 +308,29 @@ class ShardingManager:
         with self._phase("fill"):
             buffers = self.training.buffers()
             self._tally.add_fill(self.container.fill(buffers, self._follower(buffers)))
-        self._note_peak()
+            self._note_peak()
 
     def _prepare(self) -> None:
         with self._phase("prepare"):
             self.training.prepare()
 
-    def _follower(self, buffers: Mapping[str, torch.Tensor]) -> BucketFollower:
-        """Goes along with a fill: notes the peak and, where parameters are to leave, lets them go bucket by bucket."""
+    def _follower(self, buffers: Mapping[str, torch.Tensor]) -> BucketFollower | None:
+        """Lets parameters go bucket by bucket during a fill, and notes the peak; None where they are to stay."""
+        if not self.config.offload_train_param:
+            return None
         on_device = _resident_nbytes(self.offloader)
 
         def give_back(index: int) -> None:
             nonlocal on_device
             self._note_peak(on_device)
-            if self.config.offload_train_param:
-                parts = [
-                    Part(buffers[name], extent.start, extent.stop)
-                    for name, extents in self._releases[index].items()
-                    for extent in extents
-                ]
-                nbytes = self.offloader.offload_parts("param", parts)
-                self._tally.offloaded += nbytes
-                on_device -= nbytes
+            parts = [
+                Part(buffers[name], extent.start, extent.stop)
+                for name, extents in self._releases[index].items()
+                for extent in extents
+            ]
+            nbytes = self.offloader.offload_parts("param", parts)
+            self._tally.offloaded += nbytes
+            on_device -= nbytes
 
         return Handover(self._fence_group, len(self.plan.buckets), give_back, self.config.timeout_seconds)
 
@@ -348,7 +354,7 @@ class ShardingManager:
     def _onload(self, kinds: set[str], *, read_only: bool) -> None:
         with self._phase("onload"):
             self._tally.onloaded += _total(self.offloader.onload(kinds, read_only=read_only))
-        self._note_peak()
+            self._note_peak()
 
     def _restore(self, before: State, target: State, error: Exception) -> None:
         """After a failed switch: drop what was filled and bring back what `before` needs.
@@ -400,7 +406,7 @@ class ShardingManager:
         destination = Layout.merge(setup.inference for setup in setups)
         hosts = [setup.host for setup in setups]
         bucket_nbytes = self.config.bucket_mb * 1024**2
-        self.plan = plan(source, destination, hosts, bucket_nbytes=bucket_nbytes, may_stay_unread=self.unserved)
+        self.plan = plan(source, destination, hosts, bucket_nbytes, self.unserved, rank=self.rank)
         all_handles = {buffer: handle for setup in setups for buffer, handle in setup.handles.items()}
         self.router = TransportSet.connect(
             self.rank,

@@ -251,7 +251,7 @@ class ReferenceModel:
     def compute_log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probability [B, S] fp32 of every label under the frozen weights. Collective; in any state."""
         with self._agreement.phase("onload of the reference"):
-            self._offloader.onload({"param"})
+            self._offloader.onload({"param"}, read_only=True)
         try:
             return whole_log_probs(self.engine, batch)
         finally:

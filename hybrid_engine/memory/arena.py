@@ -41,7 +41,12 @@ class Arena:
         if kept is not None:
             self.memory[:keep] = kept
         if pinned:
-            self._unpin = _pin(self.memory, self)
+            try:
+                self._unpin = _pin(self.memory, self)
+            except OffloadError:
+                if not keep:
+                    self.memory = torch.empty(0, dtype=torch.uint8)  # or the next call would find it large enough
+                raise
 
 
 class Copier:

@@ -360,7 +360,7 @@ class MegatronOffloader:
         owners = {storage.owner for storage in storages}
         if owners <= self._judged:
             return
-        self._judged = owners
+        self._judged |= owners
         sizes = {storage.key: storage.nbytes for storage in storages}
         sizes |= {storage.key: storage.nbytes for group in self._away.values() for storage in group}
         total = sum(sizes.values())

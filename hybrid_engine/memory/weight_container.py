@@ -105,7 +105,8 @@ class WeightContainer:
     def fill(self, source: Mapping[str, torch.Tensor], follower: BucketFollower | None = None) -> FillReport:
         """Put the weights of `source` (`TrainingWeights.buffers()`) in force, bucket by bucket. All ranks call it.
 
-        The caller fences before (all sources are final) and after (nobody reads them any more). Raises StateError
+        The caller fences before (all sources are final) and, without a follower, after (nobody reads them any more).
+        Raises StateError
         unless empty. On any other failure the state is PARTIAL, the remaining buckets are abandoned, so that no peer
         waits for this rank, and the error is raised: the engine's own as it is, any other one as ReshardError.
         """
@@ -170,15 +171,17 @@ class WeightContainer:
 
     def _abandon(self, first: int, reason: str, follower: BucketFollower | None) -> None:
         """Walk the buckets from `first` on without filling them, for peers that wait for this rank."""
-        if follower is not None:
-            follower.abandon()
-        try:
+
+        def abandon_transports() -> None:
             for bucket in self._plan.buckets[first:]:
                 self._router.abandon(bucket, reason)
-            if follower is not None:
-                follower.drain()
-        except Exception as error:
-            logger.warning("not every bucket could be abandoned; peers end by their timeout: %s", error)
+
+        steps = [abandon_transports] if follower is None else [follower.abandon, abandon_transports, follower.drain]
+        for step in steps:
+            try:
+                step()
+            except Exception as error:
+                logger.warning("not every bucket could be abandoned; peers end by their timeout: %s", error)
 
 
 @dataclass

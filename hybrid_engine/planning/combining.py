@@ -69,7 +69,7 @@ def _join(run: Sequence[Transfer]) -> Transfer:
     src, dst = _distance(first, run[1])
     return replace(
         first,
-        tensor=f"{first.tensor} … {run[-1].tensor.rpartition(' … ')[2]}",
+        tensor=f"{first.tensor.partition(' … ')[0]} … {run[-1].tensor.rpartition(' … ')[2]}",
         lengths=(len(run), *first.lengths),
         src=Place(first.src.buffer, first.src.offset, (src, *first.src.strides)),
         dst=Place(first.dst.buffer, first.dst.offset, (dst, *first.dst.strides)),

@@ -12,7 +12,7 @@ Start-up, on every rank (the only exchange of objects there is):
 Every switch:
     fence                                                       # all sources are final
     for bucket in plan.buckets: router.run(bucket, source, destination)
-    fence                                                       # sources may be overwritten
+    fence                                                       # sources may be overwritten; or bucket by bucket
 """
 
 from hybrid_engine.ports import PhaseClock

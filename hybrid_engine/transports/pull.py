@@ -5,7 +5,8 @@
     InProcessTransport      the twin for tests: every rank's sources are at hand in one process
 
 The source rank does nothing while it is read, so nobody waits for anybody. The caller fences: before the first bucket,
-until all sources hold final values; after the last one, before an owner overwrites or releases its buffer.
+until all sources hold final values; before an owner releases what a bucket reads (hybrid_engine/handover.py), or, after
+the last one, overwrites its buffer.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ def export_handles(rank: int, buffers: Mapping[str, torch.Tensor]) -> dict[Buffe
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What one bucket cost this rank: seconds by phase (read, transfer, write), bytes it read by transport name and
-    by link."""
+    """What one bucket cost this rank: seconds by phase (read, transfer, write), bytes it received by transport name and
+    by link; those of a pull that casts count in the narrower dtype, as a message would have them."""
 
     seconds: Mapping[str, float]
     nbytes: Mapping[str, int]

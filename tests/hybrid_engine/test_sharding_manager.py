@@ -243,8 +243,9 @@ def test_prefetch_is_there_when_training_comes(rig: Rig):
     rig.manager.prefetch(["optimizer"])
     assert not rig.offloader.is_offloaded("optimizer") and rig.offloader.is_offloaded("param")
     report = rig.manager.enter(TRAIN)
-    assert report.bytes_onloaded == TRAINING_NBYTES["param"] + TRAINING_NBYTES["grad"]
+    assert report.bytes_onloaded == sum(TRAINING_NBYTES.values()), "what was prefetched counts in the next report"
     rig.assert_is(TRAIN)
+    assert rig.manager.enter(IDLE).bytes_onloaded == 0
 
 
 def test_prefetched_state_leaves_again_for_a_state_that_does_not_need_it(rig: Rig):

@@ -160,9 +160,9 @@ class VllmAdaptor:
         The weights that the groups held before are gone.
         """
         self._check_known(groups)
-        if self._released and self.memory is not None:
+        was_released, self._released = self._released, False  # so that a release cleans up after a failure here
+        if was_released and self.memory is not None:
             self.memory.restore()
-        self._released = False
         for name in groups:
             self._uncommitted.add(name)
             self._packed.discard(name)
