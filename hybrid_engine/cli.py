@@ -284,7 +284,8 @@ def _memory_table(facts: dict[str, Any]) -> Table:
         "optimizer": "optimizer state",
         "training": "training, together",
         "inference": "inference weights",
-        "switch": "switch: the larger of both and two buckets",
+        "switch": "switch, sleep mode: parameters + inference weights",
+        "interleaved_switch": "switch, bucket by bucket: the larger and two",
         "peak": "device peak",
     }
     for key, name in names.items():

@@ -44,6 +44,7 @@ def facts_of(plan: JobPlan) -> dict[str, Any]:
                 "training": spread_of(memory.training),
                 "inference": spread_of(memory.inference),
                 "switch": spread_of(memory.switch),
+                "interleaved_switch": spread_of(memory.interleaved_switch),
                 "peak": spread_of(memory.device),
                 "size": plan.cluster.device_gib * 1024**3,
                 "fits": plan.fits_device,

@@ -8,8 +8,10 @@ Training state, as megatron-core's DDP and distributed optimizer (Adam) have it:
                   are float32 themselves and need no main copy
 
 A switch to inference first takes gradients (dropped) and optimizer state (copied to the host) off the device, then
-fills the inference weights bucket by bucket, while parameters that every rank has read leave (copied). So the peak at a
-switch is the larger of parameters and inference weights, and two buckets; a module larger than a bucket is one.
+fills the inference weights bucket by bucket, while parameters that every rank has read leave (copied). Where inference
+memory comes bucket by bucket too (on the CPU today) the peak at a switch is the larger of parameters and inference
+weights, and two buckets: `interleaved_switch`; a module larger than a bucket is one. vLLM's sleep mode on GPUs wakes all
+weights at once: there it is parameters + inference weights, which is what counts here.
 
 Activations, KV cache, CUDA context and libraries' workspaces are not in these numbers.
 """
@@ -51,9 +53,13 @@ class MemoryPeaks:
 
     @property
     def switch(self) -> np.ndarray:
-        """Peak during a switch."""
-        larger = np.maximum(self.params, self.inference)
-        return np.minimum(self.params + self.inference, larger + 2 * self.bucket)
+        """Peak during a switch with vLLM's sleep mode."""
+        return self.params + self.inference
+
+    @property
+    def interleaved_switch(self) -> np.ndarray:
+        """Peak during a switch where inference memory comes bucket by bucket."""
+        return np.minimum(self.switch, np.maximum(self.params, self.inference) + 2 * self.bucket)
 
     @property
     def device(self) -> np.ndarray:

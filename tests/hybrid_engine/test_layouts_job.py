@@ -45,7 +45,8 @@ def test_memory_is_counted_with_padding_and_shards() -> None:
     assert peaks.optimizer.tolist() == [12 * shards] * 4
     served = 2 * 192 * hidden // 2 + dense - 2 * vocab * hidden // 2 + 3 * 6 * expert // 2  # vLLM pads to 192
     assert peaks.inference.tolist() == [2 * served] * 4
-    assert (peaks.switch == np.maximum(peaks.params, peaks.inference) + 200).all()
+    assert (peaks.switch == peaks.params + peaks.inference).all()
+    assert (peaks.interleaved_switch == np.maximum(peaks.params, peaks.inference) + 200).all()
     assert (peaks.device == np.maximum(peaks.training, peaks.switch)).all()
     assert (peaks.host == peaks.params + peaks.optimizer).all()
     in_float32 = memory_peaks(source, destination, train, "float32", bucket_nbytes=100)
