@@ -10,8 +10,8 @@ Training state, as megatron-core's DDP and distributed optimizer (Adam) have it:
 A switch to inference first takes gradients (dropped) and optimizer state (copied to the host) off the device, then
 fills the inference weights bucket by bucket, while parameters that every rank has read leave (copied). Where inference
 memory comes bucket by bucket too (on the CPU today) the peak at a switch is the larger of parameters and inference
-weights, and two buckets: `interleaved_switch`; a module larger than a bucket is one. vLLM's sleep mode on GPUs wakes all
-weights at once: there it is parameters + inference weights, which is what counts here.
+weights, and two buckets: `interleaved_switch`; a module larger than a bucket is one. vLLM's sleep mode on GPUs wakes
+all weights at once: there it is parameters + inference weights, which is what counts here.
 
 Activations, KV cache, CUDA context and libraries' workspaces are not in these numbers.
 """
