@@ -14,7 +14,7 @@ from multiprocessing import resource_tracker
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_engine.errors import DeviceMemoryError, StateError, TransportError
@@ -88,6 +88,7 @@ def test_any_dtype_and_a_size_that_is_no_whole_granule(rig: Rig, dtype: torch.dt
     assert rig.fake.taken_nbytes() == -(-12345 * dtype.itemsize // GRANULE) * GRANULE
 
 
+@settings(max_examples=25)
 @given(data=st.data(), nbytes=st.integers(1, 7 * CHUNK), is_exported=st.booleans())
 def test_any_sequence_of_releases_and_restores(data: st.DataObject, nbytes: int, is_exported: bool):
     with pytest.MonkeyPatch.context() as patch:
