@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -17,6 +17,7 @@ from benchmarks.gpu_layouts import ModelShape, RankJob, rank_job
 from hybrid_engine.memory.elastic import Peer, allocate_elastic, export_tensor, open_peer
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.transports.copies import copy_straight
+from hybrid_engine.transports.shared_memory import source_extent
 
 TIMEOUT = 600.0
 """Seconds that the two processes wait for each other."""
@@ -109,20 +110,11 @@ def _pull_by_bucket(peer: Peer, parts: Sequence[Sequence[Transfer]], destination
     """As a switch does: the peer's chunks are mapped for a bucket only."""
     for index, transfers in enumerate(parts):
         if transfers:
-            with peer.mapped(*span_of(transfers)) as flat:
+            extent = source_extent(transfers)
+            with peer.mapped(extent.start, extent.stop) as flat:
                 copy_straight("pull", index, transfers, lambda _, flat=flat: flat, destinations)
 
 
 def _read_from(job: RankJob, src_rank: int, bucket: int | None = None) -> list[Transfer]:
     buckets = job.buckets if bucket is None else [job.buckets[bucket]]
     return [each for one in buckets for each in one.transfers if each.src_rank == src_rank]
-
-
-def span_of(transfers: Iterable[Transfer]) -> tuple[int, int]:
-    """The elements of the source buffer that some transfers lie between: the first, and one past the last."""
-    starts, stops = [], []
-    for each in transfers:
-        starts.append(each.src.offset)
-        steps = zip(each.lengths, each.src.strides, strict=True)
-        stops.append(each.src.offset + sum((length - 1) * stride for length, stride in steps) + 1)
-    return min(starts), max(stops)

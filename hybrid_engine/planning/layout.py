@@ -101,6 +101,11 @@ class Place:
         shift = sum(i * stride for i, stride in zip(index, self.strides, strict=True))
         return Place(self.buffer, self.offset + shift, self.strides)
 
+    def extent(self, lengths: Iterable[int]) -> Extent:
+        """From the first to the last element of a box of these lengths, none of them 0, that lies here."""
+        reach = sum((length - 1) * stride for length, stride in zip(lengths, self.strides, strict=True))
+        return Extent(self.offset, self.offset + reach + 1)
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:

@@ -25,10 +25,8 @@ def releases(shards: Iterable[Shard], buckets: Sequence[Bucket]) -> tuple[Releas
     never = len(buckets)
     spans: dict[str, list[tuple[int, int, int]]] = {}
     for shard in shards:
-        steps = zip(shard.region.lengths, shard.place.strides, strict=True)
-        stop = shard.place.offset + sum((length - 1) * stride for length, stride in steps) + 1
-        number = number_of.get(shard.region.tensor, never)
-        spans.setdefault(shard.place.buffer.name, []).append((shard.place.offset, stop, number))
+        extent, number = shard.place.extent(shard.region.lengths), number_of.get(shard.region.tensor, never)
+        spans.setdefault(shard.place.buffer.name, []).append((extent.start, extent.stop, number))
     found: list[dict[str, list[Extent]]] = [{} for _ in range(never + 1)]
     for name, own in spans.items():
         for start, stop, number in _disjoint(own):

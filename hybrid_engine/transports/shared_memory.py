@@ -6,14 +6,15 @@ ElasticBuffer --export()--> handle --open_peer()--> peer --mapped()--> flat view
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import astuple
 
 import torch
 
 from hybrid_engine.errors import TransportError
 from hybrid_engine.memory.elastic import DeviceHandle, Handle, Peer, open_peer
-from hybrid_engine.planning.layout import BufferId
+from hybrid_engine.planning.layout import BufferId, Extent
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.transports.copies import failure_at
 from hybrid_engine.transports.pull import PullTransport
@@ -64,7 +65,8 @@ class SharedMemoryTransport(PullTransport):
             handle = self._handles[buffer_id]
             if buffer_id not in self._peers:
                 self._peers[buffer_id] = open_peer(handle)
-            reading = self._peers[buffer_id].mapped(*_span(transfers) if isinstance(handle, DeviceHandle) else ())
+            bounds = astuple(source_extent(transfers)) if isinstance(handle, DeviceHandle) else ()
+            reading = self._peers[buffer_id].mapped(*bounds)
             flat = reading.__enter__()
         except (OSError, TransportError) as error:
             raise failure_at(self.name, bucket, "read", transfers[0], error, peer=transfers[0].src_rank) from error
@@ -73,11 +75,7 @@ class SharedMemoryTransport(PullTransport):
             yield flat
 
 
-def _span(transfers: Sequence[Transfer]) -> tuple[int, int]:
-    """Elements of the source between which all of them read: the first, and one past the last."""
-    starts, stops = [], []
-    for transfer in transfers:
-        start, steps = transfer.src.offset, zip(transfer.lengths, transfer.src.strides, strict=True)
-        starts.append(start)
-        stops.append(start + sum((length - 1) * stride for length, stride in steps) + 1)
-    return min(starts), max(stops)
+def source_extent(transfers: Iterable[Transfer]) -> Extent:
+    """Elements of the one source buffer that these transfers read: from the first to the last."""
+    extents = [transfer.src.extent(transfer.lengths) for transfer in transfers]
+    return Extent(min(extent.start for extent in extents), max(extent.stop for extent in extents))

@@ -11,10 +11,10 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_layouts import TINY, RankJob, rank_job
-from benchmarks.gpu_pull import span_of
-from hybrid_engine.planning.layout import BufferId, Place
+from hybrid_engine.planning.layout import BufferId, Extent, Place
 from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.transports.copies import copy_straight
+from hybrid_engine.transports.shared_memory import source_extent
 
 HEAD_DIM = TINY.hidden_size // TINY.num_heads
 
@@ -56,7 +56,7 @@ def test_span_holds_what_is_read():
     place = Place(BufferId(0, "flat"), 10, (100, 3))
     first = Transfer("t", (2, 4), place, place, 0, Link.HOST)
     second = Transfer("t", (), Place(BufferId(0, "flat"), 7, ()), place, 0, Link.HOST)
-    assert span_of([first]) == (10, 120) and span_of([first, second]) == (7, 120)
+    assert source_extent([first]) == Extent(10, 120) and source_extent([first, second]) == Extent(7, 120)
 
 
 @pytest.mark.slow
