@@ -19,7 +19,6 @@ class LoaderTarget:
     """
 
     def __init__(self, worker: ActorHybridWorker) -> None:
-        self._container = worker.sharding.container
         self._adaptor = worker.inference.adaptor
         if self._adaptor.staged:
             raise ValueError(f"{len(self._adaptor.staged)} tensors only go through vLLM's own loader")
