@@ -6,27 +6,35 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_patches import buffers, cpu, optimizers
+from megatron_patches import buffers, cpu, cpu_training, optimizers, script
 from megatron_patches.patch import Patch
 from megatron_patches.registry import PatchRegistry, PatchState
 
-PATCHES: tuple[Patch, ...] = (*buffers.PATCHES, *optimizers.PATCHES, *cpu.PATCHES)
+PATCHES: tuple[Patch, ...] = (
+    *buffers.PATCHES,
+    *optimizers.PATCHES,
+    *cpu.PATCHES,
+    *cpu_training.PATCHES,
+    *script.PATCHES,
+)
 
 _registry = PatchRegistry(PATCHES)
 
 
 def default_groups() -> tuple[str, ...]:
-    """The hooks always; the CPU patches when there is no CUDA device."""
+    """The hooks always; the CPU patches when there is no CUDA device. What needs megatron.training is asked for."""
     return ("hooks",) if torch.cuda.is_available() else ("hooks", "cpu")
 
 
-def apply(groups: Iterable[str] | None = None) -> None:
+def apply(groups: Iterable[str] | None = None, *, allow_version: bool = False) -> None:
     """Apply the patches of `groups` (default: `default_groups`). Calling it again changes nothing.
+
+    `allow_version`: go on with a megatron-core that was not tested, and log so.
 
     Raises, before anything changes: UnknownGroupError; a PatchSetError that lists every unsupported
     version, missing target and conflict (see `megatron_patches.errors`).
     """
-    _registry.apply(default_groups() if groups is None else groups)
+    _registry.apply(default_groups() if groups is None else groups, allow_version=allow_version)
 
 
 def revert() -> None:

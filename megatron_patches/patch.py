@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
-GROUPS: Final = ("hooks", "cpu")
+GROUPS: Final = ("hooks", "cpu", "cpu_training", "script")
 
 
 class _Missing:

@@ -64,8 +64,8 @@ class PatchRegistry:
         self._applied: list[Applied] = []
         self._finder: _MegatronFinder | None = None
 
-    def apply(self, groups: Iterable[str]) -> None:
-        """Apply every patch of `groups` that is not applied yet.
+    def apply(self, groups: Iterable[str], *, allow_version: bool = False) -> None:
+        """Apply every patch of `groups` that is not applied yet; `allow_version`: on untested versions, too.
 
         Raises UnknownGroupError, or a PatchSetError with every violation found; both before any
         attribute changes. (Target modules are imported for the check; importing is not undone.)
@@ -74,7 +74,7 @@ class PatchRegistry:
         selected = [patch for patch in self._select(groups) if patch.name not in done]
         if not selected:
             return
-        _check_versions(selected)
+        _check_versions(selected, allow_version)
         claims = self._collect(selected)
         replacements = _build_all(claims)
         for applied in replacements:
@@ -180,8 +180,8 @@ class PatchRegistry:
                     setattr(module, attr, originals[id(value)])
 
 
-def _check_versions(patches: Sequence[Patch]) -> None:
-    """Compare the installed megatron-core with every patch's tested versions."""
+def _check_versions(patches: Sequence[Patch], allow_version: bool) -> None:
+    """Compare the imported megatron-core with every patch's tested versions."""
     tested = sorted({version for patch in patches for version in patch.versions}, key=Version)
     try:
         core = importlib.import_module("megatron.core")
@@ -191,12 +191,13 @@ def _check_versions(patches: Sequence[Patch]) -> None:
         raise MissingMegatronError([f"megatron-core is not installed; {_INSTALL_HINT}{tested[-1]}"]) from error
     num_refused = sum(core.__version__ not in patch.versions for patch in patches)
     if num_refused:
-        raise UnsupportedVersionError(
-            [
-                f"megatron-core {core.__version__} is installed; the {num_refused} patches of this package were "
-                f"tested with {', '.join(tested)}; {_INSTALL_HINT}{tested[-1]}"
-            ]
+        message = (
+            f"megatron-core {core.__version__} is installed; the {num_refused} patches of this package were "
+            f"tested with {', '.join(tested)}; {_INSTALL_HINT}{tested[-1]}"
         )
+        if not allow_version:
+            raise UnsupportedVersionError([message])
+        logger.warning("%s. Going on as asked", message)
 
 
 def _build_all(claims: Sequence[tuple[Patch, Site]]) -> list[Applied]:
