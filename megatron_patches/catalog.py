@@ -20,13 +20,15 @@ def default_groups() -> tuple[str, ...]:
     return ("hooks",) if torch.cuda.is_available() else ("hooks", "cpu")
 
 
-def apply(groups: Iterable[str] | None = None) -> None:
+def apply(groups: Iterable[str] | None = None, *, allow_version: bool = False) -> None:
     """Apply the patches of `groups` (default: `default_groups`). Calling it again changes nothing.
+
+    `allow_version`: go on with a megatron-core that was not tested, and log so.
 
     Raises, before anything changes: UnknownGroupError; a PatchSetError that lists every unsupported
     version, missing target and conflict (see `megatron_patches.errors`).
     """
-    _registry.apply(default_groups() if groups is None else groups)
+    _registry.apply(default_groups() if groups is None else groups, allow_version=allow_version)
 
 
 def revert() -> None:
@@ -39,7 +41,7 @@ def revert() -> None:
 
 def hooks_applied() -> bool:
     """Whether Megatron asks for buffers and announces weight versions now: all of group "hooks" is applied."""
-    return all(state.num_sites > 0 for state in states() if state.patch.group == "hooks")
+    return all(state.num_sites > 0 for state in states() if state.patch.group == "hooks" and state.is_needed)
 
 
 def states() -> list[PatchState]:
