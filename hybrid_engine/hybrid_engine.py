@@ -13,7 +13,7 @@ from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.sharding_manager import ReshardReport, ShardingManager, State
 
 if TYPE_CHECKING:
-    from hybrid_engine.backends.megatron.train_engine import TrainEngine
+    from hybrid_engine.backends.megatron.live_model import LiveModel
     from hybrid_engine.backends.vllm import InferenceEngine
 
 
@@ -23,7 +23,7 @@ class HybridEngine:
     For teams that have built both. `ActorHybridWorker` builds them from a configuration and adds rollouts and updates.
 
     Args:
-        train: a `TrainEngine`.
+        train: the model that is trained; a `TrainEngine`, or a `LiveModel` where somebody else's loop trains.
         inference: an `InferenceEngine`.
         config: the checked configuration.
         offloader: of the training engine's state; made here when there is none.
@@ -40,7 +40,7 @@ class HybridEngine:
 
     def __init__(
         self,
-        train: TrainEngine,
+        train: LiveModel,
         inference: InferenceEngine,
         config: HybridConfig,
         offloader: MegatronOffloader | None = None,

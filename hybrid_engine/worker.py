@@ -8,32 +8,27 @@ import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 import megatron_patches
 from hybrid_engine.agreement import Agreement
+from hybrid_engine.assembly import build_inference_engine, generate_over_replicas
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import ConfigError, DependencyError, StateError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
-from hybrid_engine.layouts.from_config import inference_parallelism
-from hybrid_engine.layouts.holdings import holdings_of
-from hybrid_engine.layouts.inference import inference_side
-from hybrid_engine.layouts.placement import rank_order
-from hybrid_engine.memory.elastic import host_id
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.models import table_for
-from hybrid_engine.models.lora import VLLM_LORA_RANKS, adapted_modules, adapter_shapes
-from hybrid_engine.planning.layout import Layout
+from hybrid_engine.models.lora import adapted_modules, adapter_shapes
 from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.sharding_manager import ShardingManager, State
 from megatron_patches.errors import PatchSetError
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.megatron.train_engine import Batch, LossFunction, TrainEngine
-    from hybrid_engine.backends.vllm import Completion, InferenceEngine, InferenceSettings, Sampling
+    from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling
 
 
 class ActorHybridWorker:
@@ -78,14 +73,8 @@ class ActorHybridWorker:
             self.train: TrainEngine = TrainEngine(self.actor, self.table, actor_config.micro_batch_size, adapters_apart)
             offloader = MegatronOffloader(self.train.offload_items, reachable=self.train.reachable_tensors)
             offloader.offload()  # vLLM looks at the memory that is free while it starts
-        order = self._choose_rank_order(agreement)
-        with agreement.phase("building the inference engine"):
-            from hybrid_engine.backends.vllm import InferenceEngine
-
-            settings = inference_settings(self.config, self.world_size, order)
-            self.inference: InferenceEngine = InferenceEngine(
-                settings, self.table.shapes, self.rank, agreement, dtypes=self.table.dtypes
-            )
+        self.inference: InferenceEngine = build_inference_engine(self.config, self.table, self.train.weights, agreement)
+        with agreement.phase("delivering adapters"):
             weights = self._weights_with_adapter() if adapters_apart else self.inference.adaptor
         self.engine = HybridEngine(self.train, self.inference, self.config, offloader, agreement, weights)
 
@@ -99,21 +88,6 @@ class ActorHybridWorker:
         adapter = AdapterConfig(lora.rank, lora.alpha, adapted_modules(shapes))
         self.adapter = ACTOR_ADAPTER
         return WeightsWithAdapter(self.inference, shapes, adapter, getattr(torch, self.config.wire_dtype))
-
-    def _choose_rank_order(self, agreement: Agreement) -> tuple[int, ...]:
-        """Which rank takes which inference shard, from what the ranks hold; the same on all of them."""
-        with agreement.phase("training layout"):
-            own = (host_id(), self.train.weights.layout())
-        held = agreement.gather(own, "choosing the order of ranks")
-        with agreement.phase("choosing the order of ranks"):
-            sizes = inference_parallelism(self.config.generate_config, self.world_size)
-            return rank_order(
-                self.config.generate_config.infer_rank_order,
-                holdings_of(Layout.merge(layout for _, layout in held), self.world_size),
-                inference_side(self.table, sizes, self.config.actor_config.params_dtype).holdings,
-                [host for host, _ in held],
-                sizes.tensor,
-            )
 
     @property
     def sharding(self) -> ShardingManager:
@@ -142,15 +116,7 @@ class ActorHybridWorker:
         Returns, on every rank, a list of `n` completions for each prompt, in the order of `prompts`.
         """
         self.require(State.INFER)
-        engine, agreement = self.inference, self.sharding.agreement
-        num_replicas = engine.settings.data_parallel_size
-        with agreement.phase("generate"):
-            engine.check_prompts(prompts, sampling.max_tokens)  # all of them everywhere: no replica starts in vain
-            completions = engine.generate(prompts[engine.dp_rank :: num_replicas], sampling, self.adapter)
-        reports_back = engine.tp_rank == 0 and engine.pp_rank == 0
-        shares = agreement.gather((engine.dp_rank, completions) if reports_back else None)
-        by_replica = dict(share for share in shares if share is not None)
-        return [by_replica[i % num_replicas][i // num_replicas] for i in range(len(prompts))]
+        return generate_over_replicas(self.inference, self.sharding.agreement, prompts, sampling, self.adapter)
 
     def compute_log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probability [B, S] fp32 of every label under the training weights. In train or forward context."""
@@ -256,50 +222,6 @@ class ReferenceModel:
             return whole_log_probs(self.engine, batch)
         finally:
             self._offloader.offload({"param"})
-
-
-def inference_settings(
-    config: HybridConfig, world_size: int, rank_order: tuple[int, ...] | None = None
-) -> InferenceSettings:
-    """vLLM's settings from a checked configuration; the data parallel size is what remains of the world.
-
-    `rank_order`: global rank at each inference position; None counts them in order.
-    """
-    from hybrid_engine.backends.vllm import InferenceSettings
-
-    generate = config.generate_config
-    ranks_per_replica = generate.infer_tensor_parallel_size * generate.infer_pipeline_parallel_size
-    return InferenceSettings(
-        model_dir=str(config.model),
-        dtype=config.wire_dtype,
-        release_weights=generate.release_weights,
-        tensor_parallel_size=generate.infer_tensor_parallel_size,
-        pipeline_parallel_size=generate.infer_pipeline_parallel_size,
-        data_parallel_size=world_size // ranks_per_replica,
-        expert_parallel_size=generate.infer_expert_parallel_size,
-        rank_order=rank_order,
-        quantization=generate.quantization,
-        **_adapter_settings(config),
-        max_model_len=generate.max_model_len,
-        max_num_seqs=generate.max_num_seqs,
-        seed=generate.seed,
-        enforce_eager=generate.enforce_eager,
-        kv_cache_bytes=generate.kv_cache_mb * 1024**2 if generate.kv_cache_mb else None,
-        gpu_memory_utilization=generate.gpu_memory_utilization,
-    )
-
-
-def _adapter_settings(config: HybridConfig) -> dict[str, Any]:
-    """vLLM's settings for adapters, where they are delivered by themselves."""
-    lora = config.actor_config.lora
-    if config.generate_config.lora_delivery != "adapter" or lora is None:
-        return {}
-    shapes = adapter_shapes(table_for(config.hf_config()), lora.target_modules, lora.rank)
-    return {
-        "max_loras": 1,
-        "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= lora.rank),
-        "lora_target_modules": adapted_modules(shapes),
-    }
 
 
 def _require_installed() -> None:

@@ -1,7 +1,12 @@
-"""``python -m megatron_patches list``: every patch and whether it is applied here."""
+"""Two uses:
+
+python -m megatron_patches list                            every patch and whether it is applied here
+python -m megatron_patches pretrain_gpt.py [arguments]     a Megatron-LM script, which then knows --enable-resharding
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -10,9 +15,14 @@ from rich.text import Text
 
 from megatron_patches.catalog import apply, default_groups, states
 from megatron_patches.errors import MegatronPatchError
+from megatron_patches.launcher import run_script
 from megatron_patches.registry import PatchState
 
-app = typer.Typer(help="The patches that this package puts on Megatron.", no_args_is_help=True)
+app = typer.Typer(
+    help="The patches that this package puts on Megatron. With a script in place of a command: run that script of "
+    "Megatron-LM, which then knows --enable-resharding.",
+    no_args_is_help=True,
+)
 
 
 @app.callback()
@@ -51,5 +61,14 @@ def _describe(state: PatchState) -> str:
     return "not applied" if state.patch.group in default_groups() else "not applied (not a default group here)"
 
 
+def main() -> None:
+    """Run a script, or a command of ours."""
+    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if command == "list" or command.startswith("-"):
+        app(prog_name="python -m megatron_patches")
+    else:
+        run_script(command, sys.argv[2:])
+
+
 if __name__ == "__main__":
-    app(prog_name="python -m megatron_patches")
+    main()

@@ -6,17 +6,23 @@ from collections.abc import Iterable
 
 import torch
 
-from megatron_patches import buffers, cpu, optimizers
+from megatron_patches import buffers, cpu, cpu_training, optimizers, script
 from megatron_patches.patch import Patch
 from megatron_patches.registry import PatchRegistry, PatchState
 
-PATCHES: tuple[Patch, ...] = (*buffers.PATCHES, *optimizers.PATCHES, *cpu.PATCHES)
+PATCHES: tuple[Patch, ...] = (
+    *buffers.PATCHES,
+    *optimizers.PATCHES,
+    *cpu.PATCHES,
+    *cpu_training.PATCHES,
+    *script.PATCHES,
+)
 
 _registry = PatchRegistry(PATCHES)
 
 
 def default_groups() -> tuple[str, ...]:
-    """The hooks always; the CPU patches when there is no CUDA device."""
+    """The hooks always; the CPU patches when there is no CUDA device. What needs megatron.training is asked for."""
     return ("hooks",) if torch.cuda.is_available() else ("hooks", "cpu")
 
 

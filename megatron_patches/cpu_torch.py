@@ -14,6 +14,7 @@ torch itself is never changed: whoever else imports it in this process sees it u
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType, SimpleNamespace
@@ -201,6 +202,8 @@ def _cuda_on_cpu() -> Namespace:
     )
     overrides = {
         "current_device": lambda: CPU,
+        "device_count": lambda: 1,
+        "memory_stats": lambda device=None: defaultdict(int),
         "device": _device_context,
         "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing, mark=_nothing, range=_device_context),
         "random": Namespace(torch.cuda.random, seeds),

@@ -10,7 +10,8 @@
     ├── UnsupportedModelError           a model chunk without Megatron's flat buffers
     ├── UnsupportedOptimizerError       an optimizer type whose tensors are not known
     ├── BufferAllocationError           a buffer allocator cannot serve, or returned something unusable
-    └── CpuUnsupportedError             a CUDA-only feature was reached while running on CPU
+    ├── CpuUnsupportedError             a CUDA-only feature was reached while running on CPU
+    └── ScriptError                     --enable-resharding cannot be honoured; lists every reason
 
 A `PatchSetError` that found several kinds of violation is raised as the base class with all of them
 in `violations`.
@@ -70,3 +71,14 @@ class BufferAllocationError(MegatronPatchError):
 
 class CpuUnsupportedError(MegatronPatchError, NotImplementedError):
     """A feature that only exists on CUDA was used while the CPU patches are applied."""
+
+
+class ScriptError(MegatronPatchError):
+    """A Megatron script cannot do what --enable-resharding asks for.
+
+    violations: one sentence per problem, each with its remedy.
+    """
+
+    def __init__(self, violations: Sequence[str]) -> None:
+        self.violations = tuple(violations)
+        super().__init__("--enable-resharding:\n" + "\n".join(f"- {violation}" for violation in self.violations))

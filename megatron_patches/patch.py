@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from packaging.version import Version
 
-GROUPS: Final = ("hooks", "cpu")
+GROUPS: Final = ("hooks", "cpu", "cpu_training", "script")
 CORE_VERSIONS: Final = ("0.15.3", "0.16.1")
 """The megatron-core versions that the core tests pass with (`make core-tests-all`)."""
 

@@ -33,6 +33,8 @@ FLOORS = {
     "hybrid_engine.handover": 3,
     "hybrid_engine.sharding_manager": 3,
     "hybrid_engine.hybrid_engine": 4,
+    "hybrid_engine.assembly": 4,
+    "hybrid_engine.megatron_script": 4,
     "hybrid_engine.worker": 4,
     "hybrid_engine.launching": 4,
     "hybrid_engine.reference": 4,

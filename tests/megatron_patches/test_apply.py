@@ -17,6 +17,7 @@ from tests.launch import REPO_ROOT
 from tests.megatron_patches import snapshot
 
 ALL_GROUPS = ("hooks", "cpu")
+"""All that need no source tree."""
 
 
 @pytest.fixture(autouse=True)

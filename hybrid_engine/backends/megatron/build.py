@@ -35,7 +35,7 @@ from hybrid_engine.constraints import Job, broken_rules
 from hybrid_engine.errors import ConfigError, ModelError
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.models.table import ModelTable
-from megatron_patches.buffers import buffer_allocator
+from megatron_patches.buffers import buffer_allocator, iter_buffers
 
 ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
@@ -112,10 +112,8 @@ def build_actor(
     chunks, config = build_model(actor, table, hf_config, weights_only=weights_only)
     with buffer_allocator(allocate_elastic):
         chunks = [_wrap_ddp(actor, config, chunk, index) for index, chunk in enumerate(chunks)]
-    _move_to_elastic_buffers(
-        chunks, lambda parameter: not (actor.use_distributed_optimizer and parameter.requires_grad)
-    )
-    _move_buffers_to_elastic(chunks, table)
+    move_loose_parameters(chunks)
+    move_published_buffers(chunks, table)
     optimizer = get_megatron_optimizer(_optimizer_config(actor), chunks)
     for group in optimizer.param_groups:  # Megatron leaves this to its scheduler: norms and biases do not decay
         group["weight_decay"] = actor.optimizer.weight_decay * group["wd_mult"]
@@ -161,7 +159,7 @@ def build_model(
         chunks = [chunk.cuda() for chunk in chunks]
     if config.bf16 or config.fp16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
-        _keep_expert_bias_in_float32(chunks)
+        keep_expert_bias_in_float32(chunks)
     return chunks, config
 
 
@@ -300,14 +298,16 @@ def _freeze(chunks: list[torch.nn.Module], table: ModelTable, actor: ActorConfig
         raise ModelError(f"actor_config.frozen_parameters: no parameter is called {', '.join(unknown)}")
 
 
-def _move_to_elastic_buffers(chunks: list[torch.nn.Module], is_outside: Callable[[torch.nn.Parameter], bool]) -> None:
+def move_loose_parameters(chunks: Sequence[torch.nn.Module]) -> None:
     """Move parameters that are outside of DDP's buffers into elastic ones, where peers on the host can map them.
 
     Those are the frozen ones and, without the distributed optimizer, all. Done before the optimizer is built, so
     nothing refers to the old storage.
     """
+    records = [record for record in iter_buffers(chunks) if record.param_data is not None]
+    in_buffers = {slot.param for record in records for slot in record.slots}
     for chunk in chunks:
-        _move_together([parameter for parameter in chunk.parameters() if is_outside(parameter)])
+        _move_together([parameter for parameter in chunk.parameters() if parameter not in in_buffers])
 
 
 def _move_together(tensors: Sequence[torch.Tensor]) -> None:
@@ -321,7 +321,7 @@ def _move_together(tensors: Sequence[torch.Tensor]) -> None:
             tensor.data = part.view(tensor.shape)
 
 
-def _keep_expert_bias_in_float32(chunks: list[torch.nn.Module]) -> None:
+def keep_expert_bias_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
     """Float16Module rounds the routers' biases; Megatron undoes that at the first forward pass, with new storage."""
     for chunk in chunks:
         for module in chunk.modules():
@@ -329,7 +329,7 @@ def _keep_expert_bias_in_float32(chunks: list[torch.nn.Module]) -> None:
                 module._maintain_float32_expert_bias()
 
 
-def _move_buffers_to_elastic(chunks: list[torch.nn.Module], table: ModelTable) -> None:
+def move_published_buffers(chunks: Sequence[torch.nn.Module], table: ModelTable) -> None:
     """Persistent buffers that go to vLLM, where its ranks on this host can map them."""
     for chunk in chunks:
         buffers = unwrap_model(chunk).named_buffers()

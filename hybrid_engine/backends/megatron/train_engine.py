@@ -12,21 +12,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.utils import unwrap_model
 
-from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.build import Actor
-from hybrid_engine.backends.megatron.inventory import MegatronInventory
-from hybrid_engine.errors import StateError
-from hybrid_engine.memory.offloader import OffloadItem, Reached
+from hybrid_engine.backends.megatron.live_model import LiveModel
 from hybrid_engine.models.table import ModelTable
-from megatron_patches.catalog import hooks_applied
-from megatron_patches.optimizers import weight_version
 
 Batch = Mapping[str, torch.Tensor]
 LossFunction = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
-class TrainEngine:
-    """One rank's share of the model being trained (or of a reference model that is only read).
+class TrainEngine(LiveModel):
+    """One rank's share of a model of ours that is trained (or of a reference model that is only read), and its loop.
 
     Args:
         actor: the Megatron objects.
@@ -45,15 +40,10 @@ class TrainEngine:
     """
 
     def __init__(self, actor: Actor, table: ModelTable, micro_batch_size: int, adapters_apart: bool = False) -> None:
-        if actor.optimizer is not None and not hooks_applied():
-            raise StateError("call megatron_patches.apply() first: without its hooks nobody counts optimizer steps")
-        self.chunks = actor.chunks
-        self.optimizer = actor.optimizer
+        super().__init__(actor.chunks, actor.optimizer, table, actor.noop_layers, adapters_apart)
         self.transformer_config = actor.transformer_config
         self.micro_batch_size = micro_batch_size
         self.vocab_size = table.dims.vocab_size
-        self.weights = MegatronAdaptor(actor.chunks, table, actor.noop_layers, adapters_apart)
-        self._inventory = MegatronInventory(self.weights, actor.optimizer)
         for model in unwrap_model(actor.chunks):
             if model.post_process:
                 model.output_layer.register_forward_hook(_hide_padding(self.vocab_size))
@@ -67,16 +57,6 @@ class TrainEngine:
     def dp_size(self) -> int:
         """Number of data parallel ranks."""
         return parallel_state.get_data_parallel_world_size()
-
-    @property
-    def unserved(self) -> list[str]:
-        """Canonical tensors that the model trains and vLLM's does not read (multi-token prediction)."""
-        return [name for name in self.weights.table.shapes if not self.weights.table.is_served(name)]
-
-    @property
-    def version(self) -> int:
-        """Number of optimizer steps the weights have taken."""
-        return 0 if self.optimizer is None else weight_version(self.optimizer)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of every parameter group."""
@@ -131,19 +111,6 @@ class TrainEngine:
         shares = [torch.empty_like(tensor) for _ in range(self.dp_size)]
         torch.distributed.all_gather(shares, tensor.contiguous(), group=parallel_state.get_data_parallel_group())
         return torch.cat(shares)
-
-    def offload_items(self) -> list[OffloadItem]:
-        """Everything of this model that can leave the device: parameters, gradients, optimizer state, caches."""
-        return self._inventory.items()
-
-    def reachable_tensors(self) -> Iterator[Reached]:
-        """Every tensor that model and optimizer refer to, for `MegatronOffloader.residual`."""
-        return self._inventory.reachable()
-
-    def take_up_weights(self) -> None:
-        """Make the optimizer's main parameters those of the model, after somebody wrote the model's."""
-        if self.optimizer is not None:
-            self.optimizer.reload_model_params()
 
     def copy_weights_from(self, other: TrainEngine) -> None:
         """Take over another engine's weights (same layout), e.g. to freeze a reference. Collective."""

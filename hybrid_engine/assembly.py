@@ -1,0 +1,128 @@
+"""Puts an inference engine beside a live training model, and asks its replicas for completions.
+
+Shared by those who bring the training model: `ActorHybridWorker` builds one, `megatron_script` finds one running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from hybrid_engine.agreement import Agreement
+from hybrid_engine.config import HybridConfig
+from hybrid_engine.layouts.from_config import inference_parallelism
+from hybrid_engine.layouts.holdings import holdings_of
+from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.placement import rank_order
+from hybrid_engine.memory.elastic import host_id
+from hybrid_engine.models import table_for
+from hybrid_engine.models.lora import VLLM_LORA_RANKS, adapted_modules, adapter_shapes
+from hybrid_engine.models.table import ModelTable
+from hybrid_engine.planning.layout import Layout
+from hybrid_engine.ports import TrainingWeights
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.vllm import Completion, InferenceEngine, InferenceSettings, Sampling
+
+
+def build_inference_engine(
+    config: HybridConfig, table: ModelTable, training: TrainingWeights, agreement: Agreement
+) -> InferenceEngine:
+    """vLLM in the ranks that train, each with the shard that suits what it holds of `training`. Collective.
+
+    vLLM looks at the memory that is free while it starts: training state is best off the device meanwhile.
+    """
+    order = _choose_rank_order(config, table, training, agreement)
+    with agreement.phase("building the inference engine"):
+        from hybrid_engine.backends.vllm import InferenceEngine
+
+        settings = inference_settings(config, dist.get_world_size(), order)
+        return InferenceEngine(settings, table.shapes, dist.get_rank(), agreement, dtypes=table.dtypes)
+
+
+def _choose_rank_order(
+    config: HybridConfig, table: ModelTable, training: TrainingWeights, agreement: Agreement
+) -> tuple[int, ...]:
+    """Which rank takes which inference shard, from what the ranks hold; the same on all of them."""
+    with agreement.phase("training layout"):
+        own = (host_id(), training.layout())
+    held = agreement.gather(own, "choosing the order of ranks")
+    with agreement.phase("choosing the order of ranks"):
+        world_size = dist.get_world_size()
+        sizes = inference_parallelism(config.generate_config, world_size)
+        return rank_order(
+            config.generate_config.infer_rank_order,
+            holdings_of(Layout.merge(layout for _, layout in held), world_size),
+            inference_side(table, sizes, config.actor_config.params_dtype).holdings,
+            [host for host, _ in held],
+            sizes.tensor,
+        )
+
+
+def inference_settings(
+    config: HybridConfig, world_size: int, rank_order: tuple[int, ...] | None = None
+) -> InferenceSettings:
+    """vLLM's settings from a checked configuration; the data parallel size is what remains of the world.
+
+    `rank_order`: global rank at each inference position; None counts them in order.
+    """
+    from hybrid_engine.backends.vllm import InferenceSettings
+
+    generate = config.generate_config
+    ranks_per_replica = generate.infer_tensor_parallel_size * generate.infer_pipeline_parallel_size
+    return InferenceSettings(
+        model_dir=str(config.model),
+        dtype=config.wire_dtype,
+        release_weights=generate.release_weights,
+        tensor_parallel_size=generate.infer_tensor_parallel_size,
+        pipeline_parallel_size=generate.infer_pipeline_parallel_size,
+        data_parallel_size=world_size // ranks_per_replica,
+        expert_parallel_size=generate.infer_expert_parallel_size,
+        rank_order=rank_order,
+        quantization=generate.quantization,
+        **_adapter_settings(config),
+        max_model_len=generate.max_model_len,
+        max_num_seqs=generate.max_num_seqs,
+        seed=generate.seed,
+        enforce_eager=generate.enforce_eager,
+        kv_cache_bytes=generate.kv_cache_mb * 1024**2 if generate.kv_cache_mb else None,
+        gpu_memory_utilization=generate.gpu_memory_utilization,
+    )
+
+
+def _adapter_settings(config: HybridConfig) -> dict[str, Any]:
+    """vLLM's settings for adapters, where they are delivered by themselves."""
+    lora = config.actor_config.lora
+    if config.generate_config.lora_delivery != "adapter" or lora is None:
+        return {}
+    shapes = adapter_shapes(table_for(config.hf_config()), lora.target_modules, lora.rank)
+    return {
+        "max_loras": 1,
+        "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= lora.rank),
+        "lora_target_modules": adapted_modules(shapes),
+    }
+
+
+def generate_over_replicas(
+    engine: InferenceEngine,
+    agreement: Agreement,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    adapter: str | None = None,
+) -> list[list[Completion]]:
+    """Completions of all prompts, spread over the replicas; on every rank, in the order of `prompts`. Collective.
+
+    Args:
+        prompts: token ids, the same list on every rank.
+        sampling: how; `sampling.n` completions a prompt.
+    """
+    num_replicas = engine.settings.data_parallel_size
+    with agreement.phase("generate"):
+        engine.check_prompts(prompts, sampling.max_tokens)  # all of them everywhere: no replica starts in vain
+        completions = engine.generate(prompts[engine.dp_rank :: num_replicas], sampling, adapter)
+    reports_back = engine.tp_rank == 0 and engine.pp_rank == 0
+    shares = agreement.gather((engine.dp_rank, completions) if reports_back else None)
+    by_replica = dict(share for share in shares if share is not None)
+    return [by_replica[i % num_replicas][i // num_replicas] for i in range(len(prompts))]

@@ -1,0 +1,123 @@
+"""`ScriptEngine`: what Megatron's own training loop calls under --enable-resharding (`megatron_patches.engines`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from hybrid_engine.agreement import Agreement
+from hybrid_engine.assembly import build_inference_engine, generate_over_replicas
+from hybrid_engine.errors import ConfigError
+from hybrid_engine.hybrid_engine import HybridEngine
+from hybrid_engine.megatron_script.checked_weights import CheckedWeights
+from hybrid_engine.megatron_script.journal import TIMERS, Journal
+from hybrid_engine.megatron_script.matching import vocabulary_mismatches
+from hybrid_engine.megatron_script.settings import Prompt, ScriptSettings, read_settings
+from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.sharding_manager import ReshardReport, State
+from megatron_patches.buffers import buffer_allocator
+from megatron_patches.engines import MegatronScript
+from megatron_patches.optimizers import set_weight_version
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.vllm import InferenceEngine
+
+logger = logging.getLogger("hybrid_engine")
+
+
+class ScriptEngine:
+    """vLLM beside Megatron's live model. Outside of `switch` training state is on the device, bitwise what it was.
+
+    Touches no random state, hooks nothing into the model, and adds nothing to what Megatron saves.
+    """
+
+    def __init__(self, script: MegatronScript) -> None:
+        """Check everything that can be checked before a process group exists. Raises ConfigError, DependencyError."""
+        from hybrid_engine.backends.vllm import require_vllm
+
+        require_vllm()
+        self._script = script
+        self.settings: ScriptSettings = read_settings(script)
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """DDP's buffers are made in elastic memory. Raises ConfigError when the tokenizer does not fit the model."""
+        if violations := vocabulary_mismatches(self.settings.table, self._script.args):
+            raise ConfigError(violations)
+        from hybrid_engine.memory.elastic import allocate_elastic
+
+        with buffer_allocator(allocate_elastic):
+            yield
+
+    def model_built(self, model_chunks: Sequence[Any]) -> None:
+        """Parameters outside of DDP's buffers join those in elastic memory."""
+        from hybrid_engine.backends.megatron.build import move_loose_parameters
+
+        move_loose_parameters(model_chunks)
+
+    def attach(self, model_chunks: Sequence[Any], optimizer: Any, iteration: int) -> None:
+        """Build vLLM and the plan. The weight version goes on from `iteration`."""
+        from hybrid_engine.backends.megatron.build import keep_expert_bias_in_float32, move_published_buffers
+        from hybrid_engine.backends.megatron.live_model import LiveModel
+
+        config, table = self.settings.config, self.settings.table
+        agreement = Agreement(config.generate_config.timeout_seconds)
+        with agreement.phase("looking at Megatron's model"):
+            keep_expert_bias_in_float32(model_chunks)
+            move_published_buffers(model_chunks, table)
+            set_weight_version(optimizer, iteration)
+            live = LiveModel(model_chunks, optimizer, table)
+            offloader = MegatronOffloader(live.offload_items, reachable=live.reachable_tensors)
+            offloader.offload()  # vLLM looks at the memory that is free while it starts
+        self.inference: InferenceEngine = build_inference_engine(config, table, live.weights, agreement)
+        verifies = self.settings.verify != "off"
+        self._checked = CheckedWeights(self.inference.adaptor, agreement) if verifies else None
+        self.hybrid = HybridEngine(live, self.inference, config, offloader, agreement, self._checked)
+        with agreement.phase("prompts"):
+            self._tokens = [self._tokenize(prompt) for prompt in self.settings.prompts]
+            self.inference.check_prompts(self._tokens, self.settings.sampling.max_tokens)
+            self._journal = Journal(self._script, self.settings.output, dist.get_rank() == 0)
+
+    def switch(self, iteration: int) -> None:
+        """To inference, completions, callback, and back. Raises WeightError when --resharding-verify finds a bit."""
+        with self._journal.apart_from_training():
+            reports = [self._enter(State.INFER, TIMERS[0])]
+            with self._journal.timed(TIMERS[1]), self.hybrid.rollout_context():
+                completions = self._generate(iteration)
+                if self.settings.callback is not None:
+                    self.settings.callback(self.inference)
+            reports.append(self._enter(State.TRAIN, TIMERS[2]))
+            self._journal.note_samples(iteration, self.settings.prompts, self._tokens, completions)
+            self._journal.note_switch(iteration, reports, completions)
+
+    def detach(self) -> None:
+        """End vLLM and give up the transports; Megatron's groups and model stay."""
+        self.hybrid.sharding.close()
+        self.inference.shutdown()
+
+    def _enter(self, state: State, timer: str) -> ReshardReport:
+        is_checked = self._checked is not None and state is State.INFER
+        if is_checked:
+            self._checked.expect(self.hybrid.train.weights, sample=self.settings.verify == "sample")
+        with self._journal.timed(timer):
+            report = self.hybrid.sharding.enter(state)
+        if is_checked:
+            self._checked.require_same()
+            logger.info("[Reshard] verified: %d shards of rank %d", self._checked.num_checked, dist.get_rank())
+        return report
+
+    def _generate(self, iteration: int) -> list[list[Any]]:
+        """The sampler starts from the iteration: a resumed run draws what the first would have drawn."""
+        num_replicas = self.inference.settings.data_parallel_size
+        self.inference.manual_seed(self.settings.config.generate_config.seed + iteration * num_replicas)
+        if not self._tokens:
+            return []
+        agreement = self.hybrid.sharding.agreement
+        return generate_over_replicas(self.inference, agreement, self._tokens, self.settings.sampling)
+
+    def _tokenize(self, prompt: Prompt) -> list[int]:
+        return list(self._script.tokenizer.tokenize(prompt)) if isinstance(prompt, str) else list(prompt)

@@ -1,0 +1,153 @@
+"""Is the model that Megatron's arguments describe the one of a Hugging Face config?
+
+vLLM computes what the config says, Megatron what its flags say: every difference is reported under the flag that
+would remove it. The table of the architecture says what to expect; settings it is silent about are training's own.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+from torch.nn.functional import gelu, silu
+
+from hybrid_engine.errors import Violation
+from hybrid_engine.models.extras import Extras, RotaryScaling
+from hybrid_engine.models.table import ModelTable
+
+_FLAGS = {
+    "activation_func": "--swiglu, --squared-relu, --quick-geglu, --no-bias-gelu-fusion",
+    "gated_linear_unit": "--swiglu",
+    "num_query_groups": "--group-query-attention --num-query-groups",
+    "layernorm_epsilon": "--norm-epsilon",
+    "add_bias_linear": "--disable-bias-linear",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+    "num_moe_experts": "--num-experts",
+}
+"""Settings of megatron-core whose flag has another name."""
+
+_DEFAULTS = {
+    "normalization": "LayerNorm",
+    "gated_linear_unit": False,
+    "add_bias_linear": True,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "qk_l2_norm": False,
+    "layernorm_zero_centered_gamma": False,
+    "rotary_interleaved": False,
+    "softmax_scale": None,
+    "multi_latent_attention": False,
+    "num_moe_experts": None,
+}
+"""What a table that is silent about these means: megatron-core's own defaults."""
+
+_MEGATRON_SCALING = RotaryScaling("llama3", 8.0, 1.0, 4.0, 8192)
+"""What --use-rope-scaling computes."""
+
+_ARGS = {
+    "position_embedding_type": "position_embedding_type",
+    "rotary_base": "rotary_base",
+    "rotary_percent": "rotary_percent",
+    "max_sequence_length": "max_position_embeddings",
+}
+"""Keyword of GPTModel -> Megatron's argument."""
+
+
+def model_mismatches(table: ModelTable, args: Namespace, config: Any) -> list[Violation]:
+    """Every difference between the table's model and Megatron's.
+
+    Args:
+        table: of the Hugging Face config.
+        args: Megatron's validated arguments; the vocabulary is compared by `vocabulary_mismatches`.
+        config: megatron-core's TransformerConfig that Megatron derives from them.
+    """
+    return [
+        *_layers(table.transformer, config),
+        *_outside_layers(table, args),
+        *_beyond_megatron(table, bool(args.use_rope_scaling)),
+    ]
+
+
+def vocabulary_mismatches(table: ModelTable, args: Namespace) -> list[Violation]:
+    """Once the tokenizer is there: Megatron's padded vocabulary must hold the model's."""
+    padded, wanted = args.padded_vocab_size, table.dims.vocab_size
+    if padded >= wanted:
+        return []
+    remedy = "Use the model's tokenizer, or raise --vocab-size or --make-vocab-size-divisible-by"
+    return [Violation("--vocab-size", f"{padded} rows after padding, the Hugging Face config has {wanted}", remedy)]
+
+
+def _layers(expected: Mapping[str, Any], config: Any) -> Iterator[Violation]:
+    expected = {**_DEFAULTS, **expected}
+    for name, wanted in expected.items():
+        found = getattr(config, name, None)
+        if name == "activation_func":
+            found = _activation(config)
+        elif name == "add_qkv_bias":  # biases everywhere are biases there, too
+            found, wanted = found or config.add_bias_linear, wanted or expected["add_bias_linear"]
+        elif name == "softmax_scale":  # None is what attention does by itself
+            own = config.kv_channels**-0.5
+            found, wanted = found or own, wanted or own
+        elif name == "moe_layer_freq" and isinstance(found, int):
+            found = [int(layer % found == 0) for layer in range(config.num_layers)]
+        if found != wanted:
+            yield _mismatch(_FLAGS.get(name, _flag(name)), found, wanted)
+
+
+def _activation(config: Any) -> str:
+    """The name that tables use. Megatron's fused bias and gelu, its default, is the approximation by tanh."""
+    function = config.activation_func
+    if function is silu:
+        return "silu"
+    if function is gelu:
+        return "gelu_tanh" if config.bias_activation_fusion and not config.gated_linear_unit else "gelu"
+    if isinstance(function, partial) and function.func is gelu:
+        return "gelu_tanh"
+    return getattr(function, "__name__", repr(function))
+
+
+def _outside_layers(table: ModelTable, args: Namespace) -> Iterator[Violation]:
+    """Embeddings, positions, head and multi-token prediction."""
+    expected = dict(table.gpt)
+    if expected.get("position_embedding_type") == "rope":
+        expected.setdefault("rotary_percent", 1.0)
+    for name, wanted in expected.items():
+        if (found := getattr(args, _ARGS[name])) != wanted:
+            yield _mismatch(_flag(_ARGS[name]), found, wanted)
+    tied, wanted = not args.untie_embeddings_and_output_weights, table.dims.tied_embeddings
+    if tied != wanted:
+        found = "tied" if tied else "untied"
+        yield _mismatch("--untie-embeddings-and-output-weights", found, "tied" if wanted else "untied")
+    if (found := args.mtp_num_layers or 0) != table.dims.num_mtp_layers:
+        yield _mismatch("--mtp-num-layers", found, table.dims.num_mtp_layers)
+
+
+def _beyond_megatron(table: ModelTable, use_rope_scaling: bool) -> Iterator[Violation]:
+    """What the architecture computes and Megatron's own scripts have few settings for, or none."""
+    extras = table.extras
+    if extras.rotary_scaling != (_MEGATRON_SCALING if use_rope_scaling else None):
+        found = f"Megatron's own, {_MEGATRON_SCALING}" if use_rope_scaling else "none"
+        yield _mismatch("--use-rope-scaling", found, extras.rotary_scaling or "none")
+    by_megatron = {"rotary_scaling": extras.rotary_scaling, "experts_per_group_score": _group_score(table)}
+    for field in fields(Extras):
+        value = getattr(extras, field.name)
+        if value != by_megatron.get(field.name, field.default):
+            problem = f"{field.name} {value}: Megatron's GPT model does not compute this, vLLM does"
+            yield Violation("model", problem, "Choose another model, or train it through ActorHybridWorker")
+
+
+def _group_score(table: ModelTable) -> int | None:
+    """How many scores megatron-core ranks a group of experts by, where there are groups."""
+    groups = table.transformer.get("moe_router_group_topk")
+    return table.transformer["moe_router_topk"] // groups if groups else None
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _mismatch(flag: str, found: Any, wanted: Any) -> Violation:
+    return Violation(flag, f"Megatron has {found}, the Hugging Face config asks for {wanted}", "Make them agree")

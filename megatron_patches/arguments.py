@@ -1,0 +1,120 @@
+"""The command line of ``--enable-resharding``: a group of arguments for Megatron's parser.
+
+What is given goes into `ReshardingOptions`, never into Megatron's Namespace: Megatron saves that with every
+checkpoint, and a checkpoint must not show whether a run resharded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_patches.errors import ScriptError
+
+ALLOW_VERSION_FLAG = "--resharding-allow-version"
+
+
+@dataclass(frozen=True)
+class ReshardingOptions:
+    """What the command line says; None where it is silent and the configuration file, or a default of it, decides.
+
+    enabled: --enable-resharding.
+    config: YAML file of the engine.
+    interval: optimizer steps between two switches; skipped steps do not count.
+    infer_tensor_parallel_size, …: layout of the inference engine.
+    offload_train_param, …: what leaves the device while it generates.
+    prompts: file with a prompt on every line; None generates nothing.
+    output: directory for samples and timings.
+    verify: how many of the inference weights are compared with training's after a switch: off, sample or full.
+    callback: ``module:function``, called with the live inference engine in every switch.
+    engine: ``module:object`` of the engine; None takes the installed one.
+    allow_version: go on with a Megatron version that was not tested.
+    """
+
+    enabled: bool = False
+    config: Path | None = None
+    interval: int = 1
+    infer_tensor_parallel_size: int | None = None
+    infer_pipeline_parallel_size: int | None = None
+    infer_data_parallel_size: int | None = None
+    infer_expert_parallel_size: int | None = None
+    offload_train_param: bool | None = None
+    offload_train_grad: bool | None = None
+    offload_train_optimizer: bool | None = None
+    prompts: Path | None = None
+    output: Path | None = None
+    verify: str = "off"
+    callback: str | None = None
+    engine: str | None = None
+    allow_version: bool = False
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> ReshardingOptions:
+        """From what `add_arguments` collected. Raises ScriptError for options without --enable-resharding."""
+        options = cls(**given)
+        useless = sorted(set(given) - {"enabled", "allow_version"})
+        if useless and not options.enabled:
+            flags = ", ".join(_FLAGS[name] for name in useless)
+            raise ScriptError([f"{flags}: has no effect without --enable-resharding; add that, or leave this out"])
+        return options
+
+
+_FLAGS = {
+    field.name: "--" + ("" if field.name.startswith(("infer_", "offload_")) else "resharding-") + field.name
+    for field in fields(ReshardingOptions)
+} | {"enabled": "--enable-resharding"}
+_FLAGS = {name: flag.replace("_", "-") for name, flag in _FLAGS.items()}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Add the group "resharding" to `parser`; returns the dict that parsing fills, by fields of `ReshardingOptions`."""
+    given: dict[str, Any] = {}
+    group = parser.add_argument_group(
+        "resharding", "Generate with an inference engine from the live weights, on the devices that train."
+    )
+
+    def add(name: str, help_text: str, **settings: Any) -> None:
+        group.add_argument(_FLAGS[name], action=_Collect, given=given, field=name, help=help_text, **settings)
+
+    add("enabled", "Switch to the inference engine and back while training.", nargs=0)
+    add("config", "YAML file of the engine: model, generate_config, sampling.", type=Path, metavar="FILE")
+    add("interval", "Optimizer steps between two switches (default: 1).", type=_positive, metavar="N")
+    for axis in ("tensor", "pipeline", "data", "expert"):
+        text = f"{axis.capitalize()} parallel size of inference; overrides the file."
+        add(f"infer_{axis}_parallel_size", text, type=_positive, metavar="N")
+    for what, of in {"param": "parameters", "grad": "gradients", "optimizer": "optimizer state"}.items():
+        text = f"Take {of} off the device while generating, or not; overrides the file."
+        name = f"offload_train_{what}"
+        no_flag = _FLAGS[name].replace("--", "--no-", 1)
+        group.add_argument(_FLAGS[name], no_flag, action=_Collect, given=given, field=name, nargs=0, help=text)
+    add("prompts", 'JSON lines with "prompt": text, or a list of token ids.', type=Path, metavar="FILE")
+    add("output", "Directory for samples and timings.", type=Path, metavar="DIR")
+    choices = ("off", "sample", "full")
+    add("verify", "Compare inference weights with training's, bit by bit (default: off).", choices=choices)
+    add("callback", "Called with the live inference engine in every switch.", metavar="MODULE:FUNCTION")
+    add("engine", "The engine, where none is installed or several are.", metavar="MODULE:OBJECT")
+    add("allow_version", "Go on with a Megatron version that was not tested.", nargs=0)
+    return given
+
+
+class _Collect(argparse.Action):
+    """Stores into `given` instead of the Namespace; a flag without a value is True, or False in its --no- form."""
+
+    def __init__(self, *args: Any, given: dict[str, Any], field: str, **kwargs: Any) -> None:
+        super().__init__(*args, default=argparse.SUPPRESS, **kwargs)
+        self._given = given
+        self._field = field
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        is_switch = self.nargs == 0
+        self._given[self._field] = not str(option_string).startswith("--no-") if is_switch else values
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value

@@ -1,0 +1,124 @@
+"""Group "cpu_training": ``megatron.training`` and its scripts without CUDA, on top of group "cpu".
+
+For trying things out and for tests: ``pretrain_gpt.py --distributed-backend gloo --transformer-impl local
+--use-cpu-initialization`` and the --no-…-fusion flags. Megatron's data set helpers are compiled by Megatron itself
+and need a C++ compiler and pybind11, as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_patches import cpu_torch
+from megatron_patches.patch import Patch
+
+_TRAINING = "megatron.training"
+_ALWAYS = "megatron.training selects its device instead of naming CUDA"
+
+
+def _patch(name: str, target: str, reason: str, build: Callable[[Any], Any], **more: Any) -> Patch:
+    options = {"remove_when": _ALWAYS, **more}
+    return Patch(f"cpu_training.{name}", "cpu_training", target, reason, ("0.16.1",), build=build, **options)
+
+
+def _build_without_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "allow_no_cuda": True})
+
+    return initialize_megatron
+
+
+def _build_nothing(original: Callable[..., Any]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def skip(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    return skip
+
+
+def _build_newest_architecture(original: Callable[..., int]) -> Callable[..., int]:
+    @functools.wraps(original)
+    def get_device_arch_version() -> int:
+        return 10
+
+    return get_device_arch_version
+
+
+def _build_keeping_generator(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        state = torch.get_rng_state()
+        try:
+            with cpu_torch.CudaSpelling():
+                return original(*args, **kwargs)
+        finally:
+            torch.set_rng_state(state)
+
+    return run
+
+
+def _build_stay(original: Callable[..., Any]) -> Callable[..., Any]:
+    def cuda(self: Any, device: Any = None) -> Any:
+        """The module, where it is."""
+        return self
+
+    return cuda
+
+
+PATCHES: tuple[Patch, ...] = (
+    _patch(
+        "initialize",
+        f"{_TRAINING}.initialize:initialize_megatron",
+        "asserts that CUDA is there",
+        _build_without_cuda,
+    ),
+    _patch(
+        "fused_kernels",
+        "megatron.legacy.fused_kernels:load",
+        "asks nvcc for its version and compiles kernels that only CUDA runs",
+        _build_nothing,
+        remove_when="megatron.training no longer loads the legacy kernels",
+    ),
+    _patch(
+        "warmup",
+        f"{_TRAINING}.initialize:_warmup_jit_function",
+        "compiles fused kernels before training; on CPU that costs minutes and a C++ compiler, and nothing uses them",
+        _build_nothing,
+    ),
+    _patch(
+        "architecture",
+        f"{_TRAINING}.utils:get_device_arch_version",
+        "reads a GPU's generation, to demand CUDA_DEVICE_MAX_CONNECTIONS=1 before Blackwell; a CPU has no such queue",
+        _build_newest_architecture,
+    ),
+    _patch(
+        "module",
+        "megatron.core.transformer.module:MegatronModule.cuda",
+        "the training script moves every model chunk to CUDA",
+        _build_stay,
+    ),
+    _patch(
+        "spelling.evaluate",
+        f"{_TRAINING}.training:evaluate",
+        "calls tensor.cuda() on sums of losses",
+        cpu_torch.under_cuda_spelling,
+    ),
+    *(
+        _patch(
+            f"data.{name}",
+            f"{_TRAINING}.{module}:{name}",
+            "a data loader draws from the CPU's generator, from which dropout draws, too, without CUDA, and must draw "
+            "alike on ranks that have no loader; and calls tensor.cuda()",
+            _build_keeping_generator,
+        )
+        for module, name in (
+            ("training", "build_train_valid_test_data_iterators"),
+            ("utils", "get_batch_on_this_tp_rank"),
+        )
+    ),
+)

@@ -1,0 +1,39 @@
+"""``python -m megatron_patches SCRIPT arguments``: a Megatron-LM entry script, with --enable-resharding."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_patches import script
+from megatron_patches.catalog import apply
+from megatron_patches.errors import MegatronPatchError
+
+
+def run_script(path: str, arguments: Sequence[str]) -> None:
+    """Run `path` as ``python path arguments`` would, with the patches of group "script" on megatron.training.
+
+    Without CUDA also those that let Megatron run at all. Exits with a message when the file is missing, when there is
+    no megatron.training beside it, or when the patches do not fit its version; then the script has not started.
+    """
+    if not Path(path).is_file():
+        sys.exit(f"{path}: no such file; usage: python -m megatron_patches SCRIPT [arguments]")
+    sys.argv = [path, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(path).resolve().parent)
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.training") is None:
+        sys.exit(
+            f"{path}: there is no megatron.training, which megatron-core's package does not contain; "
+            "run an entry script of a Megatron-LM checkout, or add the checkout to PYTHONPATH"
+        )
+    importlib.import_module("megatron.training")  # what it lacks, python says best
+    try:
+        apply(("script",), allow_version=script.allows_version())
+        script.prepare()
+    except MegatronPatchError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    runpy.run_path(path, run_name="__main__")

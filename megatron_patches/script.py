@@ -1,0 +1,223 @@
+"""Where ``--enable-resharding`` enters ``megatron.training``: one decorator per function.
+
+    way 1   python -m megatron_patches pretrain_gpt.py ...    the decorators are put on at run time (`PATCHES`)
+    way 2   patches/core_v*/                                  the source tree has them (patches/apply.sh)
+
+    parse_args      with_arguments     our arguments join the parser
+    validate_args   with_validation    options are checked, the "hooks" patches applied, the engine made
+    get_model       with_buffers       the engine provides DDP's flat buffers
+    train           with_engine        the engine lives as long as training
+    train_step      with_switch        every N optimizer steps the engine gets the devices
+
+Without the flag each calls the original and does nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import logging
+import sys
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_patches.arguments import ALLOW_VERSION_FLAG, ReshardingOptions, add_arguments
+from megatron_patches.engines import MegatronScript, ReshardingEngine, find_engine
+from megatron_patches.errors import ScriptError
+from megatron_patches.patch import Patch
+
+logger = logging.getLogger(__name__)
+
+Function = Callable[..., Any]
+_MARK = "_enters_resharding"
+
+
+@dataclass
+class _Run:
+    """This process's run of a script.
+
+    num_steps: optimizer steps taken, skipped ones not counted; goes on from a checkpoint's iteration.
+    """
+
+    given: dict[str, Any] = field(default_factory=dict)
+    options: ReshardingOptions = field(default_factory=ReshardingOptions)
+    engine: ReshardingEngine | None = None
+    num_steps: int = 0
+
+
+_run = _Run()
+
+
+def allows_version() -> bool:
+    """Whether the command line accepts untested versions: asked before Megatron parses it."""
+    return ALLOW_VERSION_FLAG in sys.argv
+
+
+def prepare() -> None:
+    """Make Megatron run on a machine without CUDA; with CUDA nothing. Called once ``megatron.training`` is imported."""
+    from megatron_patches.catalog import apply  # the catalog imports this module
+
+    if not torch.cuda.is_available():
+        apply(("cpu", "cpu_training"), allow_version=allows_version())
+
+
+def _decorator(decorate: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """Putting it on twice, by the source and at run time, is the same as once."""
+
+    @functools.wraps(decorate)
+    def put_on(original: Function) -> Function:
+        if getattr(original, _MARK, None) == decorate.__name__:
+            return original
+        decorated = functools.wraps(original)(decorate(original))
+        setattr(decorated, _MARK, decorate.__name__)
+        return decorated
+
+    return put_on
+
+
+@_decorator
+def with_arguments(parse_args: Function) -> Function:
+    """Of `parse_args(extra_args_provider, ignore_unknown_args)`."""
+
+    def parse(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
+        global _run
+        _run = run = _Run()
+
+        def provide(parser: ArgumentParser) -> ArgumentParser:
+            parser = extra_args_provider(parser) if extra_args_provider is not None else parser
+            run.given = add_arguments(parser)
+            return parser
+
+        parsed = parse_args(provide, *args, **kwargs)
+        run.options = ReshardingOptions.of(run.given)
+        return parsed
+
+    return parse
+
+
+@_decorator
+def with_validation(validate_args: Function) -> Function:
+    """Of `validate_args(args, defaults)`."""
+
+    def validate(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        validated = validate_args(args, *rest, **kwargs)
+        if _run.options.enabled:
+            _run.engine = _make_engine(MegatronScript(_run.options, validated))
+        return validated
+
+    return validate
+
+
+def _make_engine(script: MegatronScript) -> ReshardingEngine:
+    from megatron_patches.catalog import apply
+
+    factory = find_engine(script.options.engine)
+    apply(("hooks",), allow_version=script.options.allow_version)
+    return factory(script)
+
+
+@_decorator
+def with_buffers(get_model: Function) -> Function:
+    """Of `get_model(…, wrap_with_ddp, …)`; a model without DDP is not the one that trains."""
+
+    def get(*args: Any, **kwargs: Any) -> Any:
+        if not (_run.options.enabled and _argument(get_model, "wrap_with_ddp", args, kwargs)):
+            return get_model(*args, **kwargs)
+        engine = _required_engine()
+        with engine.building():
+            chunks = get_model(*args, **kwargs)
+        engine.model_built(chunks)
+        return chunks
+
+    return get
+
+
+@_decorator
+def with_engine(train: Function) -> Function:
+    """Of `train(…, model, optimizer, …)`."""
+
+    def train_with_engine(*args: Any, **kwargs: Any) -> Any:
+        if not _run.options.enabled:
+            return train(*args, **kwargs)
+        model, optimizer = (_argument(train, name, args, kwargs) for name in ("model", "optimizer"))
+        with _attached(_required_engine(), model, optimizer):
+            return train(*args, **kwargs)
+
+    return train_with_engine
+
+
+@contextlib.contextmanager
+def _attached(engine: ReshardingEngine, model: Any, optimizer: Any) -> Iterator[None]:
+    """Detached at the end and on sys.exit, which all ranks reach; after an error ranks may be anywhere."""
+    iteration = _megatron_args().iteration
+    engine.attach(model, optimizer, iteration)
+    _run.num_steps = iteration
+    try:
+        yield
+    except SystemExit:
+        engine.detach()
+        raise
+    engine.detach()
+
+
+@_decorator
+def with_switch(train_step: Function) -> Function:
+    """Of `train_step`, whose result begins with (losses, whether the step was skipped)."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        result = train_step(*args, **kwargs)
+        _, was_skipped, *_ = result
+        if _run.options.enabled and not was_skipped:
+            _run.num_steps += 1
+            if _run.num_steps % _run.options.interval == 0:
+                _required_engine().switch(_megatron_args().curr_iteration + 1)
+        return result
+
+    return step
+
+
+def _required_engine() -> ReshardingEngine:
+    if _run.engine is None:
+        raise ScriptError(
+            ["Megatron has not validated its arguments (it does not with --yaml-cfg); give them as flags instead"]
+        )
+    return _run.engine
+
+
+def _megatron_args() -> Any:
+    from megatron.training.global_vars import get_args
+
+    return get_args()
+
+
+def _argument(function: Function, name: str, args: Any, kwargs: Any) -> Any:
+    """What `function` gets for parameter `name` when called so."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments[name]
+
+
+def _patch(decorator: Callable[[Function], Function], target: str, reason: str) -> Patch:
+    return Patch(
+        name=f"script.{decorator.__name__}",
+        group="script",
+        target=f"megatron.training.{target}",
+        reason=reason,
+        versions=("0.16.1",),
+        remove_when="megatron.training calls such hooks itself, or the source tree is patched",
+        build=decorator,
+    )
+
+
+PATCHES: tuple[Patch, ...] = (
+    _patch(with_arguments, "arguments:parse_args", "adds the arguments of --enable-resharding"),
+    _patch(with_validation, "arguments:validate_args", "checks them and makes the engine, before anything is built"),
+    _patch(with_buffers, "training:get_model", "lets the engine provide the memory of parameters and gradients"),
+    _patch(with_engine, "training:train", "attaches the engine for the time of training"),
+    _patch(with_switch, "training:train_step", "gives the engine the devices every N optimizer steps"),
+)

@@ -1,0 +1,138 @@
+"""patches/: the files parse, and apply.sh puts all of them on a tree or none."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_patches import script
+
+PATCHES = Path(__file__).resolve().parents[2] / "patches"
+SETS = sorted(path.parent for path in PATCHES.glob("core_v*/series"))
+HEADER = ("Description", "Origin", "Forwarded", "Author", "Last-Update", "X-Upstream", "X-Remove-When")
+
+
+def patch_files(patch_set: Path) -> list[Path]:
+    names = [line for line in (patch_set / "series").read_text().splitlines() if not line.startswith("#")]
+    return [patch_set / name for name in names]
+
+
+def hunks(patch: Path) -> dict[str, list[tuple[int, list[str]]]]:
+    """Target file -> (first line of the original, lines with their sign)."""
+    found: dict[str, list[tuple[int, list[str]]]] = {}
+    target = ""
+    for line in patch.read_text().partition("\n---\n")[2].splitlines():
+        if line.startswith("+++ b/"):
+            target = line.removeprefix("+++ b/")
+        elif line.startswith("@@"):
+            found.setdefault(target, []).append((int(re.match(r"@@ -(\d+)", line)[1]), []))
+        elif target:
+            found[target][-1][1].append(line)
+    return found
+
+
+def write_checkout(directory: Path, patch_set: Path, version: str) -> Path:
+    """A git repository that holds the recorded context where the patches look for it, and nothing else."""
+    for patch in patch_files(patch_set):
+        for name, parts in hunks(patch).items():
+            lines: list[str] = []
+            for start, signed in parts:
+                original = [line[1:] for line in signed if not line.startswith("+")]
+                lines += [f"# line {number}" for number in range(len(lines) + 1, start)] + original
+            path = directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(lines) + "\n")
+    info = directory / "megatron" / "core" / "package_info.py"
+    info.parent.mkdir(parents=True, exist_ok=True)
+    numbers = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+    info.write_text("".join(f"{name} = {number}\n" for name, number in numbers))
+    git(directory, "init", "-q")
+    git(directory, "add", ".")
+    git(directory, "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qm", "recorded context")
+    return directory
+
+
+def git(directory: Path, *arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=directory, check=True, capture_output=True, text=True).stdout
+
+
+def apply(checkout: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(PATCHES / "apply.sh"), str(checkout), *flags], capture_output=True, text=True)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    return write_checkout(tmp_path / "checkout", SETS[-1], SETS[-1].name.removeprefix("core_v"))
+
+
+def test_there_is_a_set() -> None:
+    assert "core_v0.16.1" in [patch_set.name for patch_set in SETS]
+
+
+@pytest.mark.parametrize("patch_set", SETS, ids=lambda path: path.name)
+def test_the_files_are_what_they_say(patch_set: Path) -> None:
+    """Every patch of the series exists, has its header, only adds lines, and every decorator is on one function."""
+    files = patch_files(patch_set)
+    assert sorted(files) == sorted(patch_set.glob("*.patch"))
+    added: list[str] = []
+    for patch in files:
+        header = patch.read_text().partition("\n---\n")[0]
+        assert [line.partition(":")[0] for line in header.splitlines() if not line.startswith(" ")] == list(HEADER)
+        assert patch_set.name in header
+        signed = [line for parts in hunks(patch).values() for _, lines in parts for line in lines]
+        assert {line[:1] for line in signed} <= {"+", " ", ""}
+        added += [line[1:] for line in signed if line.startswith("+")]
+    decorators = [line.removeprefix("@resharding.") for line in added if line.startswith("@")]
+    assert sorted(decorators) == sorted(patch.build.__name__ for patch in script.PATCHES)
+    assert len(added) < 20
+
+
+def test_applied_and_reversed(checkout: Path) -> None:
+    assert apply(checkout).returncode == 0
+    assert "+@resharding.with_engine" in git(checkout, "diff")
+    again = apply(checkout)
+    assert (again.returncode, again.stdout.startswith("already applied")) == (0, True)
+    assert apply(checkout, "--reverse").returncode == 0
+    assert git(checkout, "status", "--porcelain") == ""
+
+
+def test_one_hunk_that_does_not_fit_leaves_all_files(checkout: Path) -> None:
+    path = checkout / "megatron" / "training" / "training.py"
+    path.write_text(path.read_text().replace("def train(", "def train_otherwise("))
+    git(checkout, "-c", "user.name=t", "-c", "user.email=t@example.org", "commit", "-qam", "a fork")
+    result = apply(checkout)
+    assert result.returncode == 1
+    assert "0002-training.patch: error: patch failed: megatron/training/training.py:" in result.stderr
+    assert "core_v0.16.1 55ac7082517c" in result.stderr
+    assert "0001" not in result.stderr
+    assert git(checkout, "status", "--porcelain") == ""
+
+
+def test_changes_of_ones_own_are_refused(checkout: Path) -> None:
+    path = checkout / "megatron" / "training" / "training.py"
+    path.write_text(path.read_text() + "# mine\n")
+    result = apply(checkout)
+    assert result.returncode == 1
+    assert "commit or stash" in result.stderr
+    assert "resharding" not in path.read_text()
+
+
+def test_reverse_of_what_was_not_applied_changes_nothing(checkout: Path) -> None:
+    assert apply(checkout, "--reverse").returncode == 1
+    assert git(checkout, "status", "--porcelain") == ""
+
+
+def test_other_versions_and_other_directories_are_refused(tmp_path: Path) -> None:
+    other = write_checkout(tmp_path / "other", SETS[-1], "0.15.0")
+    result = apply(other)
+    assert result.returncode == 1
+    assert "core_v0.15.0, and there is no patch set for it" in result.stderr
+    assert "Check out one of: core_v0.16.1" in result.stderr
+    assert "no Megatron-LM checkout" in apply(tmp_path).stderr
+    shutil.rmtree(other / ".git")
+    assert "not the root of a git checkout" in apply(other).stderr
+    assert "usage" in subprocess.run([str(PATCHES / "apply.sh")], capture_output=True, text=True).stderr

@@ -1,0 +1,247 @@
+"""``python -m megatron_patches SCRIPT`` and the decorators of a patched source tree, on a tree that imitates both."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import runpy
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import pytest
+import torch
+
+import megatron_patches
+from megatron_patches import arguments, engines, errors, script
+from megatron_patches.arguments import ReshardingOptions, add_arguments
+from megatron_patches.launcher import run_script
+from tests.megatron_patches.script_tree import last_line, python, write_tree
+
+Capture = pytest.CaptureFixture[str]
+
+ENGINE = ("--enable-resharding", "--resharding-engine", "engine_that_notes:Engine")
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the imitated tree calls .cuda(), which only the CPU patches let pass"
+)
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The script; what it imports from beside itself is forgotten at the end."""
+    before = set(sys.modules)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as python -m has it
+    monkeypatch.setattr(script, "_run", script._Run())
+    yield write_tree(tmp_path / "checkout")
+    for name in set(sys.modules) - before:
+        if name.startswith(("megatron.training", "megatron.legacy", "helper_beside", "engine_that")):
+            del sys.modules[name]
+    megatron_patches.revert()
+
+
+def run(capsys: pytest.CaptureFixture[str], tree: Path, *flags: str, launcher: bool = True) -> dict[str, Any]:
+    """Run the script in this process, by the launcher or plainly; what it printed last."""
+    if launcher:
+        run_script(str(tree), flags)
+    else:
+        sys.argv, sys.path[0] = [str(tree), *flags], str(tree.parent)
+        runpy.run_path(str(tree), run_name="__main__")
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def notes(tree: Path) -> list[list[object]]:
+    path = tree.parents[1] / "notes"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def patch_source(tree: Path) -> None:
+    """What the patch set does, on the imitated tree."""
+    decorated = {
+        "arguments.py": {"parse_args": "with_arguments", "validate_args": "with_validation"},
+        "training.py": {"get_model": "with_buffers", "train": "with_engine", "train_step": "with_switch"},
+    }
+    for name, functions in decorated.items():
+        path = tree.parent / "megatron" / "training" / name
+        source = "from megatron_patches import script as resharding\n" + path.read_text()
+        for function, decorator in functions.items():
+            source = source.replace(f"def {function}(", f"@resharding.{decorator}\ndef {function}(")
+        path.write_text(source)
+    with (tree.parent / "megatron" / "training" / "__init__.py").open("a") as file:
+        file.write("from megatron_patches import script as resharding\nresharding.prepare()\n")
+
+
+def test_without_the_flag_the_script_is_as_python_runs_it(tree: Path) -> None:
+    """In a process of its own, from another directory."""
+    found = last_line(python("-m", "megatron_patches", str(tree), "--train-iters", "3", cwd=tree.parents[1]))
+    assert found == {
+        "loss": {"loss": 3.0},
+        "args": {"train_iters": 3, "exit_at": None, "skipped": [], "iteration": 0, "validated": True}
+        | {"curr_iteration": 2},
+        "argv": [str(tree), "--train-iters", "3"],
+        "path": str(tree.parent),
+        "file": str(tree),
+    }
+    assert notes(tree) == []
+
+
+@pytest.mark.parametrize("is_patched", [False, True], ids=["launcher", "patched source"])
+def test_both_ways_call_the_engine_at_the_same_points(tree: Path, capsys: Capture, is_patched: bool) -> None:
+    """A skipped step does not count, and Megatron's arguments show nothing of ours."""
+    if is_patched:
+        patch_source(tree)
+    flags = (*ENGINE, "--resharding-interval", "2", "--train-iters", "5", "--skipped", "2")
+    found = run(capsys, tree, *flags, launcher=not is_patched)
+    assert found["loss"] == {"loss": 4.0}
+    assert set(found["args"]) == {"train_iters", "exit_at", "skipped", "iteration", "validated", "curr_iteration"}
+    assert notes(tree) == [
+        ["made", 2, True],
+        ["building"],
+        ["model built", 1],
+        ["attached", "optimizer", 0],
+        ["switched", 2],
+        ["switched", 5],
+        ["detached"],
+    ]
+
+
+def test_a_patched_source_under_the_launcher_calls_once(tree: Path, capsys: Capture) -> None:
+    patch_source(tree)
+    run(capsys, tree, *ENGINE, "--train-iters", "1")
+    assert [what for what, *_ in notes(tree)] == ["made", "building", "model built", "attached", "switched", "detached"]
+
+
+def test_a_patched_source_without_the_flag_calls_nothing(tree: Path, capsys: Capture) -> None:
+    patch_source(tree)
+    assert run(capsys, tree, "--train-iters", "2", launcher=False)["loss"] == {"loss": 2.0}
+    assert notes(tree) == []
+
+
+def test_an_exit_detaches_and_keeps_its_status(tree: Path, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(capsys, tree, *ENGINE, "--exit-at", "2")
+    assert caught.value.code == 7
+    assert notes(tree)[-2:] == [["switched", 2], ["detached"]]
+
+
+def test_help_has_the_group(tree: Path, capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_script(str(tree), ["--help"])
+    assert caught.value.code == 0
+    ours = " ".join(capsys.readouterr().out.partition("resharding:")[2].split())
+    for flag in ("--enable-resharding", "--resharding-config FILE", "--resharding-verify {off,sample,full}"):
+        assert flag in ours
+
+
+def install(tree: Path, monkeypatch: pytest.MonkeyPatch, *references: str) -> None:
+    """Let these be all engines that are installed, by a distribution beside the script."""
+    info = tree.parent / "noting_engine-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: noting-engine\nVersion: 1\n")
+    lines = [f"number{number} = {reference}" for number, reference in enumerate(references)]
+    (info / "entry_points.txt").write_text("\n".join([f"[{engines.ENTRY_POINT_GROUP}]", *lines]))
+    found = importlib.metadata.entry_points
+
+    def only_these(**query: str) -> list[Any]:
+        return [point for point in found(**query) if point.dist.name == "noting-engine"]
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", only_these)
+
+
+def test_the_only_installed_engine_is_taken(tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tree, monkeypatch, "engine_that_notes:Engine")
+    run(capsys, tree, "--enable-resharding", "--train-iters", "1")
+    assert notes(tree)[0] == ["made", 1, True]
+
+
+@pytest.mark.parametrize(
+    ("references", "message"),
+    [
+        ([], r"no resharding engine is installed: pip install hybrid-engine\[train,infer\]"),
+        (["one:Engine", "two:Engine"], "several resharding engines are installed: name one of one:Engine, two:Engine"),
+    ],
+)
+def test_none_or_several_engines_are_clear_errors(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, references: list[str], message: str
+) -> None:
+    install(tree, monkeypatch, *references)
+    with pytest.raises(errors.ScriptError, match=message):
+        run_script(str(tree), ["--enable-resharding"])
+    assert notes(tree) == []
+
+
+def test_an_engine_that_refuses_ends_the_script_before_anything_is_built(tree: Path) -> None:
+    with pytest.raises(ValueError, match="two things are wrong: this and that"):
+        run_script(str(tree), ["--enable-resharding", "--resharding-engine", "engine_that_notes:refuse"])
+    assert notes(tree) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--resharding-interval", "3"), "--resharding-interval: has no effect without --enable-resharding"),
+        (("--enable-resharding", "--resharding-engine", "nowhere:make"), "--resharding-engine nowhere:make cannot be"),
+        (("--enable-resharding", "--resharding-engine", "json"), "--resharding-engine json cannot be imported"),
+    ],
+)
+def test_bad_options_are_refused(tree: Path, flags: tuple[str, ...], message: str) -> None:
+    with pytest.raises(errors.ScriptError, match=message):
+        run_script(str(tree), flags)
+
+
+def test_untested_versions_are_refused_or_allowed_and_logged(
+    tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", "0.99.0")
+    with pytest.raises(SystemExit, match=r"megatron-core 0\.99\.0 is installed.*tested with 0\.16\.1"):
+        run_script(str(tree), [])
+    sys.path[0] = ""
+    assert run(capsys, tree, "--resharding-allow-version", "--train-iters", "1")["loss"] == {"loss": 1.0}
+    assert "megatron-core 0.99.0 is installed" in caplog.text
+
+
+def test_scripts_without_megatron_training_and_missing_ones_are_refused(tree: Path) -> None:
+    lonely = tree.parents[1] / "lonely.py"
+    lonely.write_text("raise AssertionError('started')\n")
+    with pytest.raises(SystemExit, match=r"there is no megatron\.training"):
+        run_script(str(lonely), [])
+    with pytest.raises(SystemExit, match=r"absent\.py: no such file"):
+        run_script("absent.py", [])
+
+
+def test_options_say_what_was_given_and_nothing_else() -> None:
+    parser = argparse.ArgumentParser()
+    given = add_arguments(parser)
+    command = "--enable-resharding --no-offload-train-grad --offload-train-param --infer-tensor-parallel-size 2"
+    assert vars(parser.parse_args(command.split())) == {}
+    options = ReshardingOptions.of(given)
+    assert options == ReshardingOptions(
+        enabled=True, offload_train_grad=False, offload_train_param=True, infer_tensor_parallel_size=2
+    )
+    assert options.offload_train_optimizer is None
+
+
+def test_every_option_has_a_flag_of_its_own() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for flag in arguments._FLAGS.values():
+        assert flag in parser._option_string_actions
+
+
+def test_an_engine_that_was_not_made_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --yaml-cfg Megatron does not call validate_args."""
+    monkeypatch.setattr(script, "_run", script._Run(options=ReshardingOptions(enabled=True)))
+    with pytest.raises(errors.ScriptError, match="--yaml-cfg"):
+        script.with_buffers(lambda provider, wrap_with_ddp=True: [])(None)
+
+
+def test_decorators_go_on_once() -> None:
+    decorated = script.with_switch(lambda: ({}, 0))
+    assert script.with_switch(decorated) is decorated
+    assert script.with_buffers(decorated) is not decorated
