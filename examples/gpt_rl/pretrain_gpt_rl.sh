@@ -3,7 +3,7 @@
 #   MEGATRON_LM_PATH=<checkout of core_v0.16.1> [NPROC=2] [TP=2] [PP=1] [OUT=runs/pretrain_gpt_rl] [STEPS=160] sh examples/gpt_rl/pretrain_gpt_rl.sh
 set -eu
 : "${MEGATRON_LM_PATH:?name a checkout of Megatron-LM, core_v0.16.1}"
-NPROC=${NPROC:-2} TP=${TP:-2} PP=${PP:-1} OUT=${OUT:-runs/pretrain_gpt_rl} STEPS=${STEPS:-160} WARM_UP=${WARM_UP:-800}
+NPROC=${NPROC:-2} TP=${TP:-2} PP=${PP:-1} OUT=${OUT:-runs/pretrain_gpt_rl} STEPS=${STEPS:-160} WARM_UP=${WARM_UP:-800} SAVE=${SAVE:-40}
 export PYTHONPATH="$PWD:$MEGATRON_LM_PATH${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=1
 
 # That of examples/gpt_rl/model/config.json.
@@ -29,7 +29,7 @@ if [ ! -e "$OUT/warm_up/latest_checkpointed_iteration.txt" ]; then
         --save "$OUT/warm_up" --save-interval "$WARM_UP"
 fi
 run --rl-stage reward --train-iters "$STEPS" --global-batch-size 256 --lr 3e-4 --rl-steps 4 \
-    --pretrained-checkpoint "$OUT/warm_up" --load "$OUT/reward" --save "$OUT/reward" --save-interval 40 \
+    --pretrained-checkpoint "$OUT/warm_up" --load "$OUT/reward" --save "$OUT/reward" --save-interval "$SAVE" \
     --tensorboard-dir "$OUT/tensorboard" --enable-resharding \
     --resharding-config examples/gpt_rl/configs/pretrain_gpt_rl.yaml --resharding-at-start --resharding-interval 4 \
     --resharding-output "$OUT" --resharding-callback examples.gpt_rl.rollouts:collect

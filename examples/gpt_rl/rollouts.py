@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -126,9 +127,7 @@ class Rollouts(torch.utils.data.Dataset):
     def _problem(self, group: int) -> task.Problem:
         """Every problem once before any comes again, in an order that the seed gives."""
         epoch, place = divmod(group, len(self._problems))
-        order = list(range(len(self._problems)))
-        random.Random(f"{self._settings.seed} {epoch}").shuffle(order)
-        return self._problems[order[place]]
+        return self._problems[_order(len(self._problems), self._settings.seed, epoch)[place]]
 
     def _figures(
         self,
@@ -146,6 +145,13 @@ class Rollouts(torch.utils.data.Dataset):
             pairs = zip(problems, groups, strict=True)
             figures["reward"] = statistics.mean(_reward(problem, one) for problem, group in pairs for one in group)
         return figures
+
+
+@functools.cache
+def _order(num_problems: int, seed: int, epoch: int) -> list[int]:
+    order = list(range(num_problems))
+    random.Random(f"{seed} {epoch}").shuffle(order)
+    return order
 
 
 def _reward(problem: task.Problem, completion: Completion) -> float:
