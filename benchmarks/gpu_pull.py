@@ -17,7 +17,7 @@ from benchmarks.gpu_layouts import ModelShape, RankJob, rank_job
 from hybrid_engine.memory.elastic import Peer, allocate_elastic, export_tensor, open_peer
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.transports.copies import copy_straight
-from hybrid_engine.transports.shared_memory import source_extent
+from hybrid_engine.transports.shared_memory import source_extents
 
 TIMEOUT = 600.0
 """Seconds that the two processes wait for each other."""
@@ -110,8 +110,8 @@ def _pull_by_bucket(peer: Peer, parts: Sequence[Sequence[Transfer]], destination
     """As a switch does: the peer's chunks are mapped for a bucket only."""
     for index, transfers in enumerate(parts):
         if transfers:
-            extent = source_extent(transfers)
-            with peer.mapped(extent.start, extent.stop) as flat:
+            extents = [extent for each in transfers for extent in source_extents(each)]
+            with peer.mapped(extents) as flat:
                 copy_straight("pull", index, transfers, lambda _, flat=flat: flat, destinations)
 
 

@@ -16,6 +16,7 @@ from rich.text import Text
 from megatron_patches.catalog import apply, default_groups, states
 from megatron_patches.errors import MegatronPatchError
 from megatron_patches.launcher import run_script
+from megatron_patches.registry import PatchState
 
 app = typer.Typer(
     help="The patches that this package puts on Megatron. With a script in place of a command: run that script of "
@@ -45,17 +46,19 @@ def list_patches(
         patch = state.patch
         line = Text.assemble(
             (patch.name, "bold"),
-            f"  [{patch.group}]  {_describe(state.num_sites, patch.group)}\n",
+            f"  [{patch.group}]  {_describe(state)}\n",
             (f"    {patch.target}\n", "cyan"),
             f"    {patch.reason}",
         )
         console.print(line, soft_wrap=True)
 
 
-def _describe(num_sites: int, group: str) -> str:
-    if num_sites:
-        return f"applied at {num_sites} places" if num_sites > 1 else "applied"
-    return "not applied" if group in default_groups() else "not applied (not a default group here)"
+def _describe(state: PatchState) -> str:
+    if not state.is_needed:
+        return f"not needed before megatron-core {state.patch.since}"
+    if state.num_sites:
+        return f"applied at {state.num_sites} places" if state.num_sites > 1 else "applied"
+    return "not applied" if state.patch.group in default_groups() else "not applied (not a default group here)"
 
 
 def main() -> None:

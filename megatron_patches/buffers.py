@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_patches.errors import BufferAllocationError, UnsupportedModelError
-from megatron_patches.patch import Patch
+from megatron_patches.patch import CORE_VERSIONS, Patch
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -267,7 +267,7 @@ PATCHES: tuple[Patch, ...] = (
         group="hooks",
         target="megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
         reason="lets the flat buffers live in memory of our choice (elastic, shared) at a fixed address",
-        versions=("0.16.1",),
+        versions=CORE_VERSIONS,
         remove_when="megatron-core takes an allocator for its parameter and gradient buffers",
         build=_build_init,
     ),

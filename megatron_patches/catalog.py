@@ -47,7 +47,7 @@ def revert() -> None:
 
 def hooks_applied() -> bool:
     """Whether Megatron asks for buffers and announces weight versions now: all of group "hooks" is applied."""
-    return all(state.num_sites > 0 for state in states() if state.patch.group == "hooks")
+    return all(state.num_sites > 0 for state in states() if state.patch.group == "hooks" and state.is_needed)
 
 
 def states() -> list[PatchState]:

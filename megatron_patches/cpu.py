@@ -20,16 +20,15 @@ import torch
 
 from megatron_patches import cpu_torch
 from megatron_patches.errors import CpuUnsupportedError
-from megatron_patches.patch import MISSING, Patch
+from megatron_patches.patch import CORE_VERSIONS, MISSING, Patch
 
-_VERSIONS = ("0.16.1",)
 _CORE = "megatron.core"
 _ALWAYS = "megatron-core selects its device instead of naming CUDA"
 
 
 def _cpu_patch(name: str, target: str, reason: str, build: Callable[[Any], Any], **more: Any) -> Patch:
     options = {"remove_when": _ALWAYS, **more}
-    return Patch(f"cpu.{name}", "cpu", target, reason, _VERSIONS, build=build, **options)
+    return Patch(f"cpu.{name}", "cpu", target, reason, CORE_VERSIONS, build=build, **options)
 
 
 def _build_get_rng_state(original: Any) -> Callable[..., Any]:
@@ -122,16 +121,17 @@ _CUDA_SPELLED = (
     "utils:check_param_hashes_across_dp_replicas",
 )
 
-_COMPILED = (
-    "activations:quick_gelu",
-    "activations:squared_relu",
-    "activations:fast_gelu",
-    "transformer.attention:Attention._apply_output_gate",
-    "transformer.moe.router:TopKRouter._apply_expert_bias",
-    "transformer.torch_norm:L2Norm._norm",
-    "transformer.utils:erf_gelu",
-    "transformer.utils:gelu_impl",
-)
+_COMPILED = {
+    "activations:quick_gelu": "",
+    "activations:squared_relu": "",
+    "activations:fast_gelu": "",
+    "transformer.attention:Attention._apply_output_gate": "0.16.0",
+    "transformer.moe.router:TopKRouter._apply_expert_bias": "0.16.0",
+    "transformer.torch_norm:L2Norm._norm": "",
+    "transformer.utils:erf_gelu": "",
+    "transformer.utils:gelu_impl": "",
+}
+"""Target -> the megatron-core that brought it, empty where all have it."""
 
 
 def _spelling_patch(target: str) -> Patch:
@@ -144,13 +144,14 @@ def _spelling_patch(target: str) -> Patch:
     )
 
 
-def _eager_patch(target: str) -> Patch:
+def _eager_patch(target: str, since: str) -> Patch:
     return _cpu_patch(
         f"eager.{target.replace(':', '.').rsplit('.', 1)[-1].lstrip('_')}",
         f"{_CORE}.{target}",
         "is compiled for speed on import; compiling on CPU costs minutes and a C++ compiler",
         _build_eager,
         remove_when="megatron-core decides when called, not on import, whether to compile",
+        since=since,
     )
 
 
@@ -208,5 +209,5 @@ PATCHES: tuple[Patch, ...] = (
         _build_move_to_cpu,
     ),
     *(_spelling_patch(target) for target in _CUDA_SPELLED),
-    *(_eager_patch(target) for target in _COMPILED),
+    *(_eager_patch(target, since) for target, since in _COMPILED.items()),
 )

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from megatron_patches.errors import UnsupportedOptimizerError
-from megatron_patches.patch import Patch
+from megatron_patches.patch import CORE_VERSIONS, Patch
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -253,15 +253,16 @@ def _build_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _step_patch(module: str, owner: str) -> Patch:
+def _step_patch(module: str, owner: str, since: str = "") -> Patch:
     return Patch(
         name=f"hooks.step.{owner}",
         group="hooks",
         target=f"megatron.core.optimizer.{module}:{owner}.step",
         reason="counts the versions of the weights and tells who waits for new ones",
-        versions=("0.16.1",),
+        versions=CORE_VERSIONS,
         remove_when="megatron-core's optimizers offer post-step hooks",
         build=_build_step,
+        since=since,
     )
 
 
@@ -269,5 +270,5 @@ PATCHES: tuple[Patch, ...] = (
     _step_patch("optimizer", "MixedPrecisionOptimizer"),
     _step_patch("optimizer", "FP32Optimizer"),
     _step_patch("optimizer", "ChainedOptimizer"),
-    _step_patch("layer_wise_optimizer", "LayerWiseDistributedOptimizer"),
+    _step_patch("layer_wise_optimizer", "LayerWiseDistributedOptimizer", since="0.16.0"),
 )

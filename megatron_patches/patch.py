@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
 
+from packaging.version import Version
+
 GROUPS: Final = ("hooks", "cpu", "cpu_training", "script")
+CORE_VERSIONS: Final = ("0.15.3", "0.16.1")
+"""The megatron-core versions that the core tests pass with (`make core-tests-all`)."""
 
 
 class _Missing:
@@ -36,12 +40,14 @@ class Patch:
     group: one of `GROUPS`; groups are applied separately.
     target: ``module:attr.path`` or ``package.*:attr``.
     reason: why megatron needs it, one sentence.
-    versions: the megatron-core versions it was written for and tested with.
+    versions: the megatron-core versions that it was tested with (those before `since`: that the rest works without).
     remove_when: the condition under which it may go.
     build: makes the replacement from the original. For static and class methods it gets the plain
         function; the descriptor is put back around what it returns. Gets `MISSING` when the
         attribute does not exist, which is only allowed with `may_be_missing`.
     may_be_missing: the attribute need not exist (it is then created, and deleted on revert).
+    since: the megatron-core that brought the target; an older one goes without the patch. Empty when all tested
+        versions have the target.
     """
 
     name: str
@@ -52,6 +58,7 @@ class Patch:
     remove_when: str
     build: Callable[[Any], Any]
     may_be_missing: bool = False
+    since: str = ""
 
     def __post_init__(self) -> None:
         if self.group not in GROUPS:
@@ -78,6 +85,10 @@ class Patch:
     def covers_package(self) -> bool:
         """True for ``package.*:attr``."""
         return self.target.partition(":")[0].endswith(".*")
+
+    def is_needed_by(self, core_version: str) -> bool:
+        """Whether this megatron-core is new enough to have the target."""
+        return not self.since or Version(core_version) >= Version(self.since)
 
     def covers_module(self, name: str) -> bool:
         """Whether a module of this name is inside the package of a package-wide target."""

@@ -36,6 +36,7 @@ from megatron_patches.patch import GROUPS, MISSING, Patch, Site, build_replaceme
 logger = logging.getLogger(__name__)
 
 _ROOT = "megatron"
+_CORE = "megatron.core"
 _INSTALL_HINT = "install it with: pip install megatron-core=="
 
 
@@ -50,10 +51,14 @@ class Applied:
 
 @dataclass(frozen=True)
 class PatchState:
-    """A patch and the number of places where it is applied now (0: not applied)."""
+    """A patch and the number of places where it is applied now (0: not applied).
+
+    is_needed: False when its target came with a later megatron-core than the imported one.
+    """
 
     patch: Patch
     num_sites: int
+    is_needed: bool = True
 
 
 class PatchRegistry:
@@ -74,7 +79,9 @@ class PatchRegistry:
         selected = [patch for patch in self._select(groups) if patch.name not in done]
         if not selected:
             return
-        _check_versions(selected, allow_version)
+        version = _imported_version(selected)
+        selected = [patch for patch in selected if patch.is_needed_by(version)]
+        _check_version(version, selected, allow_version)
         claims = self._collect(selected)
         replacements = _build_all(claims)
         for applied in replacements:
@@ -106,7 +113,11 @@ class PatchRegistry:
     def states(self) -> list[PatchState]:
         """Every patch of the catalogue, in order, with the number of places where it is applied."""
         names = [applied.patch.name for applied in self._applied]
-        return [PatchState(patch, names.count(patch.name)) for patch in self._patches]
+        core = sys.modules.get(_CORE)
+        return [
+            PatchState(patch, names.count(patch.name), core is None or patch.is_needed_by(core.__version__))
+            for patch in self._patches
+        ]
 
     def _select(self, groups: Iterable[str]) -> list[Patch]:
         wanted = set(groups)
@@ -180,19 +191,29 @@ class PatchRegistry:
                     setattr(module, attr, originals[id(value)])
 
 
-def _check_versions(patches: Sequence[Patch], allow_version: bool) -> None:
-    """Compare the imported megatron-core with every patch's tested versions."""
-    tested = sorted({version for patch in patches for version in patch.versions}, key=Version)
+def _tested_versions(patches: Sequence[Patch]) -> list[str]:
+    """Oldest first."""
+    return sorted({version for patch in patches for version in patch.versions}, key=Version)
+
+
+def _imported_version(patches: Sequence[Patch]) -> str:
+    """The version of the megatron.core that imports find: not always the installed one's, a checkout has its own."""
     try:
-        core = importlib.import_module("megatron.core")
+        return importlib.import_module(_CORE).__version__
     except ModuleNotFoundError as error:
-        if error.name not in ("megatron", "megatron.core"):
+        if error.name not in (_ROOT, _CORE):
             raise
-        raise MissingMegatronError([f"megatron-core is not installed; {_INSTALL_HINT}{tested[-1]}"]) from error
-    num_refused = sum(core.__version__ not in patch.versions for patch in patches)
-    if num_refused:
+        newest = _tested_versions(patches)[-1]
+        raise MissingMegatronError([f"megatron-core is not installed; {_INSTALL_HINT}{newest}"]) from error
+
+
+def _check_version(version: str, patches: Sequence[Patch], allow_version: bool) -> None:
+    """Compare megatron-core's version with every patch's tested versions."""
+    refused = [patch for patch in patches if version not in patch.versions]
+    if refused:
+        tested = _tested_versions(refused)
         message = (
-            f"megatron-core {core.__version__} is installed; the {num_refused} patches of this package were "
+            f"megatron-core {version} is installed; the {len(refused)} patches of this package were "
             f"tested with {', '.join(tested)}; {_INSTALL_HINT}{tested[-1]}"
         )
         if not allow_version:

@@ -42,12 +42,14 @@ class _Run:
     """This process's run of a script.
 
     num_steps: optimizer steps taken, skipped ones not counted; goes on from a checkpoint's iteration.
+    starts: no step was begun since the engine was attached.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
     options: ReshardingOptions = field(default_factory=ReshardingOptions)
     engine: ReshardingEngine | None = None
     num_steps: int = 0
+    starts: bool = False
 
 
 _run = _Run()
@@ -156,7 +158,7 @@ def _attached(engine: ReshardingEngine, model: Any, optimizer: Any) -> Iterator[
     """Detached at the end and on sys.exit, which all ranks reach; after an error ranks may be anywhere."""
     iteration = _megatron_args().iteration
     engine.attach(model, optimizer, iteration)
-    _run.num_steps = iteration
+    _run.num_steps, _run.starts = iteration, True
     try:
         yield
     except SystemExit:
@@ -170,6 +172,9 @@ def with_switch(train_step: Function) -> Function:
     """Of `train_step`, whose result begins with (losses, whether the step was skipped)."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
+        if _run.starts and _run.options.at_start:
+            _required_engine().switch(_megatron_args().curr_iteration)
+        _run.starts = False
         result = train_step(*args, **kwargs)
         _, was_skipped, *_ = result
         if _run.options.enabled and not was_skipped:

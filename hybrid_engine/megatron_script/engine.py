@@ -88,9 +88,11 @@ class ScriptEngine:
             reports = [self._enter(State.INFER, TIMERS[0])]
             with self._journal.timed(TIMERS[1]), self.hybrid.rollout_context():
                 completions = self._generate(iteration)
-                if self.settings.callback is not None:
-                    self.settings.callback(self.inference)
+                callback = self.settings.callback
+                in_training = None if callback is None else callback(self.inference)
             reports.append(self._enter(State.TRAIN, TIMERS[2]))
+            if in_training is not None:
+                in_training(self.hybrid.train.chunks)
             self._journal.note_samples(iteration, self.settings.prompts, self._tokens, completions)
             self._journal.note_switch(iteration, reports, completions)
 

@@ -29,8 +29,9 @@ from megatron_patches.arguments import ReshardingOptions
 from megatron_patches.engines import MegatronScript
 
 Prompt = str | tuple[int, ...]
-Callback = Callable[[Any], None]
-"""Called on every rank with the `InferenceEngine`, its weights in force."""
+Callback = Callable[[Any], Callable[[list[Any]], None] | None]
+"""Called on every rank with the `InferenceEngine`, its weights in force. A function that it returns is called with
+Megatron's model chunks once training state is back, before the next step."""
 
 _OVERRIDES = (
     *("infer_tensor_parallel_size", "infer_pipeline_parallel_size", "infer_data_parallel_size"),

@@ -3,7 +3,7 @@
 **Never run on a GPU yet**; tested with a model of the driver on the CPU, across processes.
 
     peer = DevicePeer(handle, driver)            once: an address range of this process, nothing mapped
-    with peer.mapped(start, stop) as flat:       descriptors fetched, chunks mapped
+    with peer.mapped(extents) as flat:           descriptors fetched, chunks mapped
         copy from flat[start:stop]
                                                  device waited for, chunks unmapped
 
@@ -19,8 +19,9 @@ import ctypes
 import errno
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 
 import torch
 
@@ -29,6 +30,7 @@ from hybrid_engine.memory.borrowed import tensor_over
 from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.device_pages import AWAY, DESCRIPTOR, SERIAL, DeviceHandle, table_of
 from hybrid_engine.memory.host_pages import map_pages
+from hybrid_engine.planning.layout import Extent
 
 _PIDFD_GETFD = 438  # the system call's number on every architecture but Alpha
 
@@ -53,26 +55,27 @@ class DevicePeer:
         self._tensor = tensor_over(start, nbytes, driver.device, self._range).view(getattr(torch, handle.dtype))
 
     @contextmanager
-    def mapped(self, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
-        """The flat tensor; elements [start, stop) may be read within the `with` block, by work queued in it too.
+    def mapped(self, extents: Sequence[Extent] = ()) -> Iterator[torch.Tensor]:
+        """The flat tensor; these elements (default: all) may be read within the `with` block, by work queued in it too.
 
-        Elsewhere, and for other elements, reading is an illegal access.
+        Elsewhere, and for other elements, reading is an illegal access. What lies between the extents is left alone:
+        its owner may have released it.
 
-        Raises TransportError when a chunk of the range is away at its owner, when the descriptors may not be fetched,
+        Raises TransportError when a chunk of an extent is away at its owner, when the descriptors may not be fetched,
         and, at the end, when the owner released a chunk meanwhile: what was read may then be outdated.
         """
-        chunks = self._chunks(start, self._handle.numel if stop is None else stop)
+        chunks = self._chunks(extents or [Extent(0, self._handle.numel)])
         if self._range.mapped:
             raise StateError(f"the buffer of process {self._pid} is mapped already; end that block first")
         serials = self._table[chunks, SERIAL].copy()
         if (serials == AWAY).any():
-            away = [chunks.start + index for index, serial in enumerate(serials.tolist()) if serial == AWAY]
+            away = [chunk for chunk, serial in zip(chunks, serials.tolist(), strict=True) if serial == AWAY]
             raise TransportError(
                 f"process {self._pid} has released chunks {away} of its buffer ({self._handle.chunk_nbytes} bytes "
                 "each): no fence before the reading, or the owner has its weights off the device"
             )
         try:
-            for index in range(chunks.start, chunks.stop):
+            for index in chunks:
                 self._map(index)
             self._raise_if_changed(chunks, serials)
             yield self._tensor
@@ -85,13 +88,16 @@ class DevicePeer:
         """End it; idempotent."""
         self._close_pidfd()
 
-    def _chunks(self, start: int, stop: int) -> slice:
-        """Numbers of the chunks of elements [start, stop)."""
-        if not 0 <= start < stop <= self._handle.numel:
-            raise ValueError(f"elements [{start}, {stop}) of a tensor of {self._handle.numel}")
+    def _chunks(self, extents: Sequence[Extent]) -> list[int]:
+        """Numbers of the chunks in which these elements lie, in order."""
         itemsize, chunk = self._tensor.element_size(), self._handle.chunk_nbytes
-        first, last = (self._handle.offset + bound * itemsize for bound in (start, stop))
-        return slice(first // chunk, -(-last // chunk))
+        touched: set[int] = set()
+        for start, stop in map(astuple, extents):
+            if not 0 <= start < stop <= self._handle.numel:
+                raise ValueError(f"elements [{start}, {stop}) of a tensor of {self._handle.numel}")
+            first, last = (self._handle.offset + bound * itemsize for bound in (start, stop))
+            touched.update(range(first // chunk, -(-last // chunk)))
+        return sorted(touched)
 
     def _map(self, index: int) -> None:
         if not self._close_pidfd.alive:
@@ -109,7 +115,7 @@ class DevicePeer:
         finally:
             os.close(descriptor)
 
-    def _raise_if_changed(self, chunks: slice, serials: object) -> None:
+    def _raise_if_changed(self, chunks: list[int], serials: object) -> None:
         if (self._table[chunks, SERIAL] != serials).any():
             raise TransportError(
                 f"process {self._pid} released chunks of its buffer while they were read; fence the switch"

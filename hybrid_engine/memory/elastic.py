@@ -6,7 +6,7 @@
       .restore(start, stop)                   memory again: zero on the CPU, undefined on CUDA
       .export() -> Handle                     small and picklable; valid while the buffer is open and its process lives
     open_peer(handle) -> Peer                 in another process of the host
-      with peer.mapped(start, stop) as flat:  the same memory, no copy
+      with peer.mapped(extents) as flat:      the same memory, no copy
 
 The two kinds differ in what a released range is: on the CPU it reads zeros and takes memory again when touched; on
 CUDA it must not be touched before `restore`. And in what a peer may keep: host pages stay mapped (`map_peer`), device
@@ -17,7 +17,7 @@ outlives `close` stays valid.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from hybrid_engine.memory.cuda_driver import INSTALL_HINT, CudaDriver, driver_of
 from hybrid_engine.memory.device_pages import DeviceHandle, DeviceMemory
 from hybrid_engine.memory.device_peers import DevicePeer
 from hybrid_engine.memory.host_pages import BufferHandle, HostMemory, host_id, map_pages
+from hybrid_engine.planning.layout import Extent
 
 __all__ = [
     "BufferHandle",
@@ -49,8 +50,8 @@ Handle = BufferHandle | DeviceHandle
 class Peer(Protocol):
     """A flat tensor of another process of the host."""
 
-    def mapped(self, start: int = 0, stop: int | None = None) -> AbstractContextManager[torch.Tensor]:
-        """A context manager: the flat tensor, of which elements [start, stop) may be read within the `with` block.
+    def mapped(self, extents: Sequence[Extent] = ()) -> AbstractContextManager[torch.Tensor]:
+        """A context manager: the flat tensor, of which these elements (default: all) may be read within the block.
 
         Nothing may be kept of it after the block. Raises TransportError.
         """
@@ -235,7 +236,7 @@ class _HostPeer:
         self._flat: torch.Tensor | None = flat
 
     @contextmanager
-    def mapped(self, start: int = 0, stop: int | None = None) -> Iterator[torch.Tensor]:
+    def mapped(self, extents: Sequence[Extent] = ()) -> Iterator[torch.Tensor]:
         """See `Peer`."""
         if self._flat is None:
             raise StateError("the peer is closed")

@@ -5,6 +5,7 @@
         router.run(bucket, source, buffers)         read, transfer, write
         follower.sent(bucket.index)                 training memory of earlier buckets can go (handover.py)
         weights.commit(groups)                      the engine's own post-load processing
+    weights.settle()                                memory of the way there is given back
 
     EMPTY --fill--> PARTIAL --last bucket--> FILLED --release--> EMPTY
                        └────────failure, then release────────────┘
@@ -118,6 +119,7 @@ class WeightContainer:
             self._fill_bucket(bucket, source, follower, tally)
         if follower is not None:
             follower.finish()
+        self._weights.settle()
         self._state = ContainerState.FILLED
         return tally.report()
 

@@ -95,6 +95,7 @@ class CollectiveTransport:
         self._staging: dict[str, torch.Tensor] = {}
         self._broken: TransportError | None = None
 
+    @torch.no_grad()
     def run(
         self,
         bucket: int,

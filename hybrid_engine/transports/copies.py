@@ -10,17 +10,21 @@ from hybrid_engine.errors import TransportError
 from hybrid_engine.planning.layout import Place
 from hybrid_engine.planning.plan import Transfer
 
+SourceOf = Callable[[Transfer], torch.Tensor]
+"""The flat source buffer of a transfer."""
+
 
 def strided(flat: torch.Tensor, lengths: tuple[int, ...], place: Place) -> torch.Tensor:
     """The box of `lengths` at `place` of a flat buffer, as a view; lengths and strides in elements."""
-    return flat.detach().as_strided(lengths, place.strides, flat.storage_offset() + place.offset)
+    return flat.as_strided(lengths, place.strides, flat.storage_offset() + place.offset)
 
 
+@torch.no_grad()
 def copy_straight(
     label: str,
     bucket: int,
     transfers: Iterable[Transfer],
-    source_of: Callable[[Transfer], torch.Tensor],
+    source_of: SourceOf,
     destination: Mapping[str, torch.Tensor],
 ) -> None:
     """Copy every transfer from its flat source into its place in `destination`, casting to the destination's dtype.

@@ -19,7 +19,7 @@ import torch
 from hybrid_engine.planning.layout import BufferId
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.ports import PhaseClock
-from hybrid_engine.transports.copies import copy_straight
+from hybrid_engine.transports.copies import SourceOf, copy_straight
 
 
 class PullTransport:
@@ -42,9 +42,9 @@ class PullTransport:
         pulls = [transfer for transfer in transfers if transfer.dst_rank == self.rank]
         with ExitStack() as readings:
             with self.clock.phase("read"):
-                sources = self._find_sources(bucket, pulls, source, readings)
+                source_of = self._open_sources(bucket, pulls, source, readings)
             with self.clock.phase("transfer"):
-                copy_straight(self.name, bucket, pulls, lambda transfer: sources[transfer.src.buffer], destination)
+                copy_straight(self.name, bucket, pulls, source_of, destination)
 
     def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
         """Nothing to do: no rank waits for another."""
@@ -52,10 +52,10 @@ class PullTransport:
     def close(self) -> None:
         """Nothing is held."""
 
-    def _find_sources(
+    def _open_sources(
         self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
-    ) -> Mapping[BufferId, torch.Tensor]:
-        """Flat source tensors by buffer; `readings` is closed after the copies. Raises TransportError."""
+    ) -> SourceOf:
+        """What gives each transfer its flat source; `readings` is closed after the copies. Raises TransportError."""
         raise NotImplementedError
 
 
@@ -64,10 +64,10 @@ class LocalTransport(PullTransport):
 
     name = "local"
 
-    def _find_sources(
+    def _open_sources(
         self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
-    ) -> Mapping[BufferId, torch.Tensor]:
-        return {BufferId(self.rank, name): flat for name, flat in source.items()}
+    ) -> SourceOf:
+        return lambda transfer: source[transfer.src.buffer.name]
 
 
 class InProcessTransport(PullTransport):
@@ -80,7 +80,7 @@ class InProcessTransport(PullTransport):
         super().__init__(rank)
         self._sources = sources
 
-    def _find_sources(
+    def _open_sources(
         self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
-    ) -> Mapping[BufferId, torch.Tensor]:
-        return self._sources
+    ) -> SourceOf:
+        return lambda transfer: self._sources[transfer.src.buffer]

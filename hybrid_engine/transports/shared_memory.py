@@ -1,22 +1,22 @@
 """Same host: the destination rank pulls straight from the source rank's mapped memory. No packing, no staging.
 
 source rank                      destination rank
-ElasticBuffer --export()--> handle --open_peer()--> peer --mapped()--> flat view --strided copy, cast--> destination
+ElasticBuffer --export()--> handle --map_peer() or open_peer().mapped()--> flat view --strided copy, cast--> destination
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple
+from itertools import chain
 
 import torch
 
 from hybrid_engine.errors import TransportError
-from hybrid_engine.memory.elastic import DeviceHandle, Handle, Peer, open_peer
+from hybrid_engine.memory.elastic import DeviceHandle, Handle, Peer, map_peer, open_peer
 from hybrid_engine.planning.layout import BufferId, Extent
 from hybrid_engine.planning.plan import Transfer
-from hybrid_engine.transports.copies import failure_at
+from hybrid_engine.transports.copies import SourceOf, failure_at
 from hybrid_engine.transports.pull import PullTransport
 
 
@@ -37,45 +37,71 @@ class SharedMemoryTransport(PullTransport):
         """
         super().__init__(rank)
         self._handles = dict(handles)
-        self._peers: dict[BufferId, Peer] = {}
+        self._host_pages: dict[BufferId, torch.Tensor] = {}
+        self._device_peers: dict[BufferId, Peer] = {}
 
     def close(self) -> None:
         """Unmap the peers; idempotent. A later `run` maps them again."""
-        while self._peers:
-            self._peers.popitem()[1].close()
+        self._host_pages.clear()
+        while self._device_peers:
+            self._device_peers.popitem()[1].close()
 
-    def _find_sources(
+    def _open_sources(
         self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
-    ) -> Mapping[BufferId, torch.Tensor]:
-        by_buffer: dict[BufferId, list[Transfer]] = {}
+    ) -> SourceOf:
+        on_devices: dict[BufferId, list[Transfer]] = {}
         for transfer in pulls:
-            by_buffer.setdefault(transfer.src.buffer, []).append(transfer)
-        return {
-            buffer_id: readings.enter_context(self._mapped(bucket, transfers))
-            for buffer_id, transfers in by_buffer.items()
+            buffer_id = transfer.src.buffer
+            if buffer_id in self._host_pages:
+                continue
+            with self._failing_at(bucket, transfer):
+                if isinstance(handle := self._handle_of(buffer_id), DeviceHandle):
+                    on_devices.setdefault(buffer_id, []).append(transfer)
+                else:
+                    self._host_pages[buffer_id] = map_peer(handle)
+        if not on_devices:
+            return lambda transfer: self._host_pages[transfer.src.buffer]
+        mapped = {
+            buffer_id: readings.enter_context(self._mapped(bucket, buffer_id, transfers))
+            for buffer_id, transfers in on_devices.items()
         }
+        return lambda transfer: (
+            mapped[transfer.src.buffer] if transfer.src.buffer in mapped else self._host_pages[transfer.src.buffer]
+        )
 
     @contextmanager
-    def _mapped(self, bucket: int, transfers: Sequence[Transfer]) -> Iterator[torch.Tensor]:
-        """The flat source of transfers that read one buffer."""
-        buffer_id = transfers[0].src.buffer
-        try:
-            if buffer_id not in self._handles:
-                raise TransportError(f"no handle of {buffer_id} was exchanged; export the buffer or use collective")
-            handle = self._handles[buffer_id]
-            if buffer_id not in self._peers:
-                self._peers[buffer_id] = open_peer(handle)
-            bounds = astuple(source_extent(transfers)) if isinstance(handle, DeviceHandle) else ()
-            reading = self._peers[buffer_id].mapped(*bounds)
+    def _mapped(self, bucket: int, buffer_id: BufferId, transfers: Sequence[Transfer]) -> Iterator[torch.Tensor]:
+        """A peer's flat device tensor, with what these transfers read of it mapped."""
+        with self._failing_at(bucket, transfers[0]):
+            if buffer_id not in self._device_peers:
+                self._device_peers[buffer_id] = open_peer(self._handles[buffer_id])
+            extents = list(chain.from_iterable(map(source_extents, transfers)))
+            reading = self._device_peers[buffer_id].mapped(extents)
             flat = reading.__enter__()
-        except (OSError, TransportError) as error:
-            raise failure_at(self.name, bucket, "read", transfers[0], error, peer=transfers[0].src_rank) from error
         with ExitStack() as stack:
             stack.push(reading)
             yield flat
 
+    def _handle_of(self, buffer_id: BufferId) -> Handle:
+        if buffer_id not in self._handles:
+            raise TransportError(f"no handle of {buffer_id} was exchanged; export the buffer or use collective")
+        return self._handles[buffer_id]
 
-def source_extent(transfers: Iterable[Transfer]) -> Extent:
-    """Elements of the one source buffer that these transfers read: from the first to the last."""
-    extents = [transfer.src.extent(transfer.lengths) for transfer in transfers]
-    return Extent(min(extent.start for extent in extents), max(extent.stop for extent in extents))
+    @contextmanager
+    def _failing_at(self, bucket: int, transfer: Transfer) -> Iterator[None]:
+        """Say of a failure to open a source where it happened."""
+        try:
+            yield
+        except (OSError, TransportError) as error:
+            raise failure_at(self.name, bucket, "read", transfer, error, peer=transfer.src_rank) from error
+
+
+def source_extents(transfer: Transfer) -> list[Extent]:
+    """Elements of the source that a transfer reads: from the first to the last of each step along its first dim.
+
+    What lies between the steps may belong to others (the experts of one layer, a layer's other matrices).
+    """
+    if not transfer.lengths:
+        return [transfer.src.extent(())]
+    step, others = (1, *transfer.lengths[1:]), (0,) * (len(transfer.lengths) - 1)
+    return [transfer.src.at((index, *others)).extent(step) for index in range(transfer.lengths[0])]

@@ -14,7 +14,7 @@ from benchmarks.gpu_layouts import TINY, RankJob, rank_job
 from hybrid_engine.planning.layout import BufferId, Extent, Place
 from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.transports.copies import copy_straight
-from hybrid_engine.transports.shared_memory import source_extent
+from hybrid_engine.transports.shared_memory import source_extents
 
 HEAD_DIM = TINY.hidden_size // TINY.num_heads
 
@@ -52,11 +52,11 @@ def test_unwritten_destination_is_noticed():
         gpu.raise_unless_written({"a": torch.zeros(2), "b": torch.tensor([0, torch.nan])})
 
 
-def test_span_holds_what_is_read():
+def test_extents_hold_what_is_read():
     place = Place(BufferId(0, "flat"), 10, (100, 3))
-    first = Transfer("t", (2, 4), place, place, 0, Link.HOST)
-    second = Transfer("t", (), Place(BufferId(0, "flat"), 7, ()), place, 0, Link.HOST)
-    assert source_extent([first]) == Extent(10, 120) and source_extent([first, second]) == Extent(7, 120)
+    box = Transfer("t", (2, 4), place, place, 0, Link.HOST)
+    element = Transfer("t", (), Place(BufferId(0, "flat"), 7, ()), place, 0, Link.HOST)
+    assert source_extents(box) == [Extent(10, 20), Extent(110, 120)] and source_extents(element) == [Extent(7, 8)]
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ from hybrid_engine.memory.elastic import (
     map_peer,
     open_peer,
 )
-from hybrid_engine.planning.layout import BufferId, Place
+from hybrid_engine.planning.layout import BufferId, Extent, Place
 from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.ports import ExportableBuffer
 from hybrid_engine.transports import SharedMemoryTransport
@@ -300,13 +300,13 @@ def test_peer_reads_and_keeps_nothing_mapped(rig: Rig):
     buffer.tensor.copy_(torch.arange(CHUNK))
     own = rig.fake.mapped()
     peer = open_peer(pickle.loads(pickle.dumps(export_tensor(buffer.tensor[100:]))))
-    for start, stop in [(0, None), (5, 6), (CHUNK // 4, CHUNK // 2 + 7)]:
-        with peer.mapped(start, stop) as flat:
+    for start, stop in [(0, CHUNK - 100), (5, 6), (CHUNK // 4, CHUNK // 2 + 7)]:
+        with peer.mapped([Extent(start, stop)]) as flat:
             assert torch.equal(flat[start:stop], torch.arange(100, CHUNK, dtype=torch.int32)[start:stop])
             assert len(rig.fake.mapped()) > len(own)
         assert rig.fake.mapped() == own
-    for start, stop in [(-1, 3), (3, 3), (0, CHUNK)]:
-        with pytest.raises(ValueError, match=f"of a tensor of {CHUNK - 100}"), peer.mapped(start, stop):
+    for start, stop in [(0, CHUNK), (CHUNK, CHUNK + 1)]:
+        with pytest.raises(ValueError, match=f"of a tensor of {CHUNK - 100}"), peer.mapped([Extent(start, stop)]):
             pass
     with pytest.raises(StateError, match="mapped already"), peer.mapped(), peer.mapped():
         pass
@@ -328,7 +328,7 @@ def test_chunk_that_came_back_is_found_by_peers(rig: Rig):
         buffer.release(CHUNK)
         with pytest.raises(TransportError, match=r"released chunks \[1, 2\] of its buffer"), peer.mapped():
             pass
-        with peer.mapped(0, CHUNK) as flat:
+        with peer.mapped([Extent(0, CHUNK)]) as flat:
             assert bool((flat[:CHUNK] == value).all())
         buffer.restore()
     del flat
@@ -442,6 +442,19 @@ def test_the_transport_maps_a_peer_for_a_bucket_only(rig: Rig):
         with pytest.raises(TransportError, match=r"bucket 5, phase read, peer 0.*released chunks"):
             transport.run(5, transfers, {}, destination)
         buffer.restore()
+    transport.close()
+
+
+def test_the_transport_leaves_alone_what_lies_between(rig: Rig):
+    buffer = ElasticBuffer(3 * CHUNK, torch.float32, device="cuda:0")
+    buffer.tensor.fill_(1)
+    source, elements = BufferId(0, "src"), buffer.granularity // 4
+    transport = SharedMemoryTransport(1, {source: buffer.export()})
+    places = Place(source, 0, (2 * elements, 1)), Place(BufferId(1, "dst"), 0, (3, 1))
+    destination = {"dst": torch.zeros(6)}
+    buffer.release(buffer.granularity, 2 * buffer.granularity)
+    transport.run(0, [Transfer("t", (2, 3), *places, 24, Link.HOST)], {}, destination)
+    assert bool((destination["dst"] == 1).all())
     transport.close()
 
 

@@ -21,6 +21,7 @@ from hybrid_engine.memory.elastic import (
     map_peer,
     open_peer,
 )
+from hybrid_engine.planning.layout import Extent
 from hybrid_engine.ports import ExportableBuffer
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -228,7 +229,7 @@ def test_host_pages_stay_mapped_between_readings():
     peer = open_peer(export_tensor(buffer.tensor[10:]))
     for value in range(3):
         buffer.tensor.fill_(value)
-        with peer.mapped(5, 20) as flat:
+        with peer.mapped([Extent(5, 20)]) as flat:
             assert flat.shape == (990,) and bool((flat == value).all())
         buffer.release()
         buffer.restore()

@@ -12,6 +12,7 @@ import torch
 
 import megatron_patches
 from megatron_patches import catalog, errors
+from megatron_patches.patch import CORE_VERSIONS, Patch
 from tests.launch import REPO_ROOT
 from tests.megatron_patches import snapshot
 
@@ -26,9 +27,17 @@ def _targets_loaded() -> None:
 
 def load_targets() -> None:
     """Import what apply() would import, so that pictures from before and after show the same modules."""
-    for patch in catalog.PATCHES:
-        if patch.group in ALL_GROUPS:
-            importlib.import_module(patch.module_name)
+    for patch in needed_patches():
+        importlib.import_module(patch.module_name)
+
+
+def needed_patches() -> list[Patch]:
+    """Those that apply() puts on this megatron-core."""
+    return [
+        patch
+        for patch in catalog.PATCHES
+        if patch.group in ALL_GROUPS and patch.is_needed_by(megatron.core.__version__)
+    ]
 
 
 def first_cycle() -> None:
@@ -37,7 +46,7 @@ def first_cycle() -> None:
     importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")  # called torch, and is not torch
     megatron, torch_itself = snapshot.of_megatron(), snapshot.of_torch()
     megatron_patches.apply(ALL_GROUPS)
-    assert len(snapshot.differences(megatron, snapshot.of_megatron())) > len(catalog.PATCHES)
+    assert len(snapshot.differences(megatron, snapshot.of_megatron())) > len(needed_patches())
     megatron_patches.revert()
     assert snapshot.differences(megatron, snapshot.of_megatron()) == set()
     assert snapshot.differences(torch_itself, snapshot.of_torch()) == set()
@@ -89,7 +98,9 @@ def test_groups_can_be_applied_one_after_the_other(order: tuple[str, ...]) -> No
     before = snapshot.of_megatron()
     for group in order:
         megatron_patches.apply([group])
-    assert all(state.num_sites > 0 for state in megatron_patches.states() if state.patch.group in order)
+    states = [state for state in megatron_patches.states() if state.patch.group in order]
+    assert [state.patch for state in states if state.num_sites > 0] == needed_patches()
+    assert [state.patch for state in states if state.is_needed] == needed_patches()
     megatron_patches.revert()
     assert snapshot.differences(before, snapshot.of_megatron()) == set()
 
@@ -106,12 +117,24 @@ def test_an_untested_version_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     before = snapshot.of_megatron()
     with pytest.raises(errors.UnsupportedVersionError) as caught:
         megatron_patches.apply(ALL_GROUPS)
-    num_patches = sum(patch.group in ALL_GROUPS for patch in catalog.PATCHES)
     assert caught.value.violations == (
-        f"megatron-core 0.99.0 is installed; the {num_patches} patches of this package were tested with "
-        "0.16.1; install it with: pip install megatron-core==0.16.1",
+        f"megatron-core 0.99.0 is installed; the {len(needed_patches())} patches of this package were tested with "
+        "0.15.3, 0.16.1; install it with: pip install megatron-core==0.16.1",
     )
     assert snapshot.differences(before, snapshot.of_megatron()) == set()
+
+
+def test_an_untested_version_can_be_allowed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", f"{megatron.core.__version__}.post1")
+    with caplog.at_level("WARNING", "megatron_patches"):
+        megatron_patches.apply(ALL_GROUPS, allow_version=True)
+    assert megatron_patches.hooks_applied()
+    assert f"{megatron.core.__version__} is installed" in caplog.text
+    assert "0.15.3, 0.16.1" in caplog.text
+
+
+def test_this_version_is_one_that_the_patches_name() -> None:
+    assert megatron.core.__version__ in CORE_VERSIONS
 
 
 def test_a_missing_megatron_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

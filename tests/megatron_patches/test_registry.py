@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_patches import errors
-from megatron_patches.patch import MISSING, Patch
+from megatron_patches.patch import CORE_VERSIONS, MISSING, Patch
 from megatron_patches.registry import PatchRegistry
 from tests.megatron_patches import snapshot
 
@@ -23,7 +23,7 @@ def make_patch(attr_path: str, build: Callable[[Any], Any] = lambda original: ob
         "group": "hooks",
         "target": f"{TOY}:{attr_path}",
         "reason": "a test",
-        "versions": ("0.16.1",),
+        "versions": CORE_VERSIONS,
         "remove_when": "never",
         **more,
     }
@@ -92,6 +92,31 @@ def test_tested_versions_are_listed_as_versions(toy: types.ModuleType, monkeypat
     monkeypatch.setattr("megatron.core.__version__", "1.0.0")
     with pytest.raises(errors.UnsupportedVersionError, match=r"with 0\.9\.0, 0\.16\.1; .*==0\.16\.1$"):
         PatchRegistry([make_patch("function", versions=("0.16.1", "0.9.0"))]).apply(["hooks"])
+
+
+def test_only_the_versions_of_the_patches_in_question_are_named(
+    toy: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron.core.__version__", "1.0.0")
+    patches = [make_patch("function", versions=("1.0.0", "2.0.0")), make_patch("value", versions=("0.9.0",))]
+    with pytest.raises(errors.UnsupportedVersionError, match=r"the 1 patches .* tested with 0\.9\.0; .*==0\.9\.0$"):
+        PatchRegistry(patches).apply(["hooks"])
+
+
+def test_an_older_megatron_goes_without_what_it_does_not_have(
+    toy: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = ("0.9.10", "1.0.0")
+    later = make_patch("no_such_function", versions=versions, since="1.0.0")
+    registry = PatchRegistry([make_patch("function", versions=versions), later])
+    monkeypatch.setattr("megatron.core.__version__", "0.9.10")
+    registry.apply(["hooks"])
+    registry.apply(["hooks"])
+    assert [(state.num_sites, state.is_needed) for state in registry.states()] == [(1, True), (0, False)]
+    registry.revert()
+    monkeypatch.setattr("megatron.core.__version__", "1.0.0")
+    with pytest.raises(errors.MissingTargetError, match="no_such_function"):
+        registry.apply(["hooks"])
 
 
 def test_a_claim_on_what_another_group_has_already_patched(toy: types.ModuleType) -> None:
