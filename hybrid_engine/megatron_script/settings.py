@@ -21,7 +21,7 @@ import yaml
 
 from hybrid_engine.backends.vllm.settings import Sampling
 from hybrid_engine.config import HybridConfig, load_config
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError, UnknownModelError, Violation
 from hybrid_engine.megatron_script.matching import model_mismatches
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
@@ -111,8 +111,8 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
     prompts = values.of(lambda: _read_prompts(options), ())
     callback = values.of(lambda: _import_callback(options.callback), None)
     config = values.of(lambda: _read_config(content, options, args), None)
-    if config is not None:
-        table = table_for(config.hf_config())
+    table = _table_of(content)
+    if table is not None:
         found += model_mismatches(table, args, script.transformer_config())
     if found:
         raise ConfigError(found)
@@ -196,6 +196,14 @@ def _read_config(content: Mapping[str, Any], options: ReshardingOptions, args: N
         args.world_size,
         weights_only=True,  # Megatron's own loop computes
     )
+
+
+def _table_of(content: Mapping[str, Any]) -> ModelTable | None:
+    """None where the model cannot be read or is unknown: `load_config` says so, among other things."""
+    try:
+        return table_for(json.loads(Path(content["model"], "config.json").read_text()))
+    except (OSError, KeyError, TypeError, ValueError, UnknownModelError):
+        return None
 
 
 def _read_prompts(options: ReshardingOptions) -> tuple[Prompt, ...]:

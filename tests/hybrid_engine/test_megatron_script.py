@@ -124,10 +124,10 @@ def test_everything_wrong_is_reported_at_once(files: dict[str, Path]) -> None:
         callback="json:nothing",
     )
     with pytest.raises(ConfigError) as caught:
-        read_settings(script_of(options, use_torch_fsdp2=True, nccl_ub=True))
+        read_settings(script_of(options, transformer_config(hidden_size=1), use_torch_fsdp2=True, nccl_ub=True))
     keys = [finding.key for finding in caught.value.findings]
     assert {"--use-torch-fsdp2", "--use-nccl-ub", "--resharding-output", "--resharding-prompts"} <= set(keys)
-    assert "--resharding-callback" in keys
+    assert {"--resharding-callback", "--hidden-size"} <= set(keys)
     assert "generate_config.infer_tensor_parallel_size" in keys
     assert "lines 2, 3 are no prompts" in str(caught.value)
 
