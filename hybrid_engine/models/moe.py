@@ -186,5 +186,6 @@ def expert_settings(experts: Experts, sparse: Sequence[bool]) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_shared_expert_intermediate_size": experts.shared_width or None,
-        "moe_shared_expert_gate": experts.shared_gate is not None,
+        # named only where it is wanted: megatron-core 0.15 does not have it
+        **({"moe_shared_expert_gate": True} if experts.shared_gate else {}),
     }

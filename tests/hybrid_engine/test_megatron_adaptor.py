@@ -17,6 +17,7 @@ from hybrid_engine.errors import ParameterMismatchError, WeightError
 from hybrid_engine.models import ModelTable, table_for
 from hybrid_engine.planning.layout import Layout
 from hybrid_engine.planning.validation import layout_faults
+from tests.core_versions import without
 from tests.hybrid_engine.moe_models import FAMILIES, save_moe_model
 from tests.hybrid_engine.tiny_models import (
     DENSE_FLOAT32,
@@ -72,7 +73,12 @@ FOUR_RANKS = {
     "experts tp2 ep2 etp2": Case("deepseek_v3", {}, {**SP2, **EP2}),
     "experts tp2 pp2 ep2 etp1": Case("mixtral", {}, {**SP2, **PP2, **EP2, **ETP1}),
 }
-ALL_CASES = {2: TWO_RANKS, 4: FOUR_RANKS}
+ALL_CASES = {
+    2: without(
+        TWO_RANKS, "tp2, one kv head", "experts tp2, shared and gated", "experts tp2 ep2 etp1, latent attention, mtp"
+    ),
+    4: without(FOUR_RANKS, "tp4, two kv heads", "experts tp2 ep2 etp2"),
+}
 
 
 @dataclass(frozen=True)

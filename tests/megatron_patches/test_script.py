@@ -19,15 +19,19 @@ import megatron_patches
 from megatron_patches import arguments, engines, errors, script
 from megatron_patches.arguments import ReshardingOptions, add_arguments
 from megatron_patches.launcher import run_script
+from tests.core_versions import IS_0_16
 from tests.megatron_patches.script_tree import last_line, python, write_tree
 
 Capture = pytest.CaptureFixture[str]
 
 ENGINE = ("--enable-resharding", "--resharding-engine", "engine_that_notes:Engine")
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the imitated tree calls .cuda(), which only the CPU patches let pass"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="the imitated tree calls .cuda(), which only the CPU patches let pass"
+    ),
+    pytest.mark.skipif(not IS_0_16, reason="the patches for Megatron's own scripts name megatron-core 0.16.1 only"),
+]
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from tests.core_versions import without
 from tests.launch import launch
 from tests.megatron_patches.gpt import GptSpec, running
 
@@ -121,7 +122,7 @@ def test_recomputed_dropout_draws_the_same_numbers(one_rank: dict[str, list[floa
 
 
 def test_two_ranks_compute_what_one_does(one_rank: dict[str, list[float]]) -> None:
-    check(TWO_RANKS, 2, one_rank)
+    check(without(TWO_RANKS, "more tp than kv groups"), 2, one_rank)
 
 
 def test_four_ranks_compute_what_one_does(one_rank: dict[str, list[float]]) -> None:

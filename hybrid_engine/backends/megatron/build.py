@@ -8,11 +8,12 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -32,7 +33,7 @@ from hybrid_engine.backends.megatron.routing import rank_groups
 from hybrid_engine.backends.megatron.specs import layer_spec_for, mtp_spec_for
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.constraints import Job, broken_rules
-from hybrid_engine.errors import ConfigError, ModelError
+from hybrid_engine.errors import ConfigError, ModelError, Violation
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.buffers import buffer_allocator, iter_buffers
@@ -213,6 +214,7 @@ def _transformer_config(actor: ActorConfig, table: ModelTable) -> TransformerCon
     settings = {**table.transformer, **_pipeline_settings(actor, table), **_expert_settings(actor, table)}
     settings["activation_func"] = ACTIVATIONS[settings["activation_func"]]
     config_class = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    _require_known(settings, config_class)
     return config_class(
         **settings,
         hidden_dropout=0.0,
@@ -234,6 +236,14 @@ def _transformer_config(actor: ActorConfig, table: ModelTable) -> TransformerCon
         gradient_accumulation_fusion=False,
         apply_rope_fusion=False,
     )
+
+
+def _require_known(settings: Mapping[str, Any], config_class: type[TransformerConfig]) -> None:
+    """Raise ConfigError for what the model needs and this megatron-core cannot do."""
+    unknown = sorted(settings.keys() - {field.name for field in fields(config_class)})
+    if unknown:
+        problem = f"needs {', '.join(unknown)}, which megatron-core {megatron.core.__version__} does not have"
+        raise ConfigError([Violation("model", problem, "install a later megatron-core")])
 
 
 def _pipeline_settings(actor: ActorConfig, table: ModelTable) -> dict[str, Any]:

@@ -148,20 +148,21 @@ def _with_attention(layer: ModuleSpec, extras: Extras, window: int | None) -> Mo
     return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
 
 
-def _core_attention(base: type, window: int | None, softcap: float | None) -> Callable[..., torch.nn.Module]:
-    """Builds the attention of one layer. Each layer gets its window by itself: Megatron's own setting goes by layer
-    numbers, which count layers that do nothing. Only megatron-core's attention can be capped."""
+def _core_attention(base: type, window: int | None, softcap: float | None) -> type[torch.nn.Module]:
+    """The attention of one layer. Each layer gets its window by itself: Megatron's own setting goes by layer numbers,
+    which count layers that do nothing. Only megatron-core's attention can be capped. A class and no function, which
+    megatron-core 0.15 would take for the attention itself."""
 
-    def build(*, config: TransformerConfig, **kwargs: Any) -> torch.nn.Module:
-        config = copy.copy(config)
-        config.window_size = None if window is None else (window - 1, 0)  # tokens before, tokens after
-        config.window_attn_skip_freq = None
-        attention = (base if softcap is None else DotProductAttention)(config=config, **kwargs)
-        if softcap is not None:
-            attention.scale_mask_softmax = CappedSoftmax(attention.scale_mask_softmax, softcap)
-        return attention
+    class CoreAttention(base if softcap is None else DotProductAttention):
+        def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+            config = copy.copy(config)
+            config.window_size = None if window is None else (window - 1, 0)  # tokens before, tokens after
+            config.window_attn_skip_freq = None
+            super().__init__(config, *args, **kwargs)
+            if softcap is not None:
+                self.scale_mask_softmax = CappedSoftmax(self.scale_mask_softmax, softcap)
 
-    return build
+    return CoreAttention
 
 
 def _with_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:

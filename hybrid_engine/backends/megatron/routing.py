@@ -9,20 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import megatron.core
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
+from hybrid_engine.errors import ModelError
 from hybrid_engine.models.extras import Extras
 
 TopK = tuple[torch.Tensor, torch.Tensor]
 
 
 def rank_groups(model: torch.nn.Module, extras: Extras) -> None:
-    """Have the model's routers rank groups of experts as `extras.experts_per_group_score` says, if it does."""
+    """Have the model's routers rank groups of experts as `extras.experts_per_group_score` says, if it does.
+
+    Raises ModelError on a megatron-core whose routers cannot be told so (before 0.16).
+    """
     if extras.experts_per_group_score is None:
         return
     for module in model.modules():
         if isinstance(module, TopKRouter):
+            if not hasattr(module, "router_replay"):
+                raise ModelError(
+                    f"the model ranks groups of experts by their best {extras.experts_per_group_score}, which "
+                    f"megatron-core {megatron.core.__version__} cannot be made to do; install a later one"
+                )
             module.router_replay = _GroupChoice(extras.experts_per_group_score)
 
 
