@@ -12,6 +12,7 @@ own script can do the same: a dataset, a forward step with your loss, and a call
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from argparse import ArgumentParser
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from gpt_builders import gpt_builder
 from megatron.core.enums import ModelType
 from megatron.core.utils import unwrap_model
@@ -33,9 +35,11 @@ from examples.gpt_rl.rollouts import Batch, Demonstrations, Rollouts, RolloutSet
 from hybrid_engine.backends.megatron.build import Actor
 from hybrid_engine.backends.megatron.train_engine import TrainEngine
 from hybrid_engine.models import table_for
+from megatron_patches import script
+from megatron_patches.arguments import ReshardingOptions
 
 DATA = Path(__file__).parent / "data"
-MODEL = Path(__file__).parent / "model"
+CALLBACK = "examples.gpt_rl.rollouts:collect"
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -45,7 +49,6 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--rl-data", type=str, default=str(DATA), help="Directory with train.jsonl and held_out.jsonl.")
     group.add_argument("--rl-samples-per-prompt", type=int, default=8)
     group.add_argument("--rl-max-tokens", type=int, default=5, help="Of a completion, its end token included.")
-    group.add_argument("--rl-steps", type=int, default=4, help="Steps per rollout: --resharding-interval.")
     group.add_argument("--rl-clip-ratio", type=float, default=0.2)
     group.add_argument("--rl-kl-coefficient", type=float, default=0.01)
     return parser
@@ -54,33 +57,44 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 # -- data ---------------------------------------------------------------------------------------------------------
 
 
-def datasets(num_samples: Sequence[int]) -> tuple[torch.utils.data.Dataset, None, None]:
+@functools.cache
+def dataset(num_samples: int) -> torch.utils.data.Dataset:
     """Training data of the stage, on every rank; Megatron's samplers take from it in order."""
-    args = get_args()
-    _check(args)
+    args, resharding = get_args(), script.options()
+    _check(args, resharding)
     if args.rl_stage == "warm-up":
-        return Demonstrations(Path(args.rl_data), num_samples[0], args.seq_length, args.seed), None, None
+        return Demonstrations(Path(args.rl_data), num_samples, args.seq_length, args.seed)
     settings = RolloutSettings(
         data=Path(args.rl_data),
         samples_per_prompt=args.rl_samples_per_prompt,
         max_tokens=args.rl_max_tokens,
         batch_size=args.global_batch_size,
-        steps=args.rl_steps,
+        steps=resharding.interval,
         seq_length=args.seq_length,
         seed=args.seed,
     )
-    reference = Reference(args) if args.rl_kl_coefficient else None
+    reference = Reference(args, resharding.config) if args.rl_kl_coefficient else None
     score = None if reference is None else reference.log_probs
-    drawn = Rollouts(settings, num_samples[0], args.consumed_train_samples, score, _report)
-    return rollouts.install(drawn), None, None
+    return rollouts.install(Rollouts(settings, num_samples, args.consumed_train_samples, score, _report))
+
+
+def datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[torch.utils.data.Dataset, None, None]:
+    """For training, evaluation and test, as Megatron asks: for every virtual stage, all of which share one."""
+    return dataset(num_samples[0]), None, None
 
 
 datasets.is_distributed = True
 
 
-def _check(args: Any) -> None:
+def _check(args: Any, resharding: ReshardingOptions) -> None:
     """Exit with all that does not go together; every rank sees the same."""
     problems = []
+    if args.rl_stage == "reward" and not (resharding.enabled and resharding.at_start):
+        problems.append("--rl-stage reward draws before it learns: add --enable-resharding --resharding-at-start")
+    if args.rl_stage == "reward" and resharding.callback != CALLBACK:
+        problems.append(f"--resharding-callback {resharding.callback}: use {CALLBACK}")
+    if args.fp16:
+        problems.append("--fp16: a skipped step would use up samples; use --bf16 or neither")
     if args.num_workers:
         problems.append(f"--num-workers {args.num_workers}: samples live in this process; use 0")
     if args.dataloader_type != "single":
@@ -114,8 +128,10 @@ class Reference:
     Kept on disk beside the checkpoints (`--save`/reference), each rank its own part, for a run that is resumed.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Any, config: Path) -> None:
+        """`config`: the file of --resharding-config, which names the model."""
         self._args = args
+        self._model = Path(yaml.safe_load(config.read_text())["model"])
         self._engine: TrainEngine | None = None
 
     @torch.no_grad()
@@ -131,28 +147,36 @@ class Reference:
         return found
 
     def _build(self, policy: Sequence[torch.nn.Module]) -> TrainEngine:
-        chunks = get_model(provider, ModelType.encoder_or_decoder, wrap_with_ddp=False)
         weights = self._weights(policy)
+        chunks = get_model(provider, ModelType.encoder_or_decoder, wrap_with_ddp=False)
         for chunk, found in zip(unwrap_model(chunks), weights, strict=True):
-            for name, parameter in chunk.named_parameters():
-                parameter.copy_(found[name])
-        table = table_for(json.loads((MODEL / "config.json").read_text()))
+            for name, tensor in _tensors(chunk).items():
+                tensor.copy_(found[name])
+        table = table_for(json.loads((self._model / "config.json").read_text()))
         actor = Actor(chunks, None, unwrap_model(chunks)[0].config)
         return TrainEngine(actor, table, self._args.micro_batch_size)
 
     def _weights(self, policy: Sequence[torch.nn.Module]) -> list[dict[str, torch.Tensor]]:
-        """Of an earlier start, or of the policy, which has learnt nothing yet; by chunk and name."""
+        """Of an earlier start, or of the policy, which has learnt nothing yet; by chunk and name. Collective."""
         args = self._args
-        path = Path(args.save, "reference", f"rank{args.rank}.pt") if args.save else None
+        path = Path(args.save or ".", "reference", f"rank{args.rank}.pt")
         if args.curr_iteration:
-            if path is None or not path.is_file():
-                sys.exit(f"iteration {args.curr_iteration}, but no reference in {path}: --save where the run began")
+            found: list[Any] = [None] * args.world_size
+            torch.distributed.all_gather_object(found, path.is_file())
+            if not all(found):
+                missing = [rank for rank, has_file in enumerate(found) if not has_file]
+                raise RuntimeError(f"no {path.parent} of ranks {missing}: resume with the --save of the run's start")
             return torch.load(path, map_location="cpu")
-        weights = [{name: one.detach() for name, one in chunk.named_parameters()} for chunk in unwrap_model(policy)]
-        if path is not None:
+        weights = [_tensors(chunk) for chunk in unwrap_model(policy)]
+        if args.save:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save([{name: one.cpu().clone() for name, one in chunk.items()} for chunk in weights], path)
         return weights
+
+
+def _tensors(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers; not the extra state of layers, which is no tensor."""
+    return {name: value.detach() for name, value in chunk.state_dict().items() if isinstance(value, torch.Tensor)}
 
 
 def _device() -> torch.device:

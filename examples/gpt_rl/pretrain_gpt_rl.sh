@@ -28,7 +28,7 @@ if [ ! -e "$OUT/warm_up/latest_checkpointed_iteration.txt" ]; then
     run --rl-stage warm-up --train-iters "$WARM_UP" --global-batch-size 128 --lr 3e-3 --lr-warmup-iters 20 \
         --save "$OUT/warm_up" --save-interval "$WARM_UP"
 fi
-run --rl-stage reward --train-iters "$STEPS" --global-batch-size 256 --lr 3e-4 --rl-steps 4 \
+run --rl-stage reward --train-iters "$STEPS" --global-batch-size 256 --lr 3e-4 \
     --pretrained-checkpoint "$OUT/warm_up" --load "$OUT/reward" --save "$OUT/reward" --save-interval "$SAVE" \
     --tensorboard-dir "$OUT/tensorboard" --enable-resharding \
     --resharding-config examples/gpt_rl/configs/pretrain_gpt_rl.yaml --resharding-at-start --resharding-interval 4 \

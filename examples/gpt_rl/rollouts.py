@@ -25,8 +25,6 @@ import torch
 from examples.gpt_rl import grpo, task
 from examples.gpt_rl.batches import align_log_probs, build_batch
 from hybrid_engine import Completion, Sampling
-from hybrid_engine.agreement import Agreement
-from hybrid_engine.assembly import generate_over_replicas
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import InferenceEngine
@@ -84,7 +82,6 @@ class Rollouts(torch.utils.data.Dataset):
         self._report = report
         self._problems = task.load_problems(settings.data / "train.jsonl")
         self._held_out = task.load_problems(settings.data / "held_out.jsonl")
-        self._agreement: Agreement | None = None
         self._first = self._next = num_consumed
         self._batch: Batch = {}
 
@@ -100,14 +97,13 @@ class Rollouts(torch.utils.data.Dataset):
         row = index - self._first
         if not 0 <= row < len(self._batch.get("advantages", ())):
             raise IndexError(
-                f"sample {index} was not drawn yet: give --resharding-at-start, --num-workers 0 and a "
-                f"--resharding-interval of at most --rl-steps {self._settings.steps}, less if steps may be skipped"
+                f"sample {index} was not drawn yet; there are {len(self._batch.get('advantages', ()))} from "
+                f"{self._first} on. Was no rollout made before the first step, or was a step skipped since?"
             )
         return {name: tensor[row] for name, tensor in self._batch.items()}
 
     def collect(self, inference: InferenceEngine) -> Callable[[Sequence[Any]], None] | None:
         """Draw and judge the samples of the next steps. Collective. Returns what is left to do in training."""
-        agreement = self._agreement = self._agreement or Agreement(600.0)
         settings = self._settings
         self._first = -(-self._next // settings.batch_size) * settings.batch_size
         num_samples = min(settings.steps * settings.batch_size, self._num_samples - self._first)
@@ -116,9 +112,9 @@ class Rollouts(torch.utils.data.Dataset):
         prompts = [task.encode(problem.prompt) for problem in problems]
         inference.manual_seed(settings.seed + self._first)
         sampling = Sampling(n=settings.samples_per_prompt, max_tokens=settings.max_tokens, stop_token_ids=(task.END,))
-        groups = generate_over_replicas(inference, agreement, prompts, sampling) if prompts else []
+        groups = inference.generate_over_replicas(prompts, sampling) if prompts else []
         self._batch = _batch(prompts, groups, problems, settings.seq_length) if prompts else {}
-        self._report(self._first // settings.batch_size, self._figures(inference, agreement, problems, groups))
+        self._report(self._first // settings.batch_size, self._figures(inference, problems, groups))
         return self._add_reference if self._score_reference is not None and self._batch else None
 
     def _add_reference(self, policy: Sequence[Any]) -> None:
@@ -132,14 +128,13 @@ class Rollouts(torch.utils.data.Dataset):
     def _figures(
         self,
         inference: InferenceEngine,
-        agreement: Agreement,
         problems: Sequence[task.Problem],
         groups: Sequence[Sequence[Completion]],
     ) -> dict[str, float]:
         """Mean reward of the samples, and the share of held-out problems answered rightly, greedily."""
         greedy = Sampling(max_tokens=self._settings.max_tokens, temperature=0.0, stop_token_ids=(task.END,))
         prompts = [task.encode(problem.prompt) for problem in self._held_out]
-        answers = generate_over_replicas(inference, agreement, prompts, greedy)
+        answers = inference.generate_over_replicas(prompts, greedy)
         figures = {"accuracy": statistics.mean(map(_reward, self._held_out, (answer[0] for answer in answers)))}
         if groups:
             pairs = zip(problems, groups, strict=True)

@@ -25,27 +25,18 @@ ANSWERS = {
 
 
 class ScriptedInference:
-    """Notes the seeds it is given."""
+    """The first sample of a group is right, all others are wrong. Notes seeds and prompts."""
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
+        self.asked: list[list[list[int]]] = []
 
     def manual_seed(self, seed: int) -> None:
         self.seeds.append(seed)
 
-
-@pytest.fixture(autouse=True)
-def scripted_answers(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
-    """The first sample of a group is right, all others are wrong; returns the prompts that were asked."""
-    asked: list[list[list[int]]] = []
-
-    def generate(_engine: Any, _agreement: Any, prompts: Sequence[list[int]], sampling: Sampling) -> Any:
-        asked.append([list(prompt) for prompt in prompts])
+    def generate_over_replicas(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Any:
+        self.asked.append([list(prompt) for prompt in prompts])
         return [[_answer(prompt, number) for number in range(sampling.n)] for prompt in prompts]
-
-    monkeypatch.setattr(rollouts, "generate_over_replicas", generate)
-    monkeypatch.setattr(rollouts, "Agreement", lambda _timeout: None)
-    return asked
 
 
 def _answer(prompt: Sequence[int], number: int) -> Completion:
@@ -62,7 +53,7 @@ def _rollouts(num_consumed: int = 0, num_samples: int = 36, **more: Any) -> tupl
 
 def test_samples_of_the_next_steps_are_drawn_and_no_others() -> None:
     drawn, reports = _rollouts()
-    with pytest.raises(IndexError, match="sample 0 was not drawn yet: give --resharding-at-start"):
+    with pytest.raises(IndexError, match="sample 0 was not drawn yet; there are 0 from 0 on"):
         drawn[0]
     drawn, reports = _rollouts()
     assert drawn.collect(ScriptedInference()) is None
@@ -79,18 +70,16 @@ def test_samples_of_the_next_steps_are_drawn_and_no_others() -> None:
     assert step == 0 and figures["reward"] == 0.5 and 0 <= figures["accuracy"] <= 1
 
 
-def test_a_resumed_run_draws_what_the_first_would_have_drawn(scripted_answers: list[list[list[int]]]) -> None:
+def test_a_resumed_run_draws_what_the_first_would_have_drawn() -> None:
     first, reports = _rollouts()
-    inference = ScriptedInference()
+    inference, again = ScriptedInference(), ScriptedInference()
     for start in (0, 12):
         first.collect(inference)
         for index in range(start, start + 12):
             first[index]
-    through = [scripted_answers[0], scripted_answers[2]]
     resumed, _ = _rollouts(num_consumed=12)
-    again = ScriptedInference()
     resumed.collect(again)
-    assert scripted_answers[4] == through[1] != through[0]
+    assert again.asked[0] == inference.asked[2] != inference.asked[0]  # each rollout also asks the held-out prompts
     assert inference.seeds == [7, 19] and again.seeds == [19]
     assert [step for step, _ in reports] == [0, 2]
 

@@ -360,7 +360,8 @@ def test_samples_and_reports_are_written_by_one_rank_and_scalars_by_megatrons_wr
     for is_writer in (True, False):
         notes = journal.Journal(script, tmp_path / str(is_writer), is_writer)
         notes.note_samples(8, ["7 8", (1, 2)], [[7, 8], [1, 2]], completions)
-        notes.note_switch(8, reports, completions)
+        notes.note_reports(8, reports)
+        notes.log(8, reports, completions)
     written = tmp_path / "True"
     first, second = (json.loads(line) for line in (written / "samples.jsonl").read_text().splitlines())
     assert first == {
