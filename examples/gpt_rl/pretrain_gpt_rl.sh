@@ -14,7 +14,7 @@ MODEL="--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-he
     --make-vocab-size-divisible-by 1"
 COMMON="--transformer-impl local --distributed-backend gloo --use-cpu-initialization --no-persist-layer-norm
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-rope-fusion
-    --tensor-model-parallel-size $TP --pipeline-model-parallel-size $PP --use-distributed-optimizer
+    --tensor-model-parallel-size $TP --pipeline-model-parallel-size $PP
     --seq-length 10 --micro-batch-size 64 --num-workers 0 --dataloader-type single --split 100,0,0 --eval-iters 0 --eval-interval 1000
     --attention-backend unfused --no-bias-dropout-fusion --calculate-per-token-loss --ckpt-format torch --no-load-rng --no-save-rng --seed 1234
     --lr-decay-style constant --clip-grad 1.0 --weight-decay 0 --log-interval 20"
@@ -25,7 +25,7 @@ run() {
 }
 
 if [ ! -e "$OUT/warm_up/latest_checkpointed_iteration.txt" ]; then
-    run --rl-stage warm-up --train-iters "$WARM_UP" --global-batch-size 128 --lr 3e-3 --lr-warmup-iters 20 \
+    run --rl-stage warm-up --train-iters "$WARM_UP" --global-batch-size 128 --lr 3e-3 --lr-warmup-fraction 0.025 \
         --save "$OUT/warm_up" --save-interval "$WARM_UP"
 fi
 run --rl-stage reward --train-iters "$STEPS" --global-batch-size 256 --lr 3e-4 \
