@@ -2,9 +2,11 @@
 
     python -m benchmarks.across_hosts [--train SIZES] [--infer SIZES] [--hosts a,b,a,b] [--layers N] [--json FILE]
 
-The same fill with and without relay buffers, one after the other in each round; the median of several. `network` is
-what crosses between ranks that take themselves to be on different hosts. Here that is this machine's loopback, which is
-neither a network's speed nor its latency: bytes hold anywhere, seconds do not.
+The same fill in four ways, one after the other in each round; the median of several: with relay buffers or without, and
+with the next bucket's messages under way while a bucket is written and committed, or only after. `network` is what
+crosses between ranks that take themselves to be on different hosts. Here that is this machine's loopback, which is
+neither a network's speed nor its latency: bytes hold anywhere, seconds do not. `--commit-ms` waits so long for each
+bucket's commit, as an engine would that repacks weights on its device.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +34,42 @@ from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.weight_container import FillReport, WeightContainer
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.layout import Layout
-from hybrid_engine.planning.plan import Link
+from hybrid_engine.planning.plan import Bucket, Link
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.transports import RelayBuffers, TransportSet, export_handles
 
 WARM_UP = 1
 
 
-class PlainWeights:
-    """Inference weights that are flat buffers and nothing else; their memory is kept."""
+@dataclass(frozen=True)
+class Way:
+    """How a fill goes."""
 
-    def __init__(self, layout: Layout, rank: int) -> None:
+    is_relayed: bool
+    is_ahead: bool
+
+
+WAYS = {
+    "neither": Way(False, False),
+    "relayed": Way(True, False),
+    "one bucket ahead": Way(False, True),
+    "both": Way(True, True),
+}
+
+
+class OneByOne(WeightContainer):
+    """Sends a bucket's messages when the one before is in force."""
+
+    def _following(self, bucket: Bucket) -> Bucket | None:
+        return None
+
+
+class PlainWeights:
+    """Inference weights that are flat buffers and nothing else; their memory is kept, a commit takes some seconds."""
+
+    def __init__(self, layout: Layout, rank: int, commit_seconds: float) -> None:
         self._layout = layout
+        self._commit_seconds = commit_seconds
         self._groups: dict[str, dict[str, torch.Tensor]] = {}
         for buffer_id, buffer in layout.buffers.items():
             if buffer_id.rank == rank:
@@ -58,7 +85,8 @@ class PlainWeights:
         return {name: flat for group in groups for name, flat in self._groups[group].items()}
 
     def commit(self, groups: Sequence[str]) -> None:
-        """Nothing to do: buffers are in force as they are."""
+        """Wait: buffers are in force as they are."""
+        time.sleep(self._commit_seconds)
 
     def release(self) -> None:
         """The memory is kept."""
@@ -73,7 +101,7 @@ class PlainWeights:
 
 
 def containers(arguments: argparse.Namespace) -> tuple[dict[str, WeightContainer], dict[str, torch.Tensor]]:
-    """With and without relays, over the same buffers; and this rank's source. Collective."""
+    """One for each way, over the same buffers; and this rank's source. Collective."""
     rank, hosts = dist.get_rank(), arguments.hosts.split(",")
     table = table_for(ModelShape(arguments.layers, 1024, 2816, 16, 8, 16384).config())
     sides = parse_job(arguments.train, arguments.infer, table, len(hosts))
@@ -85,18 +113,18 @@ def containers(arguments: argparse.Namespace) -> tuple[dict[str, WeightContainer
     }
     for number, flat in enumerate(buffers.values()):
         flat.copy_(torch.arange(flat.numel()) % 251 + number % 5)
-    weights = PlainWeights(destination, rank)
+    weights = PlainWeights(destination, rank, arguments.commit_ms / 1e3)
     found = {}
-    for name, relaying in (("relayed", set(hosts)), ("straight", set())):
-        made = plan(
-            source, destination, hosts, arguments.bucket_mb * 2**20, source.tensors, rank, relaying_hosts=relaying
-        )
+    for name, way in WAYS.items():
+        relaying = hosts if way.is_relayed else ()
+        bucket_nbytes = arguments.bucket_mb * 2**20
+        made = plan(source, destination, hosts, bucket_nbytes, source.tensors, rank, relaying_hosts=relaying)
         relays = RelayBuffers(rank, made.relays)
         gathered: list[Any] = [None] * len(hosts)
         dist.all_gather_object(gathered, export_handles(rank, buffers) | relays.handles())
         handles = {buffer: handle for part in gathered for buffer, handle in part.items()}
         router = TransportSet.connect(rank, source.buffers, handles, dist.new_group(), relays=relays)
-        found[name] = WeightContainer(weights, made, router)
+        found[name] = (WeightContainer if way.is_ahead else OneByOne)(weights, made, router)
     return found, buffers
 
 
@@ -119,7 +147,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             container.release()
     checksums = {name: container._weights.checksum() for name, container in by_name.items()}
     if len(set(checksums.values())) != 1:
-        raise AssertionError(f"the two ways differ: {checksums}")
+        raise AssertionError(f"the ways differ: {checksums}")
     return {
         name: {
             "seconds": statistics.median(seconds[name]),
@@ -139,6 +167,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--hosts", default="a,b,a,b", help="where each rank takes itself to be; also their number")
     parser.add_argument("--layers", type=int, default=2, help="of about 24 MB each, beside 64 MB of vocabulary")
     parser.add_argument("--bucket-mb", type=int, default=16)
+    parser.add_argument("--commit-ms", type=float, default=0.0, help="for each bucket")
     parser.add_argument("--repeat", type=int, default=9, help="fills of each kind; the median counts")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)
@@ -172,7 +201,7 @@ def main() -> None:
     }
     for name, row in figures.items():
         sizes = ", ".join(f"{key} {row[key] / 1e6:.1f} MB" for key in ("network", "host", "own"))
-        print(f"{name:9} {row['seconds'] * 1e3:7.1f} ms, all ranks together: {sizes}")
+        print(f"{name:16} {row['seconds'] * 1e3:7.1f} ms, all ranks together: {sizes}")
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=2))
 

@@ -115,6 +115,20 @@ class Transport(Protocol):
     name: str
     clock: PhaseClock
 
+    def start(
+        self,
+        bucket: int,
+        transfers: Sequence[Transfer],
+        source: Mapping[str, torch.Tensor] | None,
+        reason: str = "",
+    ) -> None:
+        """Begin what can be under way before `run`, or before `abandon`, of a bucket; not needed, and idempotent.
+
+        All ranks start, run and abandon in one order, and no more than `relays.NUM_SLOTS` buckets are started and not
+        run. Without `source` this rank failed elsewhere, for a `reason`.
+        """
+        ...
+
     def run(
         self,
         bucket: int,

@@ -224,7 +224,7 @@ class ShardingManager:
         devices = [tensor.device for tensor in training.buffers().values()]
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self.transfer_group = self._new_group("nccl" if self._device.type == "cuda" else "gloo")
-        self._fence_group = self._new_group("gloo")
+        self._fence_group, self._tell_group = self._new_group("gloo"), self._new_group("gloo")
         with self._phase("layout"):
             handles = export_handles(self.rank, training.buffers())
             can_relay = config.transport == "auto" and is_elastic(self._device)
@@ -455,6 +455,7 @@ class ShardingManager:
             self.transfer_group,
             destination_buffers={key: buffer for setup in setups for key, buffer in setup.inference.buffers.items()},
             relays=relays,
+            tell_group=self._tell_group,
             preference=self.config.transport,
             timeout=self.config.timeout_seconds,
         )

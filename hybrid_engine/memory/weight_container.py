@@ -2,7 +2,7 @@
 
     for bucket in plan.buckets:                     every rank, the same order
         buffers = weights.allocate(groups)          this rank's groups of the bucket, maybe none
-        router.run(bucket, source, buffers)         read, transfer, write
+        router.run(bucket, source, buffers, next)   read, transfer, write; the next bucket's messages go meanwhile
         follower.sent(bucket.index)                 training memory of earlier buckets can go (handover.py)
         weights.commit(groups)                      the engine's own post-load processing
     weights.settle()                                memory of the way there is given back
@@ -147,6 +147,9 @@ class WeightContainer:
         if faults:
             raise PlanError(faults)
 
+    def _following(self, bucket: Bucket) -> Bucket | None:
+        return next(iter(self._plan.buckets[bucket.index + 1 :]), None)
+
     def _owned(self, bucket: Bucket) -> Sequence[str]:
         return [group for group in bucket.groups if group in self._groups]
 
@@ -159,7 +162,7 @@ class WeightContainer:
             with tally.time(phase):
                 destination = self._weights.allocate(groups) if groups else {}
             phase, next_bucket = "transfer", bucket.index + 1
-            tally.add_run(self._router.run(bucket, source, destination))
+            tally.add_run(self._router.run(bucket, source, destination, self._following(bucket)))
             if follower is not None:
                 follower.sent(bucket.index)
             phase = "commit"
@@ -181,7 +184,7 @@ class WeightContainer:
 
         def abandon_transports() -> None:
             for bucket in self._plan.buckets[first:]:
-                self._router.abandon(bucket, reason)
+                self._router.abandon(bucket, reason, self._following(bucket))
 
         steps = [abandon_transports] if follower is None else [follower.abandon, abandon_transports, follower.drain]
         for step in steps:

@@ -99,7 +99,9 @@ def fill_buckets(
     buckets = []
     for index, outline in enumerate(outlines):
         straight = (each for tensor in outline.tensors for each in transfers.get(tensor, ()))
-        arriving, fan_out = relays.lay_out(each for tensor in outline.tensors for each in shipments.get(tensor, ()))
+        arriving, fan_out = relays.lay_out(
+            index, (each for tensor in outline.tensors for each in shipments.get(tensor, ()))
+        )
         buckets.append(
             Bucket(index, outline.tensors, (*straight, *arriving), outline.groups, outline.nbytes, tuple(fan_out))
         )

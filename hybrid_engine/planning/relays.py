@@ -4,8 +4,8 @@
                                                     --SELF--> places of the carrier
 
 A relay buffer belongs to one sender, one carrier and one set of readers, so all who have to do with it know everything
-that comes into it and where it lies, whatever else their hosts receive. It is filled anew in every bucket: boxes
-follow one another, row-major, in the plan's order.
+that comes into it and where it lies, whatever else their hosts receive. Buckets take turns with NUM_SLOTS of them, so
+that one can be filled while another is read; boxes follow one another, row-major, in the plan's order.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from hybrid_engine.planning.layout import DTYPE_NBYTES, Buffer, BufferId, Place
 from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.planning.regions import Region, contiguous_strides
+
+NUM_SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,10 @@ class Shipment:
     places: tuple[Place, ...]
     itemsizes: tuple[int, ...]
 
-    @property
-    def buffer(self) -> BufferId:
-        """The relay buffer it comes into."""
+    def buffer(self, slot: int) -> BufferId:
+        """The relay buffer it comes into in a bucket that has this slot."""
         readers = "+".join(str(rank) for rank in sorted({place.buffer.rank for place in self.places}))
-        return BufferId(self.carrier, f"relay of {self.dtype} from {self.src.buffer.rank} for {readers}")
+        return BufferId(self.carrier, f"relay {slot} of {self.dtype} from {self.src.buffer.rank} for {readers}")
 
 
 def wire_dtype(source: str, destinations: Iterable[str]) -> str:
@@ -62,8 +63,8 @@ class RelayPlanner:
     rank: int | None = None
     buffers: dict[BufferId, Buffer] = field(default_factory=dict)
 
-    def lay_out(self, shipments: Iterable[Shipment]) -> tuple[list[Transfer], list[Transfer]]:
-        """The transfers of one bucket's shipments, in the plan's order: into relay buffers, and out of them.
+    def lay_out(self, index: int, shipments: Iterable[Shipment]) -> tuple[list[Transfer], list[Transfer]]:
+        """The transfers of the shipments of bucket `index`, in the plan's order: into relay buffers, and out of them.
 
         All shipments of the relay buffers concerned must be among them.
         """
@@ -71,7 +72,7 @@ class RelayPlanner:
         fan_out: list[Transfer] = []
         ends: dict[BufferId, int] = {}
         for shipment in shipments:
-            region, buffer = shipment.region, shipment.buffer
+            region, buffer = shipment.region, shipment.buffer(index % NUM_SLOTS)
             start = ends.get(buffer, 0)
             ends[buffer] = start + region.numel
             relay = Place(buffer, start, contiguous_strides(region.lengths))

@@ -13,7 +13,7 @@ Start-up, on every rank (the only exchanges of objects there are):
     router.check(plan, exported=all_handles)
 Every switch:
     fence                                                       # all sources are final
-    for bucket in plan.buckets: router.run(bucket, source, destination)
+    for bucket in plan.buckets: router.run(bucket, source, destination, next_bucket)
     fence                                                       # sources may be overwritten; or bucket by bucket
 """
 

@@ -7,7 +7,11 @@
 Both ends derive the same messages from the order of the bucket's transfers: pieces follow one another in that order,
 in the source's dtype or, where it is narrower, the destination's, each aligned to its element size. What goes into a
 relay buffer (planning/relays.py) is a message of its own, packed as it lies there. Nothing is pickled and no object
-collective runs. Staging memory is kept and reused; it grows to the largest bucket.
+collective runs.
+
+`start` posts a bucket's messages and leaves them on their way until `run` needs them, so the next bucket crosses while
+this one is written and committed: at most NUM_SLOTS buckets at once, each with staging memory of its own, which is kept
+and reused and grows to the largest bucket.
 
 A rank whose read fails, or that cannot take part in a bucket at all (`abandon`), still sends its messages: their
 header says that the pieces are void, and why. So no peer is left waiting, and the process group stays usable. `tell`
@@ -29,6 +33,7 @@ import torch.distributed as dist
 from hybrid_engine.errors import PeerTransportError, TransportError
 from hybrid_engine.planning.layout import BufferId
 from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ports import PhaseClock
 from hybrid_engine.transports.copies import copy_straight, failure_at, strided, synchronize
 from hybrid_engine.transports.relay_buffers import RelayBuffers
@@ -130,6 +135,7 @@ class CollectiveTransport:
         *,
         destination_dtypes: Mapping[BufferId, str] | None = None,
         relays: RelayBuffers | None = None,
+        tell_group: dist.ProcessGroup | None = None,
         timeout: float = 300.0,
         device: torch.device | None = None,
     ) -> None:
@@ -139,6 +145,7 @@ class CollectiveTransport:
         destination_dtypes: of destination buffers of all ranks; a narrower one is on the wire instead.
         relays: the relay buffers that this rank has to do with; default: none.
         group: holds all ranks of the transfers; default: the world. Better one of its own: after a timeout it is dead.
+        tell_group: for `tell`; default: `group`. Better gloo, since NCCL would deliver after all that is on its way.
         timeout: seconds one call of `run` may wait in all.
         device: where staging lies; default: the current GPU with NCCL, else the CPU.
         """
@@ -148,12 +155,28 @@ class CollectiveTransport:
         self._source_dtypes = _torch_dtypes(source_dtypes)
         self._destination_dtypes = _torch_dtypes(destination_dtypes or {})
         self._relays = relays or RelayBuffers(rank, {})
-        self._group = group
+        self._group, self._tell_group = group, tell_group or group
         self._timeout = timeout
-        self._device = device or _staging_device(group)
+        self._device, self._tell_device = (device or _staging_device(each) for each in (group, self._tell_group))
         self.clock = PhaseClock()
         self._staging: dict[str, torch.Tensor] = {}
+        self._flights: dict[int, _Flight] = {}  # started, by bucket
         self._broken: TransportError | None = None
+
+    @torch.no_grad()
+    def start(
+        self,
+        bucket: int,
+        transfers: Sequence[Transfer],
+        source: Mapping[str, torch.Tensor] | None,
+        reason: str = "",
+    ) -> None:
+        """Post the messages of a bucket, which were not yet; see `ports.Transport`.
+
+        A failure to read is raised by `run`. Raises TransportError when the group is unusable or memory is short.
+        """
+        if bucket not in self._flights:
+            self._flights[bucket] = self._launch(bucket, transfers, source, reason)
 
     @torch.no_grad()
     def run(
@@ -167,7 +190,8 @@ class CollectiveTransport:
 
         Raises TransportError. Nothing was written to `destination` unless the phase in the message is "write".
         """
-        flight = self._start(bucket, transfers, source)
+        self.start(bucket, transfers, source)
+        flight = self._flights.pop(bucket)
         self._wait(bucket, "transfer", flight)
         if flight.failure is not None:
             raise flight.failure
@@ -181,10 +205,11 @@ class CollectiveTransport:
     def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
         """Take part in a bucket without reading or writing anything: peers get `reason` as a PeerTransportError.
 
-        Called in place of `run` by a rank that failed elsewhere, so that its peers do not wait for it. Raises
-        TransportError only when the messages cannot be exchanged.
+        Called in place of `run` by a rank that failed elsewhere, so that its peers do not wait for it. What was started
+        before is sent as it is. Raises TransportError only when the messages cannot be exchanged.
         """
-        self._wait(bucket, "transfer", self._start(bucket, transfers, None, reason))
+        self.start(bucket, transfers, None, reason)
+        self._wait(bucket, "transfer", self._flights.pop(bucket))
 
     def tell(self, bucket: int, phase: str, listeners: Iterable[int], speakers: Iterable[int], reason: str = "") -> str:
         """Tell `listeners` that this rank has finished a phase of a bucket, or failed for a `reason`; hear `speakers`.
@@ -193,15 +218,20 @@ class CollectiveTransport:
         is a listener of those that are its speakers. Raises TransportError as `run` does.
         """
         self._raise_if_broken(bucket)
-        outgoing = self._stage("tell", [_Message(peer) for peer in sorted(listeners)])
-        incoming = self._stage("hear", [_Message(peer) for peer in sorted(speakers)])
+        outgoing, incoming = (
+            [
+                _Staged(_Message(peer), torch.empty(_HEADER_NBYTES, dtype=torch.uint8, device=self._tell_device), ())
+                for peer in sorted(peers)
+            ]
+            for peers in (listeners, speakers)
+        )
         for staged in outgoing:
             _write_header(staged, bucket, reason)
-        self._wait(bucket, phase, self._post(bucket, phase, outgoing, incoming))
+        self._wait(bucket, phase, self._post(bucket, phase, outgoing, incoming, self._tell_group))
         return self._peer_failure(bucket, phase, incoming)
 
     def close(self) -> None:
-        """Free the staging memory; idempotent. The process group stays the caller's."""
+        """Free the staging memory; idempotent. The process groups stay the caller's. No bucket may be on its way."""
         self._staging.clear()
 
     def staging_nbytes(self) -> int:
@@ -253,18 +283,20 @@ class CollectiveTransport:
 
     # Staging, packing, unpacking.
 
-    def _start(
-        self, bucket: int, transfers: Sequence[Transfer], source: Mapping[str, torch.Tensor] | None, reason: str = ""
+    def _launch(
+        self, bucket: int, transfers: Sequence[Transfer], source: Mapping[str, torch.Tensor] | None, reason: str
     ) -> _Flight:
-        """Pack and post the messages of a bucket; void ones for a `reason`."""
+        """Pack and post the messages of a bucket; without a source void ones, for a `reason`."""
         self._raise_if_broken(bucket)
         with self.clock.phase("read"):
             outgoing, incoming = self._messages(transfers)
-            sent, received = self._stage("send", outgoing), self._stage("receive", incoming, self._relays.tensors)
+            slot = bucket % NUM_SLOTS
+            sent = self._stage(f"send {slot}", outgoing)
+            received = self._stage(f"receive {slot}", incoming, self._relays.tensors)
             failure = self._pack(bucket, sent, source) if source is not None else None
             for staged in sent:
                 _write_header(staged, bucket, reason if failure is None else str(failure))
-        return replace(self._post(bucket, "transfer", sent, received), failure=failure)
+        return replace(self._post(bucket, "transfer", sent, received, self._group), failure=failure)
 
     def _stage(
         self, side: str, messages: Sequence[_Message], relays: Mapping[str, torch.Tensor] | None = None
@@ -352,10 +384,17 @@ class CollectiveTransport:
 
     # The exchange.
 
-    def _post(self, bucket: int, phase: str, outgoing: list[_Staged], incoming: list[_Staged]) -> _Flight:
+    def _post(
+        self,
+        bucket: int,
+        phase: str,
+        outgoing: list[_Staged],
+        incoming: list[_Staged],
+        group: dist.ProcessGroup | None,
+    ) -> _Flight:
         """Begin to send and receive messages."""
         operations = [
-            dist.P2POp(operation, tensor, staged.message.peer, self._group)
+            dist.P2POp(operation, tensor, staged.message.peer, group)
             for operation, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
             for staged in messages
             for tensor in staged.tensors
@@ -382,6 +421,7 @@ class CollectiveTransport:
     def _break(self, bucket: int, phase: str, peer: object, error: Exception, *, timed_out: bool) -> NoReturn:
         cause = f"nothing for {self._timeout:g} seconds" if timed_out else "the connection failed"
         self._staging.clear()  # late bytes may still arrive in what the operations hold
+        self._flights.clear()
         self._broken = TransportError(
             f"{self.name} transport, bucket {bucket}, phase {phase}, peer {peer}: {cause} "
             f"({type(error).__name__}: {error}). See the peer's log; the process group cannot be used any more"

@@ -31,6 +31,15 @@ class PullTransport:
         self.rank = rank
         self.clock = PhaseClock()
 
+    def start(
+        self,
+        bucket: int,
+        transfers: Sequence[Transfer],
+        source: Mapping[str, torch.Tensor] | None,
+        reason: str = "",
+    ) -> None:
+        """Nothing to do: no rank waits for another."""
+
     def run(
         self,
         bucket: int,

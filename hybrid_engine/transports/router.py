@@ -110,6 +110,7 @@ class TransportSet:
         *,
         destination_buffers: Mapping[BufferId, Buffer] | None = None,
         relays: RelayBuffers | None = None,
+        tell_group: dist.ProcessGroup | None = None,
         preference: str = "auto",
         timeout: float = 300.0,
     ) -> TransportSet:
@@ -121,6 +122,7 @@ class TransportSet:
             group: for transfers that memory cannot carry; without torch.distributed there are none.
             destination_buffers: of all ranks; where their dtype is narrower, messages are cast before they are sent.
             relays: the relay buffers of this rank's plan.
+            tell_group: see CollectiveTransport.
             preference: auto, shared_memory or collective; what is relayed is read from memory anyway.
             timeout: seconds a bucket may wait for peers.
         """
@@ -129,7 +131,13 @@ class TransportSet:
             sources, destinations = _dtypes(source_buffers), _dtypes(destination_buffers or {})
             transports.append(
                 CollectiveTransport(
-                    rank, sources, group, destination_dtypes=destinations, relays=relays, timeout=timeout
+                    rank,
+                    sources,
+                    group,
+                    destination_dtypes=destinations,
+                    relays=relays,
+                    tell_group=tell_group,
+                    timeout=timeout,
                 )
             )
         exported = frozenset(handles)
@@ -154,11 +162,19 @@ class TransportSet:
 
     @torch.no_grad()
     def run(
-        self, bucket: Bucket, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor]
+        self,
+        bucket: Bucket,
+        source: Mapping[str, torch.Tensor],
+        destination: Mapping[str, torch.Tensor],
+        following: Bucket | None = None,
     ) -> RunReport:
-        """Carry out this rank's share of a bucket. Raises TransportError; no peer is left waiting then."""
+        """Carry out this rank's share of a bucket. Raises TransportError; no peer is left waiting then.
+
+        `following`: the next bucket, whose messages are sent meanwhile; all ranks name it, or none. What fails here
+        reaches the peers with a bucket's messages, so one bucket later if these were sent before.
+        """
         share = self._share(bucket)
-        failure: Exception | None = None
+        failure = self._start(bucket, following, source) if following is not None else None
         for name, transport in self._transports.items():
             transfers = share.transfers.get(name, ())
             try:
@@ -175,17 +191,32 @@ class TransportSet:
             raise failure
         return RunReport(seconds, share.nbytes, share.nbytes_by_link)
 
-    def abandon(self, bucket: Bucket, reason: str) -> None:
+    def abandon(self, bucket: Bucket, reason: str, following: Bucket | None = None) -> None:
         """Take part in a bucket without reading or writing: peers that wait for this rank fail with `reason`.
 
-        Raises TransportError when that is impossible, because the process group is dead.
+        `following` as in `run`. Raises TransportError when that is impossible, because the process group is dead.
         """
         share = self._share(bucket)
+        if failure := self._start(bucket, following, None, reason):
+            raise failure
         for name, transport in self._transports.items():
             transport.abandon(bucket.index, share.transfers.get(name, ()), reason)
         if share.is_relaying:
             for phase in (_ARRIVED, _READ):
                 self._tell(share, phase, reason)
+
+    def _start(
+        self, bucket: Bucket, following: Bucket | None, source: Mapping[str, torch.Tensor] | None, reason: str = ""
+    ) -> Exception | None:
+        """Start buckets that were not yet, in order; returns a failure."""
+        try:
+            for each in (bucket, following):
+                if each is not None:
+                    for name, transport in self._transports.items():
+                        transport.start(each.index, self._share(each).transfers.get(name, ()), source, reason)
+        except Exception as error:
+            return error
+        return None
 
     def _fan_out(
         self, share: _BucketShare, destination: Mapping[str, torch.Tensor], failure: Exception | None

@@ -233,7 +233,8 @@ def test_fingerprints_know_everything(case: Case) -> None:
 
 @given(cases())
 def test_buckets_keep_groups_and_tensors_whole(case: Case) -> None:
-    buckets = plan_of(case).buckets
+    result = plan_of(case)
+    buckets = result.buckets
     assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
     group_of = {buffer_id: buffer.group for buffer_id, buffer in case.destination.buffers.items()}
     bucket_of_group = {group: bucket.index for bucket in buckets for group in bucket.groups}
@@ -243,7 +244,7 @@ def test_buckets_keep_groups_and_tensors_whole(case: Case) -> None:
     for bucket in buckets:
         received = Counter()
         for transfer in (*bucket.transfers, *bucket.fan_out):
-            if transfer.dst.buffer in plan_of(case).relays:
+            if transfer.dst.buffer in result.relays:
                 continue
             assert bucket_of_group[group_of[transfer.dst.buffer]] == bucket.index
             received[transfer.dst_rank] += transfer.numel * itemsize
@@ -304,6 +305,15 @@ def test_readers_take_turns_in_carrying(num_readers: int) -> None:
     assert carried == dict.fromkeys(readers, 12 // num_readers)
     assert sent_by_rank(iter(bucket.transfers)) == {0: 12 * 16, 1: 12 * 16}
     assert len(bucket.fan_out) == 2 * 12 * num_readers
+
+
+def test_one_relay_buffer_can_be_filled_while_another_is_read() -> None:
+    tensors = [f"t{number}" for number in range(4)]
+    source = Layout.merge(whole(name, (8,), 0, name) for name in tensors)
+    destination = Layout.merge(whole(name, (8,), rank, name, group=name) for name in tensors for rank in (1, 2))
+    result = plan(source, destination, "abb", bucket_nbytes=1, relaying_hosts="b")
+    used = [{transfer.dst.buffer.name.split()[1] for transfer in bucket.transfers} for bucket in result.buckets]
+    assert used == [{"0"}, {"1"}, {"0"}, {"1"}]
 
 
 def test_windows_that_overlap_are_cut() -> None:

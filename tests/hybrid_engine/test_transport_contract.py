@@ -87,7 +87,8 @@ def test_any_case_in_one_process(kind: str, seed: int, num_ranks: int, shape: Sh
 
 
 def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
-    """Carry out the case twice with one transport (maps and staging are used again); names that came out wrong."""
+    """Carry out the case twice with one transport (maps and staging are used again), the second time with the next
+    bucket under way meanwhile; names that came out wrong."""
     sources = elastic_sources(case, rank)
     gathered: list = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, export_handles(rank, sources))
@@ -97,11 +98,11 @@ def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
         handles = {buffer_id: handle for buffer_id, handle in handles.items() if buffer_id.rank % 2 == 0}
     router = TransportSet.connect(rank, case.source_buffers(), handles, preference=preference, timeout=60)
     wrong = []
-    for _ in range(2):
+    for is_ahead in (False, True):
         destination = case.new_destinations(rank)
         dist.barrier()
-        for bucket in case.buckets:
-            report = router.run(bucket, sources, destination)
+        for bucket, following in zip(case.buckets, (*case.buckets[1:], None), strict=True):
+            report = router.run(bucket, sources, destination, following if is_ahead else None)
             received = sum(transfer.nbytes for transfer in bucket.transfers if transfer.dst_rank == rank)
             assert sum(sum(by_peer.values()) for by_peer in report.nbytes.values()) == received
         dist.barrier()

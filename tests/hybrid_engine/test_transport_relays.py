@@ -19,7 +19,7 @@ from hybrid_engine import sharding_manager
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.planning.layout import Buffer, BufferId, Layout, Place, Shard
-from hybrid_engine.planning.plan import Link, ReshardPlan
+from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.planning.regions import Region
 from hybrid_engine.transports import RelayBuffers, TransportSet, export_handles
@@ -122,6 +122,16 @@ class Rank:
         values = {"source": self.source, "destination": self.destination, **changes}
         return outcome_of(lambda: self.router.run(self.plan.buckets[index], **values))
 
+    def following(self, index: int) -> Bucket | None:
+        return next(iter(self.plan.buckets[index + 1 :]), None)
+
+    def run_ahead(self, index: int) -> str:
+        """The same, with the next bucket's messages sent meanwhile."""
+        return self.run(index, following=self.following(index))
+
+    def abandon_ahead(self, index: int, reason: str) -> str:
+        return outcome_of(lambda: self.router.abandon(self.plan.buckets[index], reason, self.following(index)))
+
     def wrong(self, *indices: int) -> list[str]:
         """Buffers of these buckets' groups (default: all) that differ from what they should hold."""
         tensors = [tensor for index in indices for tensor in self.plan.buckets[index].tensors]
@@ -145,16 +155,17 @@ def outcome_of(action: Callable[[], object]) -> str:
 
 
 def run_job(make: Callable[[], Job]) -> dict[str, object]:
-    """Two rounds over one set of transports; bytes by link that this rank received in the second."""
+    """Two rounds over one set of transports, the second one bucket ahead; bytes that this rank received in it."""
     job = make()
     rank = Rank(job)
     wrong, received = [], dict.fromkeys(Link, 0)
-    for _ in range(2):
+    for is_ahead in (False, True):
         rank.clear()
         received = dict.fromkeys(Link, 0)
         dist.barrier()
         for bucket in rank.plan.buckets:
-            report = rank.router.run(bucket, rank.source, rank.destination)
+            following = rank.following(bucket.index) if is_ahead else None
+            report = rank.router.run(bucket, rank.source, rank.destination, following)
             for link, nbytes in report.nbytes_by_link.items():
                 received[link] += nbytes
         wrong += rank.wrong()
@@ -208,6 +219,25 @@ def reader_abandons(rank: Rank) -> list[object]:
     return [first, rank.run(1), rank.run(2), rank.wrong(1, 2)]
 
 
+def sender_fails_ahead(rank: Rank) -> list[object]:
+    """In the second bucket, whose messages are made while the first is under way."""
+    if rank.rank == 0:
+        del rank.source["src t1 0"]
+    return [*map(rank.run_ahead, range(3)), rank.wrong(0, 2)]
+
+
+def carrier_gives_up_ahead(rank: Rank) -> list[object]:
+    """After the first bucket, when it has sent and begun to receive the second; then a round in which nothing fails."""
+    found = [rank.run_ahead(0)]
+    if rank.rank == 3:
+        found += [rank.abandon_ahead(index, "no memory on rank 3") for index in (1, 2)]
+    else:
+        found.append(rank.run_ahead(1))
+        found.append(rank.run_ahead(2) if found[1] == "ok" else rank.abandon_ahead(2, found[1]))
+    rank.clear()
+    return [*found, *map(rank.run_ahead, range(3)), rank.wrong()]
+
+
 def carrier_falls_silent(rank: Rank) -> list[object]:
     """It has received, and says nothing any more."""
     if rank.rank == 3:
@@ -220,14 +250,23 @@ def carrier_dies(rank: Rank) -> list[object]:
 
     def end(share: object, destination: object, failure: object) -> None:
         dist.destroy_process_group(rank.group)
-        rank.group = rank.router._transports["collective"]._group = None
+        collective = rank.router._transports["collective"]
+        rank.group = collective._group = collective._tell_group = None
 
     if rank.rank == 3:
         rank.router._fan_out = end
     return [rank.run(0)]
 
 
-SCENARIOS = [sender_fails, reader_fails, reader_abandons, carrier_falls_silent, carrier_dies]
+SCENARIOS = [
+    sender_fails,
+    reader_fails,
+    reader_abandons,
+    sender_fails_ahead,
+    carrier_gives_up_ahead,
+    carrier_falls_silent,
+    carrier_dies,
+]
 
 
 def run_all() -> dict[str, object]:
@@ -309,6 +348,23 @@ def test_a_reader_that_abandons_leaves_nobody_waiting(four_ranks: list[dict[str,
     assert own[0] == "ok"
     assert_says(carrier[0], "PeerTransportError", "bucket 0", "phase relay arrived", "peer 3", "no memory on rank 3")
     assert [results["reader_abandons"][1:] for results in four_ranks] == [["ok", "ok", []]] * 4
+
+
+def test_a_sender_that_fails_one_bucket_ahead_fails_in_that_bucket(four_ranks: list[dict[str, object]]):
+    own, *others = (results["sender_fails_ahead"] for results in four_ranks)
+    assert_says(own[1], "TransportError", "bucket 1", "there is no buffer 'src t1 0'")
+    for outcome in others[1:]:
+        assert_says(outcome[1], "PeerTransportError", "bucket 1", "there is no buffer 'src t1 0'")
+    for first, _, last, wrong in (own, *others):
+        assert (first, last, wrong) == ("ok", "ok", [])
+
+
+def test_a_carrier_that_gives_up_one_bucket_ahead_leaves_nobody_waiting(four_ranks: list[dict[str, object]]):
+    found = [results["carrier_gives_up_ahead"] for results in four_ranks]
+    assert [outcome[0] for outcome in found] == ["ok"] * 4
+    assert_says(found[2][1], "PeerTransportError", "bucket 1", "phase relay arrived", "peer 3", "no memory on rank 3")
+    assert found[3][1:3] == ["ok", "ok"]
+    assert [outcome[3:] for outcome in found] == [["ok", "ok", "ok", []]] * 4
 
 
 def test_a_carrier_that_falls_silent_is_an_error_in_time(four_ranks: list[dict[str, object]]):
