@@ -17,7 +17,7 @@ class Figures:
     Attributes:
         ours_seconds: training weights to vLLM's parameters in loader layout, from released to filled memory.
         ours_allocate_seconds: of these, taking and zeroing that memory (the same task for all who write into vLLM).
-        ours_kept_seconds: the copies alone, where all parameters have memory that was used before.
+        ours_copies_seconds: the copies alone, where all parameters have memory that was used before.
         ours_commit_seconds: vLLM's own repacking, not in `ours_seconds` (again the same for all).
         mbridge_seconds: mbridge's export_weights into vLLM's load_weights.
         megatron_resharding_seconds: megatron-core's resharding over gloo, into a Megatron model.
@@ -42,7 +42,7 @@ class Figures:
     infer: str
     ours_seconds: float | None = None
     ours_allocate_seconds: float | None = None
-    ours_kept_seconds: float | None = None
+    ours_copies_seconds: float | None = None
     ours_commit_seconds: float | None = None
     mbridge_seconds: float | None = None
     mbridge_allocate_seconds: float | None = None
@@ -91,13 +91,13 @@ class Figures:
     def as_json(self) -> dict[str, Any]:
         """All fields and the ratios.
 
-        The floor writes to memory that it has already, so percent_of_floor_kept is the like for like one.
+        The floor writes to memory that it has already, so percent_of_floor_copies is the like for like one.
         """
         over = self.peak_bytes - self.max_layout_bytes if self.peak_bytes is not None else None
         return {
             **dataclasses.asdict(self),
             "percent_of_floor": self._percent_of_floor(self.ours_seconds),
-            "percent_of_floor_kept": self._percent_of_floor(self.ours_kept_seconds),
+            "percent_of_floor_copies": self._percent_of_floor(self.ours_copies_seconds),
             "bytes_over_least": self.bytes_received / self.bytes_least if self.bytes_least else None,
             "peak_over_max_layout_bytes": over,
             "times_ours": {

@@ -66,7 +66,7 @@ class Ours:
             self._container.release()
 
 
-class OursKept:
+class OursCopies:
     """The copies alone: every parameter of vLLM has its memory in loader layout already; all are repacked at the end.
 
     So one rank's repacking never runs beside another's copies, which it would slow down where ranks share cores.

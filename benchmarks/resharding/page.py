@@ -9,7 +9,7 @@ Row = Mapping[str, Any]
 
 _INTO_VLLM = (
     ("ours", "ours_seconds"),
-    ("ours, copies alone", "ours_kept_seconds"),
+    ("ours, copies alone", "ours_copies_seconds"),
     ("floor", "floor_seconds"),
     ("mbridge", "mbridge_seconds"),
     ("gather + broadcast", "gather_broadcast_seconds"),
@@ -80,7 +80,7 @@ def _seconds_table(rows: Sequence[Row]) -> str:
         [
             name_of(row),
             *(_seconds(row[key]) for _, key in _INTO_VLLM),
-            _times(_ratio(row, "ours_kept_seconds", "floor_seconds")),
+            _times(_ratio(row, "ours_copies_seconds", "floor_seconds")),
             _times(row["times_ours"]["mbridge_seconds"]),
             _times(row["times_ours"]["gather_broadcast_seconds"]),
         ]

@@ -10,7 +10,7 @@ from benchmarks.resharding.page import Row, name_of
 
 _LABELS = {
     "ours": "ours",
-    "ours_kept": "ours, copies alone",
+    "ours_copies": "ours, copies alone",
     "floor": "floor",
     "mbridge": "mbridge",
     "gather_broadcast": "gather + broadcast",

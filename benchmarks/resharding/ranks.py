@@ -22,7 +22,7 @@ from benchmarks.resharding.figures import Figures
 from benchmarks.resharding.floor import Floor
 from benchmarks.resharding.growth import grow, trace_cycle
 from benchmarks.resharding.measuring import Contender, Digests, agreed, gather, measure
-from benchmarks.resharding.ours import Ours, OursKept
+from benchmarks.resharding.ours import Ours, OursCopies
 from hybrid_engine.memory.offloader import KINDS
 from hybrid_engine.sharding_manager import State
 from hybrid_engine.worker import ActorHybridWorker
@@ -58,7 +58,7 @@ def entries() -> list[Entry]:
 
     return [
         Entry("ours", Ours),
-        Entry("ours_kept", OursKept, "ours"),
+        Entry("ours_copies", OursCopies, "ours"),
         Entry("floor", Floor),
         Entry("mbridge", MbridgeExport, "ours"),
         Entry("gather_broadcast", GatherBroadcast, "ours"),

@@ -17,7 +17,7 @@ COMMON="--transformer-impl local --distributed-backend gloo --use-cpu-initializa
     --tensor-model-parallel-size $TP --pipeline-model-parallel-size $PP
     --seq-length 10 --micro-batch-size 64 --num-workers 0 --dataloader-type single --split 100,0,0 --eval-iters 0 --eval-interval 1000
     --attention-backend unfused --no-bias-dropout-fusion --calculate-per-token-loss --ckpt-format torch --no-load-rng --no-save-rng --seed 1234
-    --lr-decay-style constant --clip-grad 1.0 --weight-decay 0 --log-interval 20"
+    --override-opt_param-scheduler --lr-decay-style constant --clip-grad 1.0 --weight-decay 0 --log-interval 20"
 
 run() {
     python -m torch.distributed.run --standalone --nproc-per-node "$NPROC" \

@@ -20,9 +20,10 @@ import torch
 
 from hybrid_engine.agreement import Agreement
 from hybrid_engine.errors import WeightError
-from hybrid_engine.planning.layout import Layout, Place, Shard
+from hybrid_engine.planning.layout import Layout, Shard
 from hybrid_engine.planning.regions import Region
 from hybrid_engine.ports import InferenceWeights, TrainingWeights
+from hybrid_engine.transports.copies import strided
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -141,9 +142,7 @@ class CheckedWeights:
 
 def _view(buffers: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor:
     """The shard's region where it lies, in the canonical tensor's shape."""
-    place: Place = shard.place
-    flat = buffers[place.buffer.name]
-    return flat.detach().as_strided(shard.region.lengths, place.strides, flat.storage_offset() + place.offset)
+    return strided(buffers[shard.place.buffer.name].detach(), shard.region.lengths, shard.place)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

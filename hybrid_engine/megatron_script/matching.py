@@ -44,6 +44,10 @@ _DEFAULTS = {
     "softmax_scale": None,
     "multi_latent_attention": False,
     "num_moe_experts": None,
+    "window_size": None,
+    "softmax_type": "vanilla",
+    "no_rope_freq": None,
+    "attention_output_gate": False,
 }
 """What a table that is silent about these means: megatron-core's own defaults."""
 

@@ -56,6 +56,11 @@ class Passage:
             for start, (numel, dtype) in zip(starts, sizes, strict=True)
         ]
 
+    def take_back(self, pages: _Pages, num_trims: int) -> None:
+        """Keep pages, lent after so many trims, for the next loan; not after a trim, nor beside larger ones."""
+        if self._num_trims == num_trims and self.free_nbytes < pages.nbytes:
+            self._free = pages
+
     def trim(self) -> None:
         """Give the pages back to the system: those that are lent when the last tensor over them is gone."""
         self._num_trims += 1
@@ -72,7 +77,7 @@ class _Pages:
 
 
 def _take_back(passage: weakref.ref[Passage], pages: _Pages, num_trims: int) -> None:
-    """The last tensor over these pages, lent after so many trims, is gone."""
+    """The last tensor over these pages is gone."""
     owner = passage()
-    if owner is not None and owner._num_trims == num_trims and owner.free_nbytes < pages.nbytes:
-        owner._free = pages
+    if owner is not None:
+        owner.take_back(pages, num_trims)

@@ -76,7 +76,7 @@ def test_ratios_and_tables_of_what_was_and_was_not_measured() -> None:
     figures = Figures.of(
         CASE,
         ours_seconds=2.0,
-        ours_kept_seconds=1.6,
+        ours_copies_seconds=1.6,
         ours_to_megatron_seconds=0.5,
         mbridge_seconds=20.0,
         megatron_resharding_seconds=3.0,
@@ -91,7 +91,7 @@ def test_ratios_and_tables_of_what_was_and_was_not_measured() -> None:
         reasons={"gather_broadcast_seconds": "it may not"},
     )
     row = figures.as_json()
-    assert row["percent_of_floor"] == 40.0 and row["percent_of_floor_kept"] == 50.0
+    assert row["percent_of_floor"] == 40.0 and row["percent_of_floor_copies"] == 50.0
     assert row["bytes_over_least"] == 1.5 and row["peak_over_max_layout_bytes"] == 2 * 2**20
     ratios = {"mbridge_seconds": 10.0, "megatron_resharding_seconds": 6.0, "gather_broadcast_seconds": None}
     assert row["times_ours"] == ratios

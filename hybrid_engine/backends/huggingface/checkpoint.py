@@ -27,6 +27,7 @@ from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.planning.regions import Region, contiguous_strides
 from hybrid_engine.ports import TrainingWeights
+from hybrid_engine.transports.copies import strided
 
 FILE_NBYTES = 5 * 10**9
 """Data per file of a saved checkpoint, as transformers has it."""
@@ -90,7 +91,7 @@ def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelT
             strides = contiguous_strides(known[transfer.tensor].shape)
             offsets = _unravel(transfer.src.offset, strides)
             box = reader.read(transfer.tensor, known[transfer.tensor], offsets, transfer.lengths)
-            _view(buffers[transfer.dst.buffer.name], transfer.dst, transfer.lengths).copy_(box)
+            strided(buffers[transfer.dst.buffer.name], transfer.lengths, transfer.dst).copy_(box)
         weights.zero_padding()
         weights.zero_adapters()
 
@@ -182,12 +183,8 @@ def _layout_of(stored: Mapping[str, files.StoredTensor], rank: int, copies: Mapp
 
 def _write(transfers: list[Transfer], buffers: Mapping[str, torch.Tensor], mapped: Mapping[str, torch.Tensor]) -> None:
     for transfer in transfers:
-        source = _view(buffers[transfer.src.buffer.name], transfer.src, transfer.lengths)
-        _view(mapped[transfer.dst.buffer.name], transfer.dst, transfer.lengths).copy_(source)
-
-
-def _view(flat: torch.Tensor, place: Place, lengths: tuple[int, ...]) -> torch.Tensor:
-    return flat.as_strided(lengths, place.strides, flat.storage_offset() + place.offset)
+        source = strided(buffers[transfer.src.buffer.name], transfer.lengths, transfer.src)
+        strided(mapped[transfer.dst.buffer.name], transfer.lengths, transfer.dst).copy_(source)
 
 
 def _unravel(position: int, strides: tuple[int, ...]) -> tuple[int, ...]:
