@@ -153,7 +153,7 @@ class GenerateConfig(_Section):
     quantization: str | None = None
     """vLLM's quantization method for its weights; what it can be is checked against the device."""
     transport: Literal["auto", "shared_memory", "collective"] = "auto"
-    """auto pulls from mapped memory on one host and sends messages across; the others force one way."""
+    """auto pulls from mapped memory on one host and sends messages across, once a host; the others force one way."""
     bucket_mb: PositiveInt = 256
     """Destination MiB per rank that move between two commits."""
     check_nan: bool = True

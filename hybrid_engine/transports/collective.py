@@ -106,10 +106,12 @@ class _Flight:
     """The messages of one bucket (or of one `tell`) that are on their way.
 
     Attributes:
+        group: over which they go.
         works: what to wait for, `peers[i]` being whom `works[i]` is about.
         failure: why the outgoing messages are void.
     """
 
+    group: dist.ProcessGroup | None
     outgoing: list[_Staged]
     incoming: list[_Staged]
     works: list[dist.Work]
@@ -122,7 +124,7 @@ class CollectiveTransport:
 
     Every rank of a bucket's transfers calls `run` (or `abandon`) for that bucket, buckets in the same order. After a
     timeout or a lost connection the process group is unusable (gloo closes its connections, so that peers notice
-    soon), and every later call raises at once; after any other failure the transport goes on working.
+    soon), and every later call that needs it raises at once; after any other failure the transport goes on working.
     """
 
     name = "collective"
@@ -161,7 +163,7 @@ class CollectiveTransport:
         self.clock = PhaseClock()
         self._staging: dict[str, torch.Tensor] = {}
         self._flights: dict[int, _Flight] = {}  # started, by bucket
-        self._broken: TransportError | None = None
+        self._broken: dict[dist.ProcessGroup | None, TransportError] = {}
 
     @torch.no_grad()
     def start(
@@ -217,7 +219,7 @@ class CollectiveTransport:
         Returns what the first of the speakers to fail said, with peer, bucket and phase; "" when none did. Each rank
         is a listener of those that are its speakers. Raises TransportError as `run` does.
         """
-        self._raise_if_broken(bucket)
+        self._raise_if_broken(bucket, self._tell_group)
         outgoing, incoming = (
             [
                 _Staged(_Message(peer), torch.empty(_HEADER_NBYTES, dtype=torch.uint8, device=self._tell_device), ())
@@ -287,7 +289,7 @@ class CollectiveTransport:
         self, bucket: int, transfers: Sequence[Transfer], source: Mapping[str, torch.Tensor] | None, reason: str
     ) -> _Flight:
         """Pack and post the messages of a bucket; without a source void ones, for a `reason`."""
-        self._raise_if_broken(bucket)
+        self._raise_if_broken(bucket, self._group)
         with self.clock.phase("read"):
             outgoing, incoming = self._messages(transfers)
             slot = bucket % NUM_SLOTS
@@ -404,10 +406,10 @@ class CollectiveTransport:
         try:
             works = dist.batch_isend_irecv(operations) if operations else []
         except Exception as error:
-            self._break(bucket, phase, everybody, error, timed_out=False)
+            self._break(bucket, phase, group, everybody, error, timed_out=False)
         if len(works) != len(peers):  # NCCL gives one work for the whole batch
             peers = [everybody] * len(works)
-        return _Flight(outgoing, incoming, works, peers)
+        return _Flight(group, outgoing, incoming, works, peers)
 
     def _wait(self, bucket: int, phase: str, flight: _Flight) -> None:
         deadline = time.monotonic() + self._timeout
@@ -416,21 +418,32 @@ class CollectiveTransport:
                 try:
                     work.wait(timedelta(seconds=max(deadline - time.monotonic(), _SHORTEST_WAIT)))
                 except Exception as error:
-                    self._break(bucket, phase, peer, error, timed_out=time.monotonic() > deadline - _ROUNDING)
+                    timed_out = time.monotonic() > deadline - _ROUNDING
+                    self._break(bucket, phase, flight.group, peer, error, timed_out=timed_out)
 
-    def _break(self, bucket: int, phase: str, peer: object, error: Exception, *, timed_out: bool) -> NoReturn:
+    def _break(
+        self,
+        bucket: int,
+        phase: str,
+        group: dist.ProcessGroup | None,
+        peer: object,
+        error: Exception,
+        *,
+        timed_out: bool,
+    ) -> NoReturn:
         cause = f"nothing for {self._timeout:g} seconds" if timed_out else "the connection failed"
-        self._staging.clear()  # late bytes may still arrive in what the operations hold
-        self._flights.clear()
-        self._broken = TransportError(
+        if group is self._group:
+            self._staging.clear()  # late bytes may still arrive in what the operations hold
+            self._flights.clear()
+        self._broken[group] = TransportError(
             f"{self.name} transport, bucket {bucket}, phase {phase}, peer {peer}: {cause} "
             f"({type(error).__name__}: {error}). See the peer's log; the process group cannot be used any more"
         )
-        raise self._broken from error
+        raise self._broken[group] from error
 
-    def _raise_if_broken(self, bucket: int) -> None:
-        if self._broken is not None:
-            raise TransportError(f"bucket {bucket} cannot be exchanged after an earlier failure: {self._broken}")
+    def _raise_if_broken(self, bucket: int, group: dist.ProcessGroup | None) -> None:
+        if group in self._broken:
+            raise TransportError(f"bucket {bucket} cannot be exchanged after an earlier failure: {self._broken[group]}")
 
 
 def _view_of(piece: _Piece, staging: torch.Tensor) -> torch.Tensor:

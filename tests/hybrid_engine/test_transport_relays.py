@@ -94,7 +94,7 @@ class Rank:
         gathered: list = [None] * len(HOSTS)
         dist.all_gather_object(gathered, export_handles(self.rank, self.source) | relays.handles())
         handles = {buffer: handle for part in gathered for buffer, handle in part.items()}
-        self.group = dist.new_group()
+        self.group, self.tell_group = dist.new_group(), dist.new_group()
         self.router = TransportSet.connect(
             self.rank,
             job.source.buffers,
@@ -102,6 +102,7 @@ class Rank:
             self.group,
             destination_buffers=job.destination.buffers,
             relays=relays,
+            tell_group=self.tell_group,
             timeout=timeout,
         )
         self.router.check(self.plan, exported=handles)
@@ -242,16 +243,20 @@ def carrier_falls_silent(rank: Rank) -> list[object]:
     """It has received, and says nothing any more."""
     if rank.rank == 3:
         rank.router._fan_out = lambda share, destination, failure: time.sleep(4)
-    return [rank.run(0), outcome_of(lambda: rank.router.abandon(rank.plan.buckets[1], "gives up"))]
+    first = rank.run(0)
+    if rank.rank != 2:
+        return [first]
+    return [first, outcome_of(lambda: rank.router._transports["collective"].tell(1, "relay arrived", [], [3]))]
 
 
 def carrier_dies(rank: Rank) -> list[object]:
     """Its connections close."""
 
     def end(share: object, destination: object, failure: object) -> None:
-        dist.destroy_process_group(rank.group)
         collective = rank.router._transports["collective"]
-        rank.group = collective._group = collective._tell_group = None
+        for group in (rank.group, rank.tell_group):
+            dist.destroy_process_group(group)
+        rank.group = rank.tell_group = collective._group = collective._tell_group = None
 
     if rank.rank == 3:
         rank.router._fan_out = end
