@@ -3,9 +3,10 @@
     sender --NETWORK--> relay buffer on the carrier --HOST--> places of other ranks
                                                     --SELF--> places of the carrier
 
-A relay buffer belongs to one sender, one carrier and one set of readers, so all who have to do with it know everything
-that comes into it and where it lies, whatever else their hosts receive. Buckets take turns with NUM_SLOTS of them, so
-that one can be filled while another is read; boxes follow one another, row-major, in the plan's order.
+A relay buffer belongs to one bucket, one sender, one carrier and one set of readers, so all who have to do with it know
+everything that comes into it and where it lies, whatever else their hosts receive: boxes follow one another, row-major,
+in the plan's order. Carriers put the relay buffers of every NUM_SLOTS-th bucket into the same memory, so that those of
+one bucket can be filled while another's are read.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class Shipment:
     places: tuple[Place, ...]
     itemsizes: tuple[int, ...]
 
-    def buffer(self, slot: int) -> BufferId:
-        """The relay buffer it comes into in a bucket that has this slot."""
+    def buffer(self, index: int) -> BufferId:
+        """The relay buffer it comes into in bucket `index`."""
         readers = "+".join(str(rank) for rank in sorted({place.buffer.rank for place in self.places}))
-        return BufferId(self.carrier, f"relay {slot} of {self.dtype} from {self.src.buffer.rank} for {readers}")
+        return BufferId(self.carrier, f"relay {index} of {self.dtype} from {self.src.buffer.rank} for {readers}")
 
 
 def wire_dtype(source: str, destinations: Iterable[str]) -> str:
@@ -57,7 +58,7 @@ class RelayPlanner:
 
     Attributes:
         rank: transfers of this rank only are made; None: all.
-        buffers: the relay buffers so far, as large as their fullest bucket.
+        buffers: the relay buffers so far; a bucket's index is the group of its buffers.
     """
 
     rank: int | None = None
@@ -72,7 +73,7 @@ class RelayPlanner:
         fan_out: list[Transfer] = []
         ends: dict[BufferId, int] = {}
         for shipment in shipments:
-            region, buffer = shipment.region, shipment.buffer(index % NUM_SLOTS)
+            region, buffer = shipment.region, shipment.buffer(index)
             start = ends.get(buffer, 0)
             ends[buffer] = start + region.numel
             relay = Place(buffer, start, contiguous_strides(region.lengths))
@@ -83,8 +84,7 @@ class RelayPlanner:
                 nbytes = region.numel * min(itemsize, own_itemsize)
                 link = Link.SELF if place.buffer.rank == shipment.carrier else Link.HOST
                 fan_out.append(Transfer(region.tensor, region.lengths, relay, place, nbytes, link))
-            numel = max(ends[buffer], self.buffers[buffer].numel if buffer in self.buffers else 0)
-            self.buffers[buffer] = Buffer(numel, shipment.dtype, exported=True)
+            self.buffers[buffer] = Buffer(ends[buffer], shipment.dtype, group=str(index), exported=True)
         return self._own(arriving), self._own(fan_out)
 
     def _own(self, transfers: list[Transfer]) -> list[Transfer]:

@@ -11,6 +11,9 @@ import torch
 
 from hybrid_engine.memory.elastic import Handle, allocate_elastic, export_tensor
 from hybrid_engine.planning.layout import Buffer, BufferId
+from hybrid_engine.planning.relays import NUM_SLOTS
+
+_ALIGNMENT = 512  # bytes
 
 
 class RelayBuffers:
@@ -18,18 +21,26 @@ class RelayBuffers:
 
     Attributes:
         buffers: all that it has to do with (`ReshardPlan.relays`).
-        tensors: those on this rank, flat, by name. They take memory from the first bucket on, until this object goes.
+        tensors: those on this rank, flat, by name; those of every NUM_SLOTS-th bucket over the same bytes. They take
+            NUM_SLOTS times what the fullest bucket brings, from the first buckets on, until this object goes.
     """
 
     def __init__(self, rank: int, buffers: Mapping[BufferId, Buffer], device: torch.device | str = "cpu") -> None:
         """Raises DeviceMemoryError when the device has not enough memory."""
         self.buffers = dict(buffers)
         self._rank = rank
-        self.tensors = {
-            buffer_id.name: allocate_elastic(buffer.numel, getattr(torch, buffer.dtype), device, "relay")
-            for buffer_id, buffer in sorted(self.buffers.items())
-            if buffer_id.rank == rank
-        }
+        own = {buffer_id.name: buffer for buffer_id, buffer in sorted(self.buffers.items()) if buffer_id.rank == rank}
+        starts: dict[str, int] = {}
+        ends: dict[str, int] = {}  # by bucket
+        for name, buffer in own.items():
+            starts[name] = ends.get(buffer.group, 0)
+            ends[buffer.group] = -(-(starts[name] + buffer.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        slot_nbytes = max(ends.values(), default=0)
+        arena = allocate_elastic(NUM_SLOTS * slot_nbytes, torch.uint8, device, "relay")
+        self.tensors: dict[str, torch.Tensor] = {}
+        for name, buffer in own.items():
+            start = int(buffer.group) % NUM_SLOTS * slot_nbytes + starts[name]
+            self.tensors[name] = arena[start : start + buffer.nbytes].view(getattr(torch, buffer.dtype))
 
     def handles(self) -> dict[BufferId, Handle]:
         """Of those on this rank, for the other ranks of its host; to be exchanged once.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 import torch
 
 from hybrid_engine.errors import TransportError
-from hybrid_engine.memory.elastic import DeviceHandle, Handle, Peer, map_peer, open_peer
+from hybrid_engine.memory.elastic import BufferHandle, DeviceHandle, Handle, Peer, map_peer, open_peer
 from hybrid_engine.planning.layout import BufferId, Extent
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.transports.copies import SourceOf, failure_at
@@ -37,11 +38,13 @@ class SharedMemoryTransport(PullTransport):
         super().__init__(rank)
         self._handles = dict(handles)
         self._host_pages: dict[BufferId, torch.Tensor] = {}
+        self._files: dict[BufferHandle, torch.Tensor] = {}  # whole memory files, which hold many buffers
         self._device_peers: dict[BufferId, Peer] = {}
 
     def close(self) -> None:
         """Unmap the peers; idempotent. A later `run` maps them again."""
         self._host_pages.clear()
+        self._files.clear()
         while self._device_peers:
             self._device_peers.popitem()[1].close()
 
@@ -57,7 +60,7 @@ class SharedMemoryTransport(PullTransport):
                 if isinstance(handle := self._handle_of(buffer_id), DeviceHandle):
                     on_devices.setdefault(buffer_id, []).append(transfer)
                 else:
-                    self._host_pages[buffer_id] = map_peer(handle)
+                    self._host_pages[buffer_id] = self._map(handle)
         if not on_devices:
             return lambda transfer: self._host_pages[transfer.src.buffer]
         mapped = {
@@ -67,6 +70,14 @@ class SharedMemoryTransport(PullTransport):
         return lambda transfer: (
             mapped[transfer.src.buffer] if transfer.src.buffer in mapped else self._host_pages[transfer.src.buffer]
         )
+
+    def _map(self, handle: BufferHandle) -> torch.Tensor:
+        """A peer's flat tensor in host pages; its memory file is mapped once."""
+        whole = replace(handle, offset=0, numel=handle.file_nbytes, dtype="uint8")
+        if whole not in self._files:
+            self._files[whole] = map_peer(whole)
+        dtype = getattr(torch, handle.dtype)
+        return self._files[whole][handle.offset : handle.offset + handle.numel * dtype.itemsize].view(dtype)
 
     @contextmanager
     def _mapped(self, bucket: int, buffer_id: BufferId, transfers: Sequence[Transfer]) -> Iterator[torch.Tensor]:

@@ -5,6 +5,7 @@ Ranks 0 and 1 are on one host, 2 and 3 on the other.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 import time
@@ -197,6 +198,24 @@ def switch_with_manager() -> dict[str, object]:
     finally:
         sharding_manager.host_id, sharding_manager.is_elastic = host_id, is_elastic
     return found
+
+
+def test_relay_buffers_of_neighbouring_buckets_lie_apart():
+    """And those of all others over the same bytes: together twice what the fullest bucket brings."""
+    result = JOBS["halves to everybody"]().plan()
+    relays = RelayBuffers(2, result.relays)
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for buffer_id, buffer in result.relays.items():
+        if buffer_id.rank == 2:
+            flat = relays.tensors[buffer_id.name]
+            assert (flat.numel(), str(flat.dtype)) == (buffer.numel, f"torch.{buffer.dtype}")
+            spans.setdefault(int(buffer.group), []).append((flat.data_ptr(), flat.data_ptr() + flat.nbytes))
+    assert spans.keys() == {0, 1, 2}
+    for first, second in ((0, 1), (1, 2)):
+        both = sorted(spans[first] + spans[second])
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(both))
+    assert min(spans[0])[0] == min(spans[2])[0]
+    assert relays.handles().keys() == {buffer_id for buffer_id in result.relays if buffer_id.rank == 2}
 
 
 # What goes wrong: rank 0 or 1 sends, 2 and 3 bring half each and read the other's half.
