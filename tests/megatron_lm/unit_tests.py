@@ -19,12 +19,7 @@ PLUGIN_FOLDER: Final = Path(__file__).resolve().parent / "plugin"
 
 FILES: Final[dict[str, int]] = {
     "distributed/test_param_and_grad_buffer.py": 2,
-    "distributed/test_distributed_data_parallel.py": 2,
-    "distributed/test_finalize_model_grads.py": 2,
     "test_optimizer.py": 2,
-    "test_optimizer_param_scheduler.py": 1,
-    "optimizer": 1,
-    "resharding": 4,
 }
 """Below tests/unit_tests of the checkout -> ranks."""
 
