@@ -14,11 +14,14 @@ import torch
 
 from benchmarks.gpu_figures import Timing, plain_device_copy, raise_unless_written, seconds_of, synchronize, timing
 from benchmarks.gpu_layouts import ModelShape, RankJob, rank_job
+from hybrid_engine.memory.device_pages import CHUNK_NBYTES
 from hybrid_engine.memory.elastic import Peer, allocate_elastic, export_tensor, open_peer
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.transports.copies import copy_straight
 from hybrid_engine.transports.shared_memory import source_extents
 
+HOLE = CHUNK_NBYTES // 4
+"""Elements: a chunk of any dtype here has as many or more."""
 TIMEOUT = 600.0
 """Seconds that the two processes wait for each other."""
 WITH_MAPPING, COPIES = "pull, mapping bucket by bucket", "pull, copies alone"
@@ -110,7 +113,7 @@ def _pull_by_bucket(peer: Peer, parts: Sequence[Sequence[Transfer]], destination
     """As a switch does: the peer's chunks are mapped for a bucket only."""
     for index, transfers in enumerate(parts):
         if transfers:
-            extents = [extent for each in transfers for extent in source_extents(each)]
+            extents = [extent for each in transfers for extent in source_extents(each, HOLE)]
             with peer.mapped(extents) as flat:
                 copy_straight("pull", index, transfers, lambda _, flat=flat: flat, destinations)
 

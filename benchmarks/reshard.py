@@ -31,6 +31,8 @@ from benchmarks.resharding.plots import plot_memory, plot_phases  # noqa: E402
 from hybrid_engine.launching import run_ranks  # noqa: E402
 
 SECONDS_PER_CASE = 1800
+BUDGET, QUICK_BUDGET = 120.0, 30.0
+"""Seconds for all runs of one contender of a case."""
 
 
 def main() -> int:
@@ -42,8 +44,13 @@ def main() -> int:
     cases = chosen(arguments.only, arguments.quick, trains=arguments.train, keeps=arguments.keep)
     if not cases:
         sys.exit(f"no case's name contains {arguments.only!r}")
-    num_runs = arguments.runs if arguments.runs is not None else (3 if arguments.quick else 5)
-    request = {"runs": num_runs, "cycles": arguments.cycles, "timeline": arguments.plot_memory is not None}
+    num_runs = arguments.runs if arguments.runs is not None else (3 if arguments.quick else 7)
+    request = {
+        "runs": num_runs,
+        "budget": QUICK_BUDGET if arguments.quick else BUDGET,
+        "cycles": arguments.cycles,
+        "timeline": arguments.plot_memory is not None,
+    }
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
@@ -62,7 +69,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the figures here, after each number of ranks")
     parser.add_argument("--quick", action="store_true", help="a subset, with fewer runs")
     parser.add_argument("--only", default="", help="cases whose name contains this; tiny: a case for trying the script")
-    parser.add_argument("--runs", type=int, help="timed runs of each contender (default: 5, quick: 3; 0 times nothing)")
+    parser.add_argument(
+        "--runs",
+        type=int,
+        help="timed runs of each contender (default: 7, quick: 3; 0: none)",
+    )
     parser.add_argument("--cycles", type=int, default=0, help="switch so often after the timing and watch for growth")
     parser.add_argument("--train", action="store_true", help="with gradients and optimizer; needs far more memory")
     parser.add_argument("--keep", action="store_true", help="vLLM keeps its weights' memory (release_weights: false)")
@@ -101,6 +112,8 @@ def _run(num_ranks: int, arguments: Sequence[str], timeout: float) -> str | None
     """Run the ranks to their end; the last of their output when they failed."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    # torch keeps records of a process's last 2,000 collectives: until these are full they look like growth of ours
+    environment["TORCH_FR_BUFFER_SIZE"] = "0"
     program = ["-m", "benchmarks.resharding.ranks", *arguments]
     ended = run_ranks(program, num_ranks, timeout, environment=environment)
     if os.environ.get("RESHARD_VERBOSE"):

@@ -1,11 +1,10 @@
-"""Puts an inference engine beside a live training model, and asks its replicas for completions.
+"""Puts an inference engine beside a live training model.
 
 Shared by those who bring the training model: `ActorHybridWorker` builds one, `megatron_script` finds one running.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from hybrid_engine.planning.layout import Layout
 from hybrid_engine.ports import TrainingWeights
 
 if TYPE_CHECKING:
-    from hybrid_engine.backends.vllm import Completion, InferenceEngine, InferenceSettings, Sampling
+    from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings
 
 
 def build_inference_engine(
@@ -103,26 +102,3 @@ def _adapter_settings(config: HybridConfig) -> dict[str, Any]:
         "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= lora.rank),
         "lora_target_modules": adapted_modules(shapes),
     }
-
-
-def generate_over_replicas(
-    engine: InferenceEngine,
-    agreement: Agreement,
-    prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
-    adapter: str | None = None,
-) -> list[list[Completion]]:
-    """Completions of all prompts, spread over the replicas; on every rank, in the order of `prompts`. Collective.
-
-    Args:
-        prompts: token ids, the same list on every rank.
-        sampling: how; `sampling.n` completions a prompt.
-    """
-    num_replicas = engine.settings.data_parallel_size
-    with agreement.phase("generate"):
-        engine.check_prompts(prompts, sampling.max_tokens)  # all of them everywhere: no replica starts in vain
-        completions = engine.generate(prompts[engine.dp_rank :: num_replicas], sampling, adapter)
-    reports_back = engine.tp_rank == 0 and engine.pp_rank == 0
-    shares = agreement.gather((engine.dp_rank, completions) if reports_back else None)
-    by_replica = dict(share for share in shares if share is not None)
-    return [by_replica[i % num_replicas][i // num_replicas] for i in range(len(prompts))]

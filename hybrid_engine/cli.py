@@ -262,6 +262,9 @@ def _bytes_table(facts: dict[str, Any]) -> Table:
     for name, numbers in facts["bytes"].items():
         table.add_row(*_spread_row(name.replace("_", " "), numbers))
     table.add_section()
+    for name, numbers in facts["across_hosts"].items():
+        table.add_row(*_spread_row(f"across hosts, by host: {name}", numbers))
+    table.add_section()
     table.add_row(*_spread_row("received in sequential order", facts["sequential"]["received"]))
     return table
 

@@ -65,6 +65,10 @@ class InferenceWeights(WeightAdaptor, Protocol):
         """Put filled groups in force: run the engine's own post-load processing where it repacks weights."""
         ...
 
+    def settle(self) -> None:
+        """After the last commit of a fill: free the memory that only the way there needed."""
+        ...
+
     def release(self) -> None:
         """Free the memory of all weights; they cannot be used before the next allocate, fill and commit."""
         ...

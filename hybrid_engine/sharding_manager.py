@@ -38,16 +38,16 @@ from hybrid_engine.agreement import Agreement
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import PlanError, ReshardError, StateError
 from hybrid_engine.handover import Handover
-from hybrid_engine.memory.elastic import Handle, host_id
+from hybrid_engine.memory.elastic import Handle, host_id, is_elastic
 from hybrid_engine.memory.offloader import KINDS as KIND_ORDER
 from hybrid_engine.memory.offloader import MegatronOffloader, OffloadReport, Part
 from hybrid_engine.memory.weight_container import BucketFollower, FillReport, WeightContainer
 from hybrid_engine.planning.layout import BufferId, Layout
-from hybrid_engine.planning.plan import Link
+from hybrid_engine.planning.plan import Link, ReshardPlan
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.planning.releases import releases
 from hybrid_engine.ports import InferenceWeights, TrainingWeights
-from hybrid_engine.transports import TransportSet, export_handles
+from hybrid_engine.transports import LocalTransport, RelayBuffers, TransportSet, export_handles
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -97,6 +97,9 @@ class ReshardReport:
             prepare, check, fill (of which allocate, read, transfer, write, commit), release, resume; each with its wait
             for the slowest rank.
         bytes_received: from other ranks. bytes_own: copied inside this rank. bytes_least: no plan receives less.
+        bytes_across_hosts: those received from ranks of other hosts. What several ranks of a host need of them comes to
+            one of these and counts there; the others have it from that rank.
+        bytes_by_transport: received, by transport. pairs_by_transport: ranks it was received from.
         bytes_offloaded, bytes_onloaded: between device and host; with what was prefetched since the last switch.
         peak_bytes: training and inference state on the device at once, at its highest during the switch.
     """
@@ -111,6 +114,9 @@ class ReshardReport:
     bytes_offloaded: int
     bytes_onloaded: int
     peak_bytes: int
+    bytes_across_hosts: int = 0
+    bytes_by_transport: Mapping[str, int] = field(default_factory=dict)
+    pairs_by_transport: Mapping[str, int] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a metrics file."""
@@ -118,10 +124,14 @@ class ReshardReport:
 
     def __str__(self) -> str:
         rate = self.bytes_received / self.seconds / 1e9 if self.seconds else 0.0
+        ways = "".join(
+            f", {name} {nbytes / 1e9:.6f} GB of {self.pairs_by_transport[name]} ranks"
+            for name, nbytes in self.bytes_by_transport.items()
+        )
         return (
             f"[Reshard] direction={self.direction} version={self.version} duration={self.seconds:.3f} s, "
             f"transferred={self.bytes_received / 1e9:.6f} GB (least possible {self.bytes_least / 1e9:.6f} GB), "
-            f"{rate:.3f} GB/s, peak={self.peak_bytes / 1e9:.6f} GB"
+            f"{rate:.3f} GB/s, peak={self.peak_bytes / 1e9:.6f} GB{ways}"
         )
 
 
@@ -132,6 +142,8 @@ class _Tally:
     seconds: dict[str, float] = field(default_factory=dict)
     received: int = 0
     own: int = 0
+    across_hosts: int = 0
+    by_peer: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # of other ranks, by transport
     offloaded: int = 0
     onloaded: int = 0
     peak: int = 0
@@ -140,6 +152,10 @@ class _Tally:
         self.seconds.update(report.seconds)
         self.received = report.received_nbytes
         self.own = report.nbytes_by_link[Link.SELF]
+        self.across_hosts = report.nbytes_by_link[Link.NETWORK]
+        self.by_peer = {
+            name: by_peer for name, by_peer in report.nbytes_by_peer.items() if by_peer and name != LocalTransport.name
+        }
 
 
 @dataclass(frozen=True)
@@ -150,6 +166,15 @@ class _RankSetup:
     training: Layout
     inference: Layout
     handles: Mapping[BufferId, Handle]
+    can_relay: bool
+
+
+@dataclass(frozen=True)
+class _RankPlan:
+    """What the ranks tell each other after planning."""
+
+    fingerprint: str
+    handles: Mapping[BufferId, Handle]  # of relay buffers
 
 
 class ShardingManager:
@@ -196,18 +221,25 @@ class ShardingManager:
         self._tally = _Tally()
         self._num_prefetched = 0  # bytes, for the report of the next switch
         self.rank = dist.get_rank()
-        on_gpu = any(tensor.is_cuda for tensor in training.buffers().values())
-        self.transfer_group = self._new_group("nccl" if on_gpu else "gloo")
+        devices = [tensor.device for tensor in training.buffers().values()]
+        self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
+        self.transfer_group = self._new_group("nccl" if self._device.type == "cuda" else "gloo")
         self._fence_group = self._new_group("gloo")
         with self._phase("layout"):
             handles = export_handles(self.rank, training.buffers())
-            setup = _RankSetup(host_id(), training.layout(), inference.layout(), handles)
+            can_relay = config.transport == "auto" and is_elastic(self._device)
+            setup = _RankSetup(host_id(), training.layout(), inference.layout(), handles, can_relay)
         setups = self.agreement.gather(setup)
         with self._phase("plan"):
-            self.container = self._connect(setups)
+            self.plan = self._make_plan(setups)
+            relays = RelayBuffers(self.rank, self.plan.relays, self._device)
             self._releases = releases(setup.training.shards, self.plan.buckets)
-        if len(set(self.agreement.gather(self.plan.fingerprint))) > 1:
+        plans = self.agreement.gather(_RankPlan(self.plan.fingerprint, relays.handles()))
+        if len({made.fingerprint for made in plans}) > 1:
             raise PlanError(["the ranks made different plans: they do not run the same code or configuration"])
+        with self._phase("plan"):
+            self.router = self._connect(setups, plans, relays)
+            self.container = WeightContainer(self.inference, self.plan, self.router)
         with self._phase("release"):
             self.inference.release()
         with self._phase("onload"):
@@ -400,25 +432,34 @@ class ShardingManager:
         """Give back the transports' mappings and staging memory; a later switch takes them again. Idempotent."""
         self.router.close()
 
-    def _connect(self, setups: Sequence[_RankSetup]) -> WeightContainer:
-        """Plan and connect the transports, from what all ranks told each other."""
-        source = Layout.merge(setup.training for setup in setups)
-        destination = Layout.merge(setup.inference for setup in setups)
+    def _make_plan(self, setups: Sequence[_RankSetup]) -> ReshardPlan:
+        """Plan, from what all ranks told each other. A host relays where all of its ranks can."""
         hosts = [setup.host for setup in setups]
-        bucket_nbytes = self.config.bucket_mb * 1024**2
-        self.plan = plan(source, destination, hosts, bucket_nbytes, self.unserved, rank=self.rank)
-        all_handles = {buffer: handle for setup in setups for buffer, handle in setup.handles.items()}
-        self.router = TransportSet.connect(
+        return plan(
+            Layout.merge(setup.training for setup in setups),
+            Layout.merge(setup.inference for setup in setups),
+            hosts,
+            self.config.bucket_mb * 1024**2,
+            self.unserved,
+            rank=self.rank,
+            relaying_hosts=set(hosts) - {setup.host for setup in setups if not setup.can_relay},
+        )
+
+    def _connect(self, setups: Sequence[_RankSetup], plans: Sequence[_RankPlan], relays: RelayBuffers) -> TransportSet:
+        """The transports for the plan."""
+        handles = {buffer: handle for made in (*setups, *plans) for buffer, handle in made.handles.items()}
+        router = TransportSet.connect(
             self.rank,
-            source.buffers,
-            all_handles,
+            {key: buffer for setup in setups for key, buffer in setup.training.buffers.items()},
+            handles,
             self.transfer_group,
-            destination_buffers=destination.buffers,
+            destination_buffers={key: buffer for setup in setups for key, buffer in setup.inference.buffers.items()},
+            relays=relays,
             preference=self.config.transport,
             timeout=self.config.timeout_seconds,
         )
-        self.router.check(self.plan, exported=all_handles)
-        return WeightContainer(self.inference, self.plan, self.router)
+        router.check(self.plan, exported=handles)
+        return router
 
     def _report(self, direction: str, seconds: float) -> ReshardReport:
         tally, filled = self._tally, direction.endswith(State.INFER.value)
@@ -434,6 +475,9 @@ class ShardingManager:
             bytes_offloaded=tally.offloaded,
             bytes_onloaded=tally.onloaded,
             peak_bytes=tally.peak,
+            bytes_across_hosts=tally.across_hosts,
+            bytes_by_transport={name: sum(by_peer.values()) for name, by_peer in tally.by_peer.items()},
+            pairs_by_transport={name: len(by_peer) for name, by_peer in tally.by_peer.items()},
         )
         self.last_report = report
         return report

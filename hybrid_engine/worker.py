@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import megatron_patches
 from hybrid_engine.agreement import Agreement
-from hybrid_engine.assembly import build_inference_engine, generate_over_replicas
+from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import ConfigError, DependencyError, StateError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
@@ -116,7 +116,7 @@ class ActorHybridWorker:
         Returns, on every rank, a list of `n` completions for each prompt, in the order of `prompts`.
         """
         self.require(State.INFER)
-        return generate_over_replicas(self.inference, self.sharding.agreement, prompts, sampling, self.adapter)
+        return self.inference.generate_over_replicas(prompts, sampling, self.adapter)
 
     def compute_log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probability [B, S] fp32 of every label under the training weights. In train or forward context."""

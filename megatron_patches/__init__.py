@@ -5,9 +5,14 @@
                    ├── buffers      group "hooks": who allocates the flat buffers; iter_buffers reads them
                    ├── optimizers   group "hooks": weight versions after each step; optimizer_tensors lists state
                    │     └── optimizer_state   gather_state: that state in flat tensors of our choice
-                   └── cpu          group "cpu" (only without CUDA): megatron on CPU tensors and gloo
-                         ├── cpu_torch   the `torch` that megatron's modules see
-                         └── gloo        the few collectives that gloo refuses
+                   ├── cpu          group "cpu" (only without CUDA): megatron on CPU tensors and gloo
+                   │     ├── cpu_torch   the `torch` that megatron's modules see
+                   │     └── gloo        the few collectives that gloo refuses
+                   ├── cpu_training group "cpu_training": the same for megatron.training
+                   └── script       group "script": --enable-resharding on Megatron-LM's own scripts
+                         ├── launcher    python -m megatron_patches SCRIPT
+                         ├── arguments   the command line, which Megatron's Namespace never sees
+                         └── engines     the protocol of an engine, and how one is found
 
 A patch is a record (`patch.Patch`); ``python -m megatron_patches list`` prints them all. Only
 attributes of ``megatron.*`` are ever replaced: torch stays itself. Knows nothing of hybrid_engine.

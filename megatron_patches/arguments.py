@@ -24,6 +24,7 @@ class ReshardingOptions:
     enabled: --enable-resharding.
     config: YAML file of the engine.
     interval: optimizer steps between two switches; skipped steps do not count.
+    at_start: also switch before the first step of this run.
     infer_tensor_parallel_size, …: layout of the inference engine.
     offload_train_param, …: what leaves the device while it generates.
     prompts: file with a prompt on every line; None generates nothing.
@@ -37,6 +38,7 @@ class ReshardingOptions:
     enabled: bool = False
     config: Path | None = None
     interval: int = 1
+    at_start: bool = False
     infer_tensor_parallel_size: int | None = None
     infer_pipeline_parallel_size: int | None = None
     infer_data_parallel_size: int | None = None
@@ -82,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
     add("enabled", "Switch to the inference engine and back while training.", nargs=0)
     add("config", "YAML file of the engine: model, generate_config, sampling.", type=Path, metavar="FILE")
     add("interval", "Optimizer steps between two switches (default: 1).", type=_positive, metavar="N")
+    add("at_start", "Also switch before the first step of this run.", nargs=0)
     for axis in ("tensor", "pipeline", "data", "expert"):
         text = f"{axis.capitalize()} parallel size of inference; overrides the file."
         add(f"infer_{axis}_parallel_size", text, type=_positive, metavar="N")

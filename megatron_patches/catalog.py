@@ -37,6 +37,11 @@ def apply(groups: Iterable[str] | None = None, *, allow_version: bool = False) -
     _registry.apply(default_groups() if groups is None else groups, allow_version=allow_version)
 
 
+def check_version(groups: Iterable[str], *, allow_version: bool = False) -> None:
+    """Raise UnsupportedVersionError unless all patches of `groups` were tested with this megatron-core."""
+    _registry.check_version(groups, allow_version=allow_version)
+
+
 def revert() -> None:
     """Put every original attribute of megatron back. Calling it again changes nothing.
 

@@ -93,7 +93,7 @@ class ReshardingEngine(Protocol):
         ...
 
     def switch(self, iteration: int) -> None:
-        """The optimizer has taken `--resharding-interval` more steps; `iteration` iterations are complete."""
+        """It is time (`--resharding-interval`, `--resharding-at-start`); `iteration` iterations are complete."""
         ...
 
     def detach(self) -> None:

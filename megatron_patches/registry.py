@@ -89,6 +89,11 @@ class PatchRegistry:
         self._watch_imports()
         logger.info("applied %d megatron patches at %d places", len(selected), len(replacements))
 
+    def check_version(self, groups: Iterable[str], *, allow_version: bool = False) -> None:
+        """Raise UnsupportedVersionError unless all patches of `groups` were tested with this megatron-core."""
+        selected = self._select(groups)
+        _check_version(_imported_version(selected), selected, allow_version)
+
     def revert(self) -> None:
         """Put every original back, the last swap first. Does nothing when nothing is applied.
 

@@ -42,15 +42,24 @@ class _Run:
     """This process's run of a script.
 
     num_steps: optimizer steps taken, skipped ones not counted; goes on from a checkpoint's iteration.
+    starts: no step was begun since the engine was attached.
+    attached: the engine is, since training runs.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
     options: ReshardingOptions = field(default_factory=ReshardingOptions)
     engine: ReshardingEngine | None = None
     num_steps: int = 0
+    starts: bool = False
+    attached: bool = False
 
 
 _run = _Run()
+
+
+def options() -> ReshardingOptions:
+    """What this run's command line says of resharding; Megatron's own arguments do not have it."""
+    return _run.options
 
 
 def allows_version() -> bool:
@@ -114,10 +123,12 @@ def with_validation(validate_args: Function) -> Function:
 
 
 def _make_engine(script: MegatronScript) -> ReshardingEngine:
-    from megatron_patches.catalog import apply
+    from megatron_patches.catalog import apply, check_version
 
     factory = find_engine(script.options.engine)
-    apply(("hooks",), allow_version=script.options.allow_version)
+    allow_version = script.options.allow_version
+    check_version(("script",), allow_version=allow_version)  # a patched source tree has them without apply()
+    apply(("hooks",), allow_version=allow_version)
     return factory(script)
 
 
@@ -153,15 +164,20 @@ def with_engine(train: Function) -> Function:
 
 @contextlib.contextmanager
 def _attached(engine: ReshardingEngine, model: Any, optimizer: Any) -> Iterator[None]:
-    """Detached at the end and on sys.exit, which all ranks reach; after an error ranks may be anywhere."""
+    """Detached at the end and when Megatron exits, which all ranks do; after an error ranks may be anywhere."""
     iteration = _megatron_args().iteration
     engine.attach(model, optimizer, iteration)
-    _run.num_steps = iteration
+    _run.num_steps, _run.starts, _run.attached = iteration, True, True
     try:
         yield
     except SystemExit:
-        engine.detach()
+        try:
+            engine.detach()
+        except Exception:  # Megatron's own status is what counts
+            logger.exception("the resharding engine could not be ended")
         raise
+    finally:
+        _run.attached = False
     engine.detach()
 
 
@@ -170,6 +186,11 @@ def with_switch(train_step: Function) -> Function:
     """Of `train_step`, whose result begins with (losses, whether the step was skipped)."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
+        if _run.options.enabled and not _run.attached:
+            raise ScriptError(["train_step is called outside of megatron.training's train; call it there"])
+        if _run.starts and _run.options.at_start:
+            _required_engine().switch(_megatron_args().curr_iteration)
+        _run.starts = False
         result = train_step(*args, **kwargs)
         _, was_skipped, *_ = result
         if _run.options.enabled and not was_skipped:

@@ -32,7 +32,7 @@ info=$checkout/megatron/core/package_info.py
     fail "$checkout is not the root of a git checkout, so that changes could not be told from the original"
 
 number() { sed -n "s/^$1 = \([0-9]*\).*/\1/p" "$info"; }
-version=$(number MAJOR).$(number MINOR).$(number PATCH)
+version=$(number MAJOR).$(number MINOR).$(number PATCH)$(sed -n "s/^PRE_RELEASE = ['\"]\(.*\)['\"].*/\1/p" "$info")
 set_dir=$here/core_v$version
 if [ ! -f "$set_dir/series" ]; then
     known=$(cd "$here" && ls -d core_v*/ | tr -d /)
@@ -47,7 +47,7 @@ done < <(grep -v '^#' "$set_dir/series")
 
 if [ -z "$direction" ]; then
     if git_there apply --reverse --check "${patches[@]}" 2>/dev/null; then
-        echo "already applied: core_v$version, ${#patches[@]} patches"
+        echo "already applied: core_v$version, ${#patches[@]} patches (other changes of the tree were not looked at)"
         exit 0
     fi
     changed=$(git_there status --porcelain --untracked-files=no)

@@ -130,7 +130,7 @@ BUCKET_MB = 64
 DENSE, EXPERTS = "qwen2.5-0.5b", "qwen3-moe-2304"
 
 CASES: tuple[Case, ...] = (
-    Case(DENSE, 2, "tp=2", "tp=1,dp=2", in_quick=True),
+    Case(DENSE, 2, "tp=2", "tp=1,dp=2"),
     Case(DENSE, 2, "tp=1,dp=2", "tp=2"),
     Case(DENSE, 2, "pp=2", "tp=2,dp=1"),
     Case(DENSE, 2, "pp=2", "tp=1,dp=2"),
@@ -140,7 +140,7 @@ CASES: tuple[Case, ...] = (
     Case(DENSE, 4, "pp=4", "tp=2,pp=2,dp=1"),
     Case(EXPERTS, 2, "ep=2,dp=2", "tp=2", in_quick=True),
     Case(EXPERTS, 2, "tp=2,dp=1", "tp=2,ep=2"),
-    Case(EXPERTS, 4, "ep=4,dp=4", "tp=2,dp=2", in_quick=True),
+    Case(EXPERTS, 4, "ep=4,dp=4", "tp=2,dp=2"),
     Case(EXPERTS, 4, "tp=2,dp=2,ep=2,etp=1", "tp=4,ep=4"),
     Case(EXPERTS, 4, "pp=2,dp=2,ep=2", "tp=2,dp=2"),
 )

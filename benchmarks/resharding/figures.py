@@ -17,7 +17,7 @@ class Figures:
     Attributes:
         ours_seconds: training weights to vLLM's parameters in loader layout, from released to filled memory.
         ours_allocate_seconds: of these, taking and zeroing that memory (the same task for all who write into vLLM).
-        ours_kept_seconds: the same where vLLM's weights keep their memory between switches (`release_weights: false`).
+        ours_kept_seconds: the copies alone, where all parameters have memory that was used before.
         ours_commit_seconds: vLLM's own repacking, not in `ours_seconds` (again the same for all).
         mbridge_seconds: mbridge's export_weights into vLLM's load_weights.
         megatron_resharding_seconds: megatron-core's resharding over gloo, into a Megatron model.
@@ -29,6 +29,7 @@ class Figures:
         bucket_bytes: of the plan's largest bucket, on the rank that is filled most. A tensor is never in two.
         weights_kept: the whole run was made with `release_weights: false`.
         phases: contender -> phase -> seconds. spread: contender -> fastest and slowest run.
+        num_runs: contender -> timed runs; a slow one has fewer.
         switch_phases: of a whole switch to inference, with offload, on rank 0.
         growth: what the ranks held after the first and the last of many cycles (`--cycles`).
         timeline: device bytes of rank 0 over one cycle (`--timeline`).
@@ -60,10 +61,10 @@ class Figures:
     bucket_bytes: int | None = None
     num_tensors: int | None = None
     inference_bytes: int | None = None
-    num_runs: int = 0
     weights_kept: bool = False
     phases: dict[str, Mapping[str, float]] = field(default_factory=dict)
     spread: dict[str, tuple[float, float]] = field(default_factory=dict)
+    num_runs: dict[str, int] = field(default_factory=dict)
     switch_phases: dict[str, float] = field(default_factory=dict)
     growth: dict[str, Any] | None = None
     timeline: dict[str, Any] | None = None

@@ -19,7 +19,6 @@ class LoaderTarget:
     """
 
     def __init__(self, worker: ActorHybridWorker) -> None:
-        self._container = worker.sharding.container
         self._adaptor = worker.inference.adaptor
         if self._adaptor.staged:
             raise ValueError(f"{len(self._adaptor.staged)} tensors only go through vLLM's own loader")
@@ -52,6 +51,7 @@ class LoaderTarget:
         """vLLM's repacking of all that was written; timed as the commit."""
         with clock.phase(COMMIT):
             self._adaptor.commit(self._groups)
+            self._adaptor.settle()
 
     def digesting(self) -> AbstractContextManager[Digests]:
         return digesting_vllm(self._adaptor)

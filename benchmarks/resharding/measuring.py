@@ -1,4 +1,7 @@
-"""How a contender is timed: all ranks start together, the slowest one counts, the median of several runs is kept."""
+"""How a contender is timed: all ranks start together, the slowest one counts, the median of several runs is kept.
+
+A slow contender is given fewer runs, so that it does not hold up the others.
+"""
 
 from __future__ import annotations
 
@@ -72,6 +75,7 @@ class Timing:
         allocate_seconds: part of `seconds`.
         by_phase: phases of that rank and run.
         fastest, slowest: of all runs, without the commit.
+        num_runs: how many.
     """
 
     seconds: float
@@ -80,17 +84,28 @@ class Timing:
     by_phase: Mapping[str, float]
     fastest: float
     slowest: float
+    num_runs: int
 
 
-def measure(contender: Contender, num_runs: int) -> tuple[Timing, Digests]:
-    """Time `num_runs` runs after one that warms up, whose result is digested. Raises what the contender raises."""
+def measure(contender: Contender, num_runs: int, budget: float) -> tuple[Timing, Digests]:
+    """Time up to `num_runs` runs after one that warms up, whose result is digested. Raises what the contender raises.
+
+    Args:
+        budget: seconds for all runs together; one that would exceed them is not begun. Where none fits, the run that
+            warms up is the only one.
+    """
     with contender.digesting() as digests:
-        _one_run(contender)
-    runs = sorted((_slowest(*_one_run(contender)) for _ in range(num_runs)), key=_net)
+        warm_up = last = _slowest(*_one_run(contender))
+    spent, runs = last[0], []
+    while len(runs) < num_runs and spent + last[0] <= budget:
+        last = _slowest(*_one_run(contender))
+        spent += last[0]
+        runs.append(last)
+    runs = sorted(runs or [warm_up], key=_net)
     middle = runs[(len(runs) - 1) // 2]
     phases = middle[1]
     commit, allocate = (phases.get(name, 0.0) for name in (COMMIT, ALLOCATE))
-    return Timing(_net(middle), commit, allocate, phases, _net(runs[0]), _net(runs[-1])), digests
+    return Timing(_net(middle), commit, allocate, phases, _net(runs[0]), _net(runs[-1]), len(runs)), digests
 
 
 def _one_run(contender: Contender) -> tuple[float, Clock]:

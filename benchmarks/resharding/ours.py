@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
+import torch
+import torch.distributed as dist
+
+from benchmarks.resharding.loading import LoaderTarget
 from benchmarks.resharding.measuring import Clock, Digests, digesting_vllm, gather
 from hybrid_engine.memory.elastic import host_id
 from hybrid_engine.memory.weight_container import ContainerState, WeightContainer
@@ -61,15 +66,39 @@ class Ours:
             self._container.release()
 
 
-class OursKept(Ours):
-    """The same where vLLM's weights keep their memory between runs (`release_weights: false`)."""
+class OursKept:
+    """The copies alone: every parameter of vLLM has its memory in loader layout already; all are repacked at the end.
+
+    So one rank's repacking never runs beside another's copies, which it would slow down where ranks share cores.
+    """
 
     def __init__(self, worker: ActorHybridWorker) -> None:
-        super().__init__(worker)
+        self._training, self._sharding = worker.sharding.training, worker.sharding
+        self._target = LoaderTarget(worker)
+        self._adaptor = worker.inference.adaptor
         self._kept_before = self._adaptor.keeps_memory
         self._adaptor.keeps_memory = True
+        self._flats: Mapping[str, torch.Tensor] = {}
+
+    def prepare(self) -> None:
+        self._target.release()
+        self._flats = self._target.allocate(Clock())
+        self._training.prepare()
+
+    def run(self, clock: Clock) -> None:
+        source = self._training.buffers()
+        with clock.phase("transfer"):
+            for bucket in self._sharding.plan.buckets:
+                self._sharding.router.run(bucket, source, self._flats)
+            dist.barrier()
+        self._flats = {}
+        self._target.commit(clock)
+
+    def digesting(self) -> AbstractContextManager[Digests]:
+        return self._target.digesting()
 
     def close(self) -> None:
         """Keep or free memory as configured again."""
+        self._flats = {}
         self._adaptor.keeps_memory = self._kept_before
-        super().close()
+        self._target.release()

@@ -10,7 +10,7 @@ from benchmarks.resharding.page import Row, name_of
 
 _LABELS = {
     "ours": "ours",
-    "ours_kept": "ours, memory kept",
+    "ours_kept": "ours, copies alone",
     "floor": "floor",
     "mbridge": "mbridge",
     "gather_broadcast": "gather + broadcast",
@@ -68,7 +68,8 @@ def plot_memory(rows: Sequence[Row], path: Path) -> None:
         for event in line["events"]:
             axes.axvspan(event["start"], event["stop"], color="black", alpha=0.07)
             axes.text(event["start"], larger * 1.02, event["name"], fontsize=8)
-        axes.set(xlabel="seconds", ylabel="MB on the device of rank 0")
+        highest = max(map(sum, zip(training, inference, strict=True)))
+        axes.set(xlabel="seconds", ylabel="MB on the device of rank 0", ylim=(0, 1.12 * highest))
         axes.set_title(name_of(row), fontsize=10, loc="left")
         axes.legend(loc="lower right", fontsize=8)
     figure.tight_layout()

@@ -73,11 +73,13 @@ class Request:
 
     Attributes:
         runs: timed runs of each contender; 0 times none.
+        budget: seconds for the runs of one contender; see `measure`.
         cycles: switches there and back over which growth is watched; 0 for none.
         timeline: trace memory over one cycle.
     """
 
     runs: int
+    budget: float
     cycles: int = 0
     timeline: bool = False
 
@@ -110,8 +112,7 @@ def run_case(case: Case, directory: Path, request: Request, figures: Figures) ->
         _switch_once(worker, figures)
         results: dict[str, Digests] = {}
         for entry in entries() if request.runs else ():
-            _time(entry, worker, request.runs, figures, results)
-        figures.num_runs = request.runs
+            _time(entry, worker, request, figures, results)
         if request.cycles:
             figures.growth = grow(worker, request.cycles)
         if request.timeline:
@@ -165,13 +166,13 @@ def _resident(worker: ActorHybridWorker) -> int:
 
 
 def _time(
-    entry: Entry, worker: ActorHybridWorker, num_runs: int, figures: Figures, results: dict[str, Digests]
+    entry: Entry, worker: ActorHybridWorker, request: Request, figures: Figures, results: dict[str, Digests]
 ) -> None:
     """Time one contender and check what it wrote."""
     key = f"{entry.key}_seconds"
     contender, failure = agreed(lambda: entry.build(worker))
     if failure is None:
-        outcome, failure = agreed(lambda: measure(contender, num_runs))
+        outcome, failure = agreed(lambda: measure(contender, request.runs, request.budget))
         agreed(contender.close)
     if failure is not None:
         figures.reasons[key] = failure
@@ -186,6 +187,7 @@ def _time(
             setattr(figures, f"{entry.key}_{part}_seconds", seconds)
     figures.phases[entry.key] = dict(timing.by_phase)
     figures.spread[entry.key] = (timing.fastest, timing.slowest)
+    figures.num_runs[entry.key] = timing.num_runs
 
 
 def _difference(entry: Entry, results: dict[str, Digests]) -> str | None:

@@ -34,6 +34,7 @@ def facts_of(plan: JobPlan) -> dict[str, Any]:
         "train": {**_without_defaults(plan.train), "data": plan.train.data},
         "infer": {**_without_defaults(plan.infer), "data": plan.infer.data},
         "bytes": _bytes(plan.bytes),
+        "across_hosts": _across_hosts(plan),
         "sequential": _bytes(plan.sequential),
         "peers": [asdict(peer) for peer in plan.peers],
         "memory": {
@@ -85,6 +86,13 @@ def _bytes(summary: ByteSummary) -> dict[str, dict[str, float]]:
         "sent_across_hosts": spread_of(summary.sent_network),
         "least": spread_of(summary.least),
     }
+
+
+def _across_hosts(plan: JobPlan) -> dict[str, dict[str, float]]:
+    """What comes to each host from others, and the least that must."""
+    hosts = plan.cluster.hosts(plan.world_size)
+    received = np.bincount(hosts, weights=plan.bytes.network).astype(np.int64)
+    return {"received": spread_of(received), "least": spread_of(plan.bytes.network_least)}
 
 
 def _without_defaults(sizes: Any) -> dict[str, Any]:

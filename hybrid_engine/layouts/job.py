@@ -50,7 +50,7 @@ class Cluster:
     link_gbps: Mapping[Link, float] = field(default_factory=lambda: LINK_GBPS)
 
     def hosts(self, num_ranks: int) -> list[int]:
-        """Host number of every rank."""
+        """Host number of every rank. The ranks of a host are taken to read each other's memory."""
         return [rank // self.ranks_per_host for rank in range(num_ranks)]
 
 
@@ -142,7 +142,9 @@ class JobPlan:
         """Every transfer of one rank."""
         hosts = self.cluster.hosts(self.world_size)
         unserved = [name for name in self.table.shapes if not self.table.is_served(name)]
-        return plan_of_rank(self.source, self.destination, hosts, rank, self.bucket_nbytes, unserved)
+        return plan_of_rank(
+            self.source, self.destination, hosts, rank, self.bucket_nbytes, unserved, relaying_hosts=set(hosts)
+        )
 
 
 def plan_job(
@@ -167,13 +169,13 @@ def plan_job(
     source = training_side(table, train, dtype)
     positions = inference_side(table, infer, dtype)
     hosts = cluster.hosts(train.world_size)
-    sequential = summarize(source.holdings, positions.holdings, hosts)
+    sequential = summarize(source.holdings, positions.holdings, hosts, set(hosts))
     chosen = rank_order(order, source.holdings, positions.holdings, hosts, infer.tensor)
     destination, moved = positions, sequential
     if chosen != tuple(range(train.world_size)):
         infer = replace(infer, rank_order=chosen)
         destination = inference_side(table, infer, dtype)
-        moved = summarize(source.holdings, destination.holdings, hosts)
+        moved = summarize(source.holdings, destination.holdings, hosts, set(hosts))
     return JobPlan(
         table=table,
         train=train,

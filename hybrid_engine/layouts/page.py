@@ -160,6 +160,7 @@ def _json(value: Any) -> str:
 
 def _numbers(facts: dict[str, Any]) -> str:
     rows = [(name.replace("_", " "), numbers) for name, numbers in facts["bytes"].items()]
+    rows += [(f"across hosts, by host: {name}", numbers) for name, numbers in facts["across_hosts"].items()]
     rows += [(f"sequential order: {name}", facts["sequential"][name]) for name in ("received",)]
     memory = facts["memory"]
     device = [

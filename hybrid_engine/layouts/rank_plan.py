@@ -6,8 +6,8 @@ tensors that this rank has nothing to do with.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -15,11 +15,12 @@ from hybrid_engine.errors import PlanError
 from hybrid_engine.layouts.holdings import Holdings, SideLayout, Spreads
 from hybrid_engine.layouts.summary import Alike, alike
 from hybrid_engine.planning.buckets import BytesByRank, Need, outline_buckets
-from hybrid_engine.planning.layout import DTYPE_NBYTES, Shard
+from hybrid_engine.planning.layout import DTYPE_NBYTES, Buffer, BufferId, Shard
 from hybrid_engine.planning.plan import Bucket, Link, Transfer
-from hybrid_engine.planning.planner import DEFAULT_BUCKET_NBYTES, transfer_order
+from hybrid_engine.planning.planner import DEFAULT_BUCKET_NBYTES, fill_buckets, transfer_order
 from hybrid_engine.planning.regions import Region
-from hybrid_engine.planning.routes import Askers, Hosts, Lap, Piece, Routes, Spread
+from hybrid_engine.planning.relays import RelayPlanner, Shipment, wire_dtype
+from hybrid_engine.planning.routes import Arrival, Askers, Hosts, Lap, Piece, Routes, Spread
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,21 @@ class RankPlan:
     Attributes:
         rank: global rank.
         buckets: all buckets of the reshard, with this rank's transfers.
+        relays: the relay buffers that it has to do with.
     """
 
     rank: int
     buckets: tuple[Bucket, ...]
+    relays: Mapping[BufferId, Buffer] = field(default_factory=dict)
 
     def transfers(self) -> Iterator[Transfer]:
         """All of them, in bucket order."""
-        return (transfer for bucket in self.buckets for transfer in bucket.transfers)
+        return (transfer for bucket in self.buckets for transfer in (*bucket.transfers, *bucket.fan_out))
 
     def received(self, link: Link) -> int:
-        """Bytes that come over a link."""
-        return sum(each.nbytes for each in self.transfers() if each.dst_rank == self.rank and each.link is link)
+        """Bytes that come over a link, counted as in `plan.ByteCount`."""
+        counted = (each for bucket in self.buckets for each in bucket.counted())
+        return sum(each.nbytes for each in counted if each.dst_rank == self.rank and each.link is link)
 
     def sent(self, link: Link) -> int:
         """Bytes that go over a link to other ranks."""
@@ -54,12 +58,13 @@ def plan_of_rank(
     rank: int,
     bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
     may_stay_unread: Iterable[str] = (),
+    relaying_hosts: Collection[object] = (),
 ) -> RankPlan:
     """Plan one rank's part; arguments and errors as of `planning.planner.plan`.
 
     Memory: the two layouts and this rank's transfers.
     """
-    planner = _RankPlanner(source, destination, Hosts(hosts), rank)
+    planner = _RankPlanner(source, destination, Hosts(hosts, relaying_hosts), rank)
     unread = source.holdings.spreads.keys() - destination.holdings.spreads.keys() - set(may_stay_unread)
     faults = [f"{name}: a training parameter that no inference rank reads" for name in sorted(unread)]
     for tensors in alike(source.holdings, destination.holdings):
@@ -67,24 +72,15 @@ def plan_of_rank(
     if faults:
         raise PlanError(faults)
     outlines = outline_buckets(_needs(source, destination), len(hosts), bucket_nbytes)
-    return RankPlan(
-        rank,
-        tuple(
-            Bucket(
-                index,
-                outline.tensors,
-                tuple(each for tensor in outline.tensors for each in planner.transfers.get(tensor, ())),
-                outline.groups,
-                outline.nbytes,
-            )
-            for index, outline in enumerate(outlines)
-        ),
-    )
+    relays = RelayPlanner(rank)
+    buckets = fill_buckets(outlines, planner.transfers, planner.shipments, relays)
+    return RankPlan(rank, buckets, relays.buffers)
 
 
 class _RankPlanner:
     def __init__(self, source: SideLayout, destination: SideLayout, hosts: Hosts, rank: int) -> None:
         self.transfers: dict[str, list[Transfer]] = {}
+        self.shipments: dict[str, list[Shipment]] = {}
         self._source, self._destination = source, destination
         self._hosts = hosts
         self._rank = rank
@@ -101,15 +97,37 @@ class _RankPlanner:
             for box in askers.missing
         ]
         for index, tensor in enumerate(tensors.tensors):
+            lap = Lap(tensors.start, index)
             found: list[Transfer] = []
             for askers in routes.askers:
                 for piece in askers.pieces:
-                    pairs = self._pairs(routes, askers, piece, tensors, Lap(tensors.start, index))
+                    pairs = self._pairs(routes, askers, piece, tensors, lap)
                     for dst_rank, src_rank in pairs:
                         want, held = tensors.wants[askers.want], tensors.sources[piece.source]
                         found += self._transfers(tensor, piece, (held, src_rank), (want, dst_rank))
+            for arrival in routes.arrivals:
+                found += self._arrive(tensor, routes, arrival, tensors, lap)
             self.transfers[tensor] = sorted(found, key=transfer_order)
         return faults
+
+    def _arrive(self, tensor: str, routes: Routes, arrival: Arrival, tensors: Alike, lap: Lap) -> Iterator[Transfer]:
+        """The transfers of what comes straight; shipments are kept for their bucket."""
+        region = Region(tensor, arrival.region.offsets, arrival.region.lengths)
+        dtype = wire_dtype(self._source.dtypes[tensor], [self._destination.dtypes[tensor]])
+        for (src_rank, carrier), readers in routes.arrivals_of(arrival, lap, self._rank):
+            src = _shards(self._source, tensor, tensors.sources[arrival.source], src_rank)[0].place_of(region)
+            places = tuple(
+                shard.place_of(region)
+                for rank, want in zip(readers, arrival.wants, strict=True)
+                for shard in _shards(self._destination, tensor, tensors.wants[want], rank)
+            )
+            itemsizes = (DTYPE_NBYTES[self._destination.dtypes[tensor]],) * len(places)
+            if arrival.is_relayed:
+                shipment = Shipment(region, src, carrier, dtype, places, itemsizes)
+                self.shipments.setdefault(tensor, []).append(shipment)
+            else:
+                nbytes = region.numel * DTYPE_NBYTES[dtype]
+                yield Transfer(tensor, region.lengths, src, places[0], nbytes, Link.NETWORK)
 
     def _pairs(
         self, routes: Routes, askers: Askers, piece: Piece, tensors: Alike, lap: Lap

@@ -6,7 +6,7 @@ each such set of tensors and each class of ranks in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from hybrid_engine.errors import PlanError
 from hybrid_engine.layouts.holdings import Holdings, Spreads
 from hybrid_engine.planning.plan import Link
-from hybrid_engine.planning.routes import Hosts, Routes, unheld
+from hybrid_engine.planning.routes import Hosts, Routes, unheld, unheld_by_hosts
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +25,7 @@ class ByteSummary:
         own: copied inside the rank. host, network: received from a rank of the same host, of another one.
         sent_host, sent_network: the same seen from the sender.
         least: no plan lets the rank receive less.
+        network_least: by host: no plan lets its ranks together receive less from other hosts.
     """
 
     own: np.ndarray
@@ -33,6 +34,7 @@ class ByteSummary:
     sent_host: np.ndarray
     sent_network: np.ndarray
     least: np.ndarray
+    network_least: np.ndarray
 
     @property
     def received(self) -> np.ndarray:
@@ -85,17 +87,20 @@ def alike(source: Holdings, destination: Holdings) -> Iterator[Alike]:
         yield Alike(source.spreads[names[0]], destination.spreads[names[0]], names, members[0][0], itemsizes)
 
 
-def summarize(source: Holdings, destination: Holdings, hosts: Sequence[object]) -> ByteSummary:
+def summarize(
+    source: Holdings, destination: Holdings, hosts: Sequence[object], relaying_hosts: Collection[object] = ()
+) -> ByteSummary:
     """What every rank receives and sends in the plan between two layouts.
 
     Args:
         source, destination: training and inference.
         hosts: of every rank.
+        relaying_hosts: as of `plan`.
 
     Raises PlanError like `plan` for tensors that are not held; parts of tensors that are not held are one of its
     findings each.
     """
-    tally = _Tally(Hosts(hosts))
+    tally = _Tally(Hosts(hosts, relaying_hosts))
     for tensors in alike(source, destination):
         tally.add(tensors)
     if tally.faults:
@@ -108,6 +113,7 @@ def summarize(source: Holdings, destination: Holdings, hosts: Sequence[object]) 
         sent_host=tally.sent[Link.HOST],
         sent_network=tally.sent[Link.NETWORK],
         least=tally.least,
+        network_least=tally.network_least,
     )
 
 
@@ -118,6 +124,7 @@ class _Tally:
         self.counts: Mapping[Link, np.ndarray] = {link: np.zeros(num_ranks, dtype=np.int64) for link in Link}
         self.sent: Mapping[Link, np.ndarray] = {link: np.zeros(num_ranks, dtype=np.int64) for link in Link}
         self.least = np.zeros(num_ranks, dtype=np.int64)
+        self.network_least = np.zeros(hosts.count, dtype=np.int64)
         self.faults: list[str] = []
 
     def add(self, tensors: Alike) -> None:
@@ -138,5 +145,18 @@ class _Tally:
                         self.sent[piece.link][:] += (
                             numel * int(itemsize) * routes.load(askers, piece, tensors.start, laps)
                         )
+        self._add_arrivals(routes, tensors)
         for ranks, numel in unheld(tensors.sources, tensors.wants, len(self._hosts.numbers)):
             self.least[ranks] += numel * total
+        self.network_least += unheld_by_hosts(tensors.sources, tensors.wants, self._hosts) * total
+
+    def _add_arrivals(self, routes: Routes, tensors: Alike) -> None:
+        for arrival in routes.arrivals:
+            for itemsize in np.unique(tensors.itemsizes):
+                laps = np.flatnonzero(tensors.itemsizes == itemsize)
+                load = routes.arrival_load(arrival, tensors.start, laps)
+                nbytes = arrival.region.numel * int(itemsize)
+                self.counts[Link.NETWORK][:] += nbytes * load.network
+                self.sent[Link.NETWORK][:] += nbytes * load.sent_network
+                self.counts[Link.HOST][:] += nbytes * load.host
+                self.sent[Link.HOST][:] += nbytes * load.sent_host

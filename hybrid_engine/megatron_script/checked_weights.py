@@ -77,6 +77,10 @@ class CheckedWeights:
                 self._filling.pop(name, None)
         self._weights.commit(groups)
 
+    def settle(self) -> None:
+        """As the weights'."""
+        self._weights.settle()
+
     def release(self) -> None:
         """As the weights'."""
         self._filling.clear()

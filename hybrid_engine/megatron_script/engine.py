@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from hybrid_engine.agreement import Agreement
-from hybrid_engine.assembly import build_inference_engine, generate_over_replicas
-from hybrid_engine.errors import ConfigError
+from hybrid_engine.assembly import build_inference_engine
+from hybrid_engine.backends.vllm.random_state import random_state_kept
+from hybrid_engine.errors import ConfigError, StateError
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.megatron_script.checked_weights import CheckedWeights
 from hybrid_engine.megatron_script.journal import TIMERS, Journal
@@ -65,7 +66,7 @@ class ScriptEngine:
         from hybrid_engine.backends.megatron.live_model import LiveModel
 
         config, table = self.settings.config, self.settings.table
-        agreement = Agreement(config.generate_config.timeout_seconds)
+        agreement = self._agreement = Agreement(config.generate_config.timeout_seconds)
         with agreement.phase("looking at Megatron's model"):
             keep_expert_bias_in_float32(model_chunks)
             move_published_buffers(model_chunks, table)
@@ -83,16 +84,31 @@ class ScriptEngine:
             self._journal = Journal(self._script, self.settings.output, dist.get_rank() == 0)
 
     def switch(self, iteration: int) -> None:
-        """To inference, completions, callback, and back. Raises WeightError when --resharding-verify finds a bit."""
+        """To inference, completions, callback, and back. Raises WeightError when --resharding-verify finds a bit.
+
+        What fails on one rank is raised on all of them, unless the others wait for it in a collective of the callback.
+        """
         with self._journal.apart_from_training():
             reports = [self._enter(State.INFER, TIMERS[0])]
             with self._journal.timed(TIMERS[1]), self.hybrid.rollout_context():
                 completions = self._generate(iteration)
-                if self.settings.callback is not None:
-                    self.settings.callback(self.inference)
+                in_training = self._call(self.settings.callback, self.inference)
             reports.append(self._enter(State.TRAIN, TIMERS[2]))
-            self._journal.note_samples(iteration, self.settings.prompts, self._tokens, completions)
-            self._journal.note_switch(iteration, reports, completions)
+            self._call(in_training or (lambda chunks: None), self.hybrid.train.chunks)
+            with self._agreement.phase("journal"):
+                self._journal.note_samples(iteration, self.settings.prompts, self._tokens, completions)
+                self._journal.note_reports(iteration, reports)
+            self._journal.log(iteration, reports, completions)
+
+    def _call(self, callback: Callable[[Any], Any] | None, argument: Any) -> Any:
+        """What the user's function returns; all ranks fail when it fails on one. It draws from no generator of ours."""
+        if self.settings.callback is None:
+            return None
+        with self._agreement.phase("callback"), random_state_kept():
+            try:
+                return callback(argument)
+            except SystemExit as error:  # of one rank alone it would leave the others waiting
+                raise StateError(f"--resharding-callback asked to exit: {error}") from error
 
     def detach(self) -> None:
         """End vLLM and give up the transports; Megatron's groups and model stay."""
@@ -116,8 +132,7 @@ class ScriptEngine:
         self.inference.manual_seed(self.settings.config.generate_config.seed + iteration * num_replicas)
         if not self._tokens:
             return []
-        agreement = self.hybrid.sharding.agreement
-        return generate_over_replicas(self.inference, agreement, self._tokens, self.settings.sampling)
+        return self.inference.generate_over_replicas(self._tokens, self.settings.sampling)
 
     def _tokenize(self, prompt: Prompt) -> list[int]:
         return list(self._script.tokenizer.tokenize(prompt)) if isinstance(prompt, str) else list(prompt)

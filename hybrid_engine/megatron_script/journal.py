@@ -83,13 +83,17 @@ class Journal:
             "finish_reason": completion.finish_reason,
         }
 
-    def note_switch(
+    def note_reports(self, iteration: int, reports: Sequence[ReshardReport]) -> None:
+        """The switches of one round trip."""
+        self._append("switches.jsonl", ({"iteration": iteration, **report.as_dict()} for report in reports))
+
+    def log(
         self, iteration: int, reports: Sequence[ReshardReport], completions: Sequence[Sequence[Completion]]
     ) -> None:
         """Timings of one round trip, everywhere where Megatron logs. Collective."""
-        self._append("switches.jsonl", ({"iteration": iteration, **report.as_dict()} for report in reports))
         timers, writer = self._script.timers, self._script.tensorboard_writer
-        timers.write(list(TIMERS), writer, iteration, reset=False)
+        for one in (writer, self._script.wandb_writer):
+            timers.write(list(TIMERS), one, iteration, reset=False)
         timers.log(list(TIMERS))
         scalars = _scalars(reports, [one for many in completions for one in many])
         if writer is not None:

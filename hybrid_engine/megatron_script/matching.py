@@ -29,6 +29,9 @@ _FLAGS = {
 }
 """Settings of megatron-core whose flag has another name."""
 
+_OF_TRAINING = {"moe_router_load_balancing_type", "moe_router_dtype"}
+"""Settings that tables give for models built here, and that are training's own choice all the same."""
+
 _DEFAULTS = {
     "normalization": "LayerNorm",
     "gated_linear_unit": False,
@@ -65,7 +68,7 @@ def model_mismatches(table: ModelTable, args: Namespace, config: Any) -> list[Vi
         config: megatron-core's TransformerConfig that Megatron derives from them.
     """
     return [
-        *_layers(table.transformer, config),
+        *_layers(_expected(table), config),
         *_outside_layers(table, args),
         *_beyond_megatron(table, bool(args.use_rope_scaling)),
     ]
@@ -80,8 +83,13 @@ def vocabulary_mismatches(table: ModelTable, args: Namespace) -> list[Violation]
     return [Violation("--vocab-size", f"{padded} rows after padding, the Hugging Face config has {wanted}", remedy)]
 
 
+def _expected(table: ModelTable) -> dict[str, Any]:
+    """Settings of the layers; the width of an MLP that no layer has is none of them."""
+    unread = _OF_TRAINING | (set() if table.dims.ffn_hidden_size else {"ffn_hidden_size"})
+    return {name: value for name, value in {**_DEFAULTS, **table.transformer}.items() if name not in unread}
+
+
 def _layers(expected: Mapping[str, Any], config: Any) -> Iterator[Violation]:
-    expected = {**_DEFAULTS, **expected}
     for name, wanted in expected.items():
         found = getattr(config, name, None)
         if name == "activation_func":

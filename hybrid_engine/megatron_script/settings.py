@@ -21,7 +21,7 @@ import yaml
 
 from hybrid_engine.backends.vllm.settings import Sampling
 from hybrid_engine.config import HybridConfig, load_config
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError, UnknownModelError, Violation
 from hybrid_engine.megatron_script.matching import model_mismatches
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
@@ -29,8 +29,9 @@ from megatron_patches.arguments import ReshardingOptions
 from megatron_patches.engines import MegatronScript
 
 Prompt = str | tuple[int, ...]
-Callback = Callable[[Any], None]
-"""Called on every rank with the `InferenceEngine`, its weights in force."""
+Callback = Callable[[Any], Callable[[list[Any]], None] | None]
+"""Called on every rank with the `InferenceEngine`, its weights in force. A function that it returns is called with
+Megatron's model chunks once training state is back, before the next step."""
 
 _OVERRIDES = (
     *("infer_tensor_parallel_size", "infer_pipeline_parallel_size", "infer_data_parallel_size"),
@@ -110,8 +111,8 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
     prompts = values.of(lambda: _read_prompts(options), ())
     callback = values.of(lambda: _import_callback(options.callback), None)
     config = values.of(lambda: _read_config(content, options, args), None)
-    if config is not None:
-        table = table_for(config.hf_config())
+    table = _table_of(content)
+    if table is not None:
         found += model_mismatches(table, args, script.transformer_config())
     if found:
         raise ConfigError(found)
@@ -195,6 +196,14 @@ def _read_config(content: Mapping[str, Any], options: ReshardingOptions, args: N
         args.world_size,
         weights_only=True,  # Megatron's own loop computes
     )
+
+
+def _table_of(content: Mapping[str, Any]) -> ModelTable | None:
+    """None where the model cannot be read or is unknown: `load_config` says so, among other things."""
+    try:
+        return table_for(json.loads(Path(content["model"], "config.json").read_text()))
+    except (OSError, KeyError, TypeError, ValueError, UnknownModelError):
+        return None
 
 
 def _read_prompts(options: ReshardingOptions) -> tuple[Prompt, ...]:

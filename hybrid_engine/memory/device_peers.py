@@ -21,7 +21,6 @@ import os
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple
 
 import torch
 
@@ -92,10 +91,10 @@ class DevicePeer:
         """Numbers of the chunks in which these elements lie, in order."""
         itemsize, chunk = self._tensor.element_size(), self._handle.chunk_nbytes
         touched: set[int] = set()
-        for start, stop in map(astuple, extents):
-            if not 0 <= start < stop <= self._handle.numel:
-                raise ValueError(f"elements [{start}, {stop}) of a tensor of {self._handle.numel}")
-            first, last = (self._handle.offset + bound * itemsize for bound in (start, stop))
+        for extent in extents:
+            if extent.stop > self._handle.numel:
+                raise ValueError(f"elements [{extent.start}, {extent.stop}) of a tensor of {self._handle.numel}")
+            first, last = (self._handle.offset + bound * itemsize for bound in (extent.start, extent.stop))
             touched.update(range(first // chunk, -(-last // chunk)))
         return sorted(touched)
 

@@ -40,6 +40,7 @@ __all__ = [
     "export_tensor",
     "exported_buffer_of",
     "host_id",
+    "is_elastic",
     "map_peer",
     "open_peer",
 ]
@@ -162,6 +163,12 @@ class ElasticBuffer:
         return start, stop
 
 
+def is_elastic(device: torch.device | str | int) -> bool:
+    """Whether the device has elastic buffers, which peers on its host can read."""
+    device = torch.device(device)
+    return device.type == "cpu" or (device.type == "cuda" and driver_of(_ordinal(device)) is not None)
+
+
 def allocate_elastic(numel: int, dtype: torch.dtype, device: torch.device | str | int, kind: str) -> torch.Tensor:
     """Zero-filled flat tensor for a training buffer of `kind` ("param" or "grad"), elastic where that exists.
 
@@ -170,9 +177,7 @@ def allocate_elastic(numel: int, dtype: torch.dtype, device: torch.device | str 
     cuda-bindings or the driver's virtual memory (one logged line says so), and on other kinds of devices.
     """
     device = torch.device(device)
-    if numel == 0 or device.type not in ("cpu", "cuda"):
-        return torch.zeros(numel, dtype=dtype, device=device)
-    if device.type == "cuda" and driver_of(_ordinal(device)) is None:
+    if numel == 0 or not is_elastic(device):
         return torch.zeros(numel, dtype=dtype, device=device)
     flat = ElasticBuffer(numel, dtype, label=kind, device=device).tensor
     return flat if device.type == "cpu" else flat.zero_()

@@ -4,7 +4,8 @@ A switch fills modules in loader layout and drops them as soon as vLLM has packe
 several times what the copy costs; here the pages of one bucket serve the next.
 
     passage.lend([(numel, dtype), …]) -> tensors --last of them gone--> pages are free --lend--> …
-                                                                              └──trim──> system
+                                          lent before a trim ─┐                └──trim──> system
+                                                              └────────────────────────> system
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class Passage:
 
     def __init__(self) -> None:
         self._free: _Pages | None = None
+        self._num_trims = 0
 
     @property
     def free_nbytes(self) -> int:
@@ -48,14 +50,15 @@ class Passage:
             pages = _Pages(end)
         loan = (ctypes.c_ubyte * pages.nbytes).from_buffer(pages.memory)
         # torch keeps `loan` as long as a storage over it lives
-        weakref.finalize(loan, _take_back, weakref.ref(self), pages).atexit = False
+        weakref.finalize(loan, _take_back, weakref.ref(self), pages, self._num_trims).atexit = False
         return [
             torch.frombuffer(loan, dtype=dtype, count=numel, offset=start) if numel else torch.empty(0, dtype=dtype)
             for start, (numel, dtype) in zip(starts, sizes, strict=True)
         ]
 
     def trim(self) -> None:
-        """Give the pages back to the system if they are not lent."""
+        """Give the pages back to the system: those that are lent when the last tensor over them is gone."""
+        self._num_trims += 1
         self._free = None
 
 
@@ -68,8 +71,8 @@ class _Pages:
         self.memory.madvise(mmap.MADV_HUGEPAGE)
 
 
-def _take_back(passage: weakref.ref[Passage], pages: _Pages) -> None:
-    """The last tensor over these pages is gone."""
+def _take_back(passage: weakref.ref[Passage], pages: _Pages, num_trims: int) -> None:
+    """The last tensor over these pages, lent after so many trims, is gone."""
     owner = passage()
-    if owner is not None and owner.free_nbytes < pages.nbytes:
+    if owner is not None and owner._num_trims == num_trims and owner.free_nbytes < pages.nbytes:
         owner._free = pages

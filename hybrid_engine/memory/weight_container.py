@@ -5,6 +5,7 @@
         router.run(bucket, source, buffers)         read, transfer, write
         follower.sent(bucket.index)                 training memory of earlier buckets can go (handover.py)
         weights.commit(groups)                      the engine's own post-load processing
+    weights.settle()                                memory of the way there is given back
 
     EMPTY --fill--> PARTIAL --last bucket--> FILLED --release--> EMPTY
                        └────────failure, then release────────────┘
@@ -71,12 +72,17 @@ class FillReport:
     Attributes:
         seconds: by phase; copies that go straight from source to destination count as transfer.
         nbytes_by_link: bytes read, by what they crossed; those over HOST and NETWORK were received from other ranks.
-        nbytes_by_transport: the same bytes by transport name.
+        nbytes_by_peer: the same bytes by transport name and by the rank they came from (`router.RunReport`).
     """
 
     seconds: Mapping[str, float]
     nbytes_by_link: Mapping[Link, int]
-    nbytes_by_transport: Mapping[str, int]
+    nbytes_by_peer: Mapping[str, Mapping[int, int]]
+
+    @property
+    def nbytes_by_transport(self) -> dict[str, int]:
+        """The same bytes by transport name."""
+        return {name: sum(by_peer.values()) for name, by_peer in self.nbytes_by_peer.items()}
 
     @property
     def received_nbytes(self) -> int:
@@ -118,6 +124,7 @@ class WeightContainer:
             self._fill_bucket(bucket, source, follower, tally)
         if follower is not None:
             follower.finish()
+        self._weights.settle()
         self._state = ContainerState.FILLED
         return tally.report()
 
@@ -190,7 +197,7 @@ class _Tally:
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     by_link: dict[Link, int] = field(default_factory=lambda: dict.fromkeys(Link, 0))
-    by_transport: Counter[str] = field(default_factory=Counter)
+    by_peer: dict[str, Counter[int]] = field(default_factory=dict)
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
@@ -205,7 +212,8 @@ class _Tally:
             self.seconds[phase] += seconds
         for link, nbytes in report.nbytes_by_link.items():
             self.by_link[link] += nbytes
-        self.by_transport.update(report.nbytes)
+        for name, by_peer in report.nbytes.items():
+            self.by_peer.setdefault(name, Counter()).update(by_peer)
 
     def report(self) -> FillReport:
-        return FillReport(self.seconds, self.by_link, dict(self.by_transport))
+        return FillReport(self.seconds, self.by_link, self.by_peer)

@@ -1,14 +1,20 @@
-"""The plan: every transfer of a reshard, in buckets that all ranks walk in the same order."""
+"""The plan: every transfer of a reshard, in buckets that all ranks walk in the same order.
+
+    Bucket.transfers   source buffer -> destination, or -> relay buffer     a box crosses the network once for a host
+    Bucket.fan_out     relay buffer  -> destinations on its host            once it has come
+
+A relay buffer (planning/relays.py) lies on one of the ranks that need what comes into it.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from hybrid_engine.planning.layout import BufferId, Place
+from hybrid_engine.planning.layout import Buffer, BufferId, Place
 
 
 class Link(StrEnum):
@@ -57,6 +63,7 @@ class Bucket:
         transfers: of all ranks, in an order that all ranks share; in the plan of one rank those it is part of.
         groups: destination groups (`Buffer.group`) that are complete once this bucket has run.
         nbytes: the most bytes that any rank fills in this bucket, or frees when it has been sent.
+        fan_out: from relay buffers, after `transfers` have filled them.
     """
 
     index: int
@@ -64,11 +71,29 @@ class Bucket:
     transfers: tuple[Transfer, ...]
     groups: tuple[str, ...]
     nbytes: int
+    fan_out: tuple[Transfer, ...] = ()
+
+    def counted(self) -> Iterator[Transfer]:
+        """Those whose bytes count at their destination; a rank's reading of its own relay buffer is none of them, since
+        the bytes counted when they came."""
+        yield from self.transfers
+        yield from (each for each in self.fan_out if each.link is not Link.SELF)
+
+    def of_rank(self, rank: int) -> Bucket:
+        """With the transfers that read from or write to this rank only."""
+        own, own_fan_out = (
+            tuple(each for each in transfers if rank in (each.src_rank, each.dst_rank))
+            for transfers in (self.transfers, self.fan_out)
+        )
+        return replace(self, transfers=own, fan_out=own_fan_out)
 
 
 @dataclass(frozen=True, slots=True)
 class ByteCount:
-    """Bytes one rank reads in a reshard, by link, and the least any plan could make it receive."""
+    """Bytes one rank reads in a reshard, by link, and the least any plan could make it receive.
+
+    What comes to a host in a relay buffer counts as network where that buffer is, as host where it is read by others.
+    """
 
     own: int
     host: int
@@ -91,21 +116,28 @@ class ReshardPlan:
         unread: canonical tensors the training side holds and the inference side was offered but never reads
             (e.g. a head that is tied to the embedding), by name.
         fingerprint: digest of the two layouts and the hosts; a plan is valid only for layouts with this digest.
+        relays: the relay buffers, in the plan of one rank those it writes, holds or reads.
+        network_least: host -> bytes that its ranks together must receive from other hosts whatever the plan.
     """
 
     buckets: tuple[Bucket, ...]
     bytes_by_rank: Mapping[int, ByteCount]
     unread: tuple[str, ...]
     fingerprint: str
+    relays: Mapping[BufferId, Buffer] = field(default_factory=dict)
+    network_least: Mapping[str, int] = field(default_factory=dict)
 
     def transfers(self) -> Iterable[Transfer]:
         """All transfers, in bucket order."""
-        return (transfer for bucket in self.buckets for transfer in bucket.transfers)
+        return (transfer for bucket in self.buckets for transfer in (*bucket.transfers, *bucket.fan_out))
 
 
-def fingerprint_of(source_digest: str, destination_digest: str, hosts: Iterable[str]) -> str:
+def fingerprint_of(
+    source_digest: str, destination_digest: str, hosts: Iterable[str], relaying_hosts: Iterable[str] = ()
+) -> str:
     """The fingerprint of a plan between two layouts on these hosts."""
-    return hashlib.sha256("\n".join((source_digest, destination_digest, *hosts)).encode()).hexdigest()
+    parts = source_digest, destination_digest, *hosts, "", *sorted(relaying_hosts)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 __all__ = ["Bucket", "BufferId", "ByteCount", "Link", "ReshardPlan", "Transfer", "fingerprint_of"]

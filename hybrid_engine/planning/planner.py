@@ -4,6 +4,7 @@
     routes                                             who sends what to whom (planning/routes.py)
     transfers                                          between the places that the records name
     buckets                                            no destination group in two (planning/buckets.py)
+    relay buffers                                      for what several places of a host need (planning/relays.py)
 
 Everything is sorted and counted by position, so ranks that plan the same layouts get the same plan without talking; a
 rank that keeps only its own transfers keeps exactly those that are its own in everybody's plan.
@@ -12,16 +13,19 @@ rank that keeps only its own transfers keeps exactly those that are its own in e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from hybrid_engine.errors import PlanError
-from hybrid_engine.planning.buckets import BytesByRank, Need, outline_buckets
+from hybrid_engine.planning.buckets import BytesByRank, Need, Outline, outline_buckets
 from hybrid_engine.planning.layout import Layout, Shard
 from hybrid_engine.planning.plan import Bucket, ByteCount, Link, ReshardPlan, Transfer, fingerprint_of
 from hybrid_engine.planning.regions import Region
-from hybrid_engine.planning.routes import Hosts, Lap, Routes, Spread, unheld
+from hybrid_engine.planning.relays import RelayPlanner, Shipment, wire_dtype
+from hybrid_engine.planning.routes import Hosts, Lap, Routes, Spread, unheld, unheld_by_hosts
 from hybrid_engine.planning.validation import layout_faults, shard_fault
 
 DEFAULT_BUCKET_NBYTES = 256 * 1024 * 1024
@@ -34,6 +38,7 @@ def plan(
     bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
     may_stay_unread: Iterable[str] = (),
     rank: int | None = None,
+    relaying_hosts: Collection[str] = (),
 ) -> ReshardPlan:
     """Plan the reshard that fills every destination buffer.
 
@@ -44,6 +49,8 @@ def plan(
         bucket_nbytes: aim for this many bytes per rank and bucket, filled or freed; a group is never split.
         may_stay_unread: source tensors that no destination needs to read (a head tied to the embedding).
         rank: keep only the transfers that read from or write to this rank, and only its count of bytes.
+        relaying_hosts: hosts whose ranks can read each other's relay buffers; to them each element that is needed
+            comes over the network once, to others once for every place.
 
     Raises:
         PlanError: with every fault: bounds, overlaps, gaps, shapes that differ, destination regions that no rank
@@ -56,7 +63,7 @@ def plan(
     faults += _shape_faults(source, destination)
     unusable = _unusable_tensors(source, destination) if faults else set()
     src_by_tensor, dst_by_tensor = source.shards_by_tensor(), destination.shards_by_tensor()
-    planner = _Planner(source, destination, Hosts(hosts), rank)
+    planner = _Planner(source, destination, Hosts(hosts, relaying_hosts), rank)
     needs: dict[str, Need] = {}
     for tensor in (name for name in destination.tensors if name in dst_by_tensor and name not in unusable):
         src_shards, dst_shards = src_by_tensor.get(tensor, []), dst_by_tensor[tensor]
@@ -68,22 +75,35 @@ def plan(
     faults += [f"{name}: a training parameter that no inference rank reads" for name in unread if name not in expected]
     if faults:
         raise PlanError(faults)
-    outlines = outline_buckets(needs, len(hosts), bucket_nbytes)
-    return ReshardPlan(
-        buckets=tuple(
-            Bucket(
-                index,
-                outline.tensors,
-                tuple(transfer for tensor in outline.tensors for transfer in planner.transfers[tensor]),
-                outline.groups,
-                outline.nbytes,
-            )
-            for index, outline in enumerate(outlines)
-        ),
-        bytes_by_rank=planner.bytes_by_rank(),
-        unread=unread,
-        fingerprint=fingerprint_of(source.fingerprint(), destination.fingerprint(), hosts),
+    relays = RelayPlanner(rank)
+    buckets = fill_buckets(
+        outline_buckets(needs, len(hosts), bucket_nbytes), planner.transfers, planner.shipments, relays
     )
+    return ReshardPlan(
+        buckets=buckets,
+        bytes_by_rank=planner.bytes_by_rank(buckets),
+        unread=unread,
+        fingerprint=fingerprint_of(source.fingerprint(), destination.fingerprint(), hosts, relaying_hosts),
+        relays=relays.buffers,
+        network_least=planner.network_least(),
+    )
+
+
+def fill_buckets(
+    outlines: Iterable[Outline],
+    transfers: Mapping[str, Sequence[Transfer]],
+    shipments: Mapping[str, Sequence[Shipment]],
+    relays: RelayPlanner,
+) -> tuple[Bucket, ...]:
+    """Buckets of these outlines, with what is known of their tensors; places in relay buffers are given by `relays`."""
+    buckets = []
+    for index, outline in enumerate(outlines):
+        straight = (each for tensor in outline.tensors for each in transfers.get(tensor, ()))
+        arriving, fan_out = relays.lay_out(each for tensor in outline.tensors for each in shipments.get(tensor, ()))
+        buckets.append(
+            Bucket(index, outline.tensors, (*straight, *arriving), outline.groups, outline.nbytes, tuple(fan_out))
+        )
+    return tuple(buckets)
 
 
 def _shape_faults(source: Layout, destination: Layout) -> list[str]:
@@ -139,25 +159,39 @@ class _Side:
         return [Spread(offsets, lengths, np.array(ranks, dtype=np.int64)) for offsets, lengths, ranks in self.key]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spreading:
+    """What tensors that are spread alike have in common.
+
+    Attributes:
+        unheld: see `routes.unheld`. network_unheld: see `routes.unheld_by_hosts`.
+    """
+
+    routes: Routes
+    unheld: list[tuple[np.ndarray, int]]
+    network_unheld: np.ndarray
+
+
 class _Planner:
     """Collects transfers, faults and bytes, tensor by tensor. Tensors that are spread alike share their routes."""
 
     def __init__(self, source: Layout, destination: Layout, hosts: Hosts, rank: int | None) -> None:
         self.transfers: dict[str, list[Transfer]] = {}
+        self.shipments: dict[str, list[Shipment]] = {}
         self.faults: list[str] = []
         self._source, self._destination = source, destination
         self._hosts = hosts
         self._rank = rank
-        self._moved: Counter[tuple[int, Link]] = Counter()
         self._least: Counter[int] = Counter()
+        self._network_least = np.zeros(hosts.count, dtype=np.int64)
         self._laps: dict[object, Lap] = {}
-        self._routes: dict[object, tuple[Routes, list[tuple[np.ndarray, int]]]] = {}
+        self._spreadings: dict[object, _Spreading] = {}
 
     def add(self, tensor: str, src_shards: Sequence[Shard], dst_shards: Sequence[Shard]) -> None:
         """Plan one tensor; tensors come in the plan's order."""
         sources, wants = _Side(src_shards), _Side(dst_shards)
-        routes, unheld_elements = self._routes_of(sources, wants)
-        lap = self._lap_of(sources, wants)
+        spreading, lap = self._spreading_of(sources, wants), self._lap_of(sources, wants)
+        routes = spreading.routes
         found: list[Transfer] = []
         for askers in routes.askers:
             by_rank = wants.shards[askers.want]
@@ -172,27 +206,48 @@ class _Planner:
                 for dst_rank, src_rank in self._pairs(askers.ranks, routes.senders(askers, piece, lap)):
                     src = sources.shards[piece.source][src_rank][0]
                     found += [self._send(region, src, dst, piece.link) for dst in by_rank[dst_rank]]
+        for arrival in routes.arrivals:
+            region = Region(tensor, arrival.region.offsets, arrival.region.lengths)
+            for (src_rank, carrier), readers in routes.arrivals_of(arrival, lap, self._rank):
+                src = sources.shards[arrival.source][src_rank][0]
+                dsts = [
+                    shard
+                    for rank, want in zip(readers, arrival.wants, strict=True)
+                    for shard in wants.shards[want][rank]
+                ]
+                if arrival.is_relayed:
+                    self.shipments.setdefault(tensor, []).append(self._ship(region, src, carrier, dsts))
+                else:
+                    found.append(self._send(region, src, dsts[0], Link.NETWORK))
         self.transfers[tensor] = sorted(found, key=transfer_order)
-        self._count(found, src_shards, dst_shards, unheld_elements)
+        self._count_least(spreading, src_shards, dst_shards)
 
-    def bytes_by_rank(self) -> dict[int, ByteCount]:
+    def bytes_by_rank(self, buckets: Iterable[Bucket]) -> dict[int, ByteCount]:
         """Of every destination rank, or of the one that the plan is for if it is one."""
+        moved: Counter[tuple[int, Link]] = Counter()
+        for each in chain.from_iterable(bucket.counted() for bucket in buckets):
+            moved[each.dst_rank, each.link] += each.nbytes
         return {
             rank: ByteCount(
-                own=self._moved[rank, Link.SELF],
-                host=self._moved[rank, Link.HOST],
-                network=self._moved[rank, Link.NETWORK],
-                least=least,
+                own=moved[rank, Link.SELF], host=moved[rank, Link.HOST], network=moved[rank, Link.NETWORK], least=least
             )
             for rank, least in sorted(self._least.items())
         }
 
-    def _routes_of(self, sources: _Side, wants: _Side) -> tuple[Routes, list[tuple[np.ndarray, int]]]:
+    def network_least(self) -> dict[str, int]:
+        """By host."""
+        return {str(name): int(nbytes) for name, nbytes in zip(self._hosts.names, self._network_least, strict=True)}
+
+    def _spreading_of(self, sources: _Side, wants: _Side) -> _Spreading:
         key = sources.key, wants.key
-        if key not in self._routes:
+        if key not in self._spreadings:
             src, dst = sources.spreads, wants.spreads
-            self._routes[key] = Routes(src, dst, self._hosts), list(unheld(src, dst, len(self._hosts.numbers)))
-        return self._routes[key]
+            self._spreadings[key] = _Spreading(
+                Routes(src, dst, self._hosts),
+                list(unheld(src, dst, len(self._hosts.numbers))),
+                unheld_by_hosts(src, dst, self._hosts),
+            )
+        return self._spreadings[key]
 
     def _pairs(self, dst_ranks: np.ndarray, src_ranks: np.ndarray) -> Iterable[tuple[int, int]]:
         """(destination, source), all of them or those of the rank that the plan is for."""
@@ -211,24 +266,27 @@ class _Planner:
         nbytes = region.numel * min(src_buffer.itemsize, dst_buffer.itemsize)
         return Transfer(region.tensor, region.lengths, src.place_of(region), dst.place_of(region), nbytes, link)
 
-    def _count(
-        self,
-        found: Sequence[Transfer],
-        src_shards: Sequence[Shard],
-        dst_shards: Sequence[Shard],
-        unheld_elements: Iterable[tuple[np.ndarray, int]],
-    ) -> None:
-        for transfer in found:
-            if self._rank in (None, transfer.dst_rank):
-                self._moved[transfer.dst_rank, transfer.link] += transfer.nbytes
+    def _ship(self, region: Region, src: Shard, carrier: int, dsts: Sequence[Shard]) -> Shipment:
+        buffers = [self._destination.buffers[dst.place.buffer] for dst in dsts]
+        return Shipment(
+            region,
+            src.place_of(region),
+            carrier,
+            wire_dtype(self._source.buffers[src.place.buffer].dtype, [buffer.dtype for buffer in buffers]),
+            tuple(dst.place_of(region) for dst in dsts),
+            tuple(buffer.itemsize for buffer in buffers),
+        )
+
+    def _count_least(self, spreading: _Spreading, src_shards: Sequence[Shard], dst_shards: Sequence[Shard]) -> None:
         if not src_shards:
             return
         sides = (self._source, src_shards), (self._destination, dst_shards)
         itemsize = min(layout.buffers[shard.place.buffer].itemsize for layout, shards in sides for shard in shards)
-        for ranks, numel in unheld_elements:
+        for ranks, numel in spreading.unheld:
             for rank in ranks.tolist():
                 if self._rank in (None, rank):
                     self._least[rank] += numel * itemsize
+        self._network_least += spreading.network_unheld * itemsize
 
 
 def transfer_order(transfer: Transfer) -> tuple[object, ...]:

@@ -8,6 +8,9 @@
             move what that region has of the part still missing
     of the ranks that hold a region equally near, askers take turns
 
+    on hosts whose ranks read each other's memory (relaying ones): what several places of a host need over the network
+    is cut into common boxes; each comes once, to one of the ranks that want it (arrivals); these take turns too
+
 Tensors that are spread alike go round in the same circle: the next one's askers come after the last one's. So the
 choice depends on nothing but a tensor's holders and askers, the hosts, and its place in the model: one rank's plan
 needs only the tensors it touches, and ranks that plan the same layouts get the same plan without talking.
@@ -15,7 +18,7 @@ needs only the tensors it touches, and ranks that plan the same layouts get the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,14 +52,19 @@ class Hosts:
     """Host numbers by rank.
 
     Attributes:
+        names: of the hosts, by number.
         numbers: int array by rank; hosts are counted from 0 in order of their first rank.
         count: number of hosts.
+        are_relaying: bool array by rank; its host's ranks read each other's relay buffers.
     """
 
-    def __init__(self, names: Sequence[object]) -> None:
+    def __init__(self, names: Sequence[object], relaying: Collection[object] = ()) -> None:
+        """`names`: by rank. `relaying`: names of hosts."""
         number_of: dict[object, int] = {}
         self.numbers = np.array([number_of.setdefault(name, len(number_of)) for name in names], dtype=np.int64)
+        self.names = tuple(number_of)
         self.count = len(number_of)
+        self.are_relaying = np.array([name in relaying for name in names], dtype=bool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +97,49 @@ class Askers:
     turns: dict[int, np.ndarray]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Arrival:
+    """A box that comes to some hosts over the network, once to each of them.
+
+    Attributes:
+        region: the box.
+        source: index of the source region it comes out of.
+        readers: int array [hosts, columns]: ranks that want it; a rank that wants it by two regions is in two columns.
+        wants: the region by which each column wants it.
+        copies: how many places of a rank of each column want it.
+        turns: of each host among those that ask for the source over the network.
+        number: position among the arrivals at these hosts.
+    """
+
+    region: Region
+    source: int
+    readers: np.ndarray
+    wants: tuple[int, ...]
+    copies: tuple[int, ...]
+    turns: np.ndarray
+    number: int
+
+    @property
+    def is_relayed(self) -> bool:
+        """Several places read it; otherwise it goes straight to the only one."""
+        return sum(self.copies) > 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrivalLoad:
+    """How often each rank takes part in an arrival; int arrays by rank.
+
+    Attributes:
+        sent_network, network: sends it, has it brought to itself.
+        sent_host, host: is read by another rank of its host, reads from one.
+    """
+
+    sent_network: np.ndarray
+    network: np.ndarray
+    sent_host: np.ndarray
+    host: np.ndarray
+
+
 @dataclass(frozen=True, slots=True)
 class Lap:
     """Which of the tensors that are spread alike: the first one's ordinal in the plan, how many of them came before."""
@@ -97,18 +148,59 @@ class Lap:
     index: int
 
 
-class _Source:
-    """One source region and its holders, sorted by host."""
+class _OnHosts:
+    """Some ranks, sorted by host.
+
+    Attributes:
+        by_host: the ranks; those of host h are `count[h]` from `start[h]` on.
+    """
+
+    def __init__(self, ranks: np.ndarray, hosts: Hosts) -> None:
+        host_of = hosts.numbers[ranks]
+        self.by_host = ranks[np.argsort(host_of, kind="stable")]
+        self.count = np.bincount(host_of, minlength=hosts.count)
+        self.start = np.cumsum(self.count) - self.count
+
+    def rows(self, hosts: np.ndarray) -> np.ndarray:
+        """Ranks [hosts, columns] of hosts that have equally many."""
+        return self.by_host[self.start[hosts][:, None] + np.arange(self.count[hosts[0]])]
+
+
+class _Source(_OnHosts):
+    """One source region and its holders."""
 
     def __init__(self, spread: Spread, hosts: Hosts) -> None:
         self.region = spread.region
         self.ranks = np.unique(spread.ranks)
         self.held = np.zeros(len(hosts.numbers), dtype=bool)
         self.held[self.ranks] = True
-        host_of = hosts.numbers[self.ranks]
-        self.by_host = self.ranks[np.argsort(host_of, kind="stable")]
-        self.count = np.bincount(host_of, minlength=hosts.count)
-        self.start = np.cumsum(self.count) - self.count
+        super().__init__(self.ranks, hosts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    """A box that the same classes of askers (numbers) need."""
+
+    region: Region
+    source: int
+    askers: tuple[int, ...]
+
+
+def _common_boxes(needed: Mapping[int, Sequence[Piece]]) -> list[_Box]:
+    """Cut the pieces of some classes of askers into disjoint boxes; `needed` is by class."""
+    boxes: list[_Box] = []
+    for askers, pieces in needed.items():
+        for piece in pieces:
+            cut: list[_Box] = []
+            for box in boxes:
+                common = box.region.intersect(piece.region)
+                rest = box.region.subtract(piece.region)
+                cut += [_Box(region, box.source, box.askers) for region in rest]
+                if common is not None:
+                    cut.append(_Box(common, box.source, (*box.askers, askers)))
+            new = subtract_all([piece.region], [box.region for box in boxes])
+            boxes = cut + [_Box(region, piece.source, (askers,)) for region in new]
+    return boxes
 
 
 class Routes:
@@ -120,7 +212,9 @@ class Routes:
         hosts: of all ranks.
 
     Attributes:
-        askers: the classes, in a fixed order; together they are all ranks and regions of `wants`.
+        askers: the classes, in a fixed order; together they are all ranks and regions of `wants`. On relaying hosts
+            their pieces are those that the host has.
+        arrivals: what comes to relaying hosts over the network.
     """
 
     def __init__(self, sources: Sequence[Spread], wants: Sequence[Spread], hosts: Hosts) -> None:
@@ -129,20 +223,20 @@ class Routes:
         self._network_turns = np.zeros(len(sources), dtype=np.int64)
         self._host_turns: dict[int, np.ndarray] = {}
         touching = _touching(sources, wants)
+        self._brought: list[tuple[Askers, tuple[Piece, ...]]] = []  # to relaying hosts over the network
         self.askers = [
             askers for index, want in enumerate(wants) for askers in self._classes(index, want, touching[index])
         ]
+        self.arrivals = list(self._arrivals())
 
     def senders(self, askers: Askers, piece: Piece, lap: Lap) -> np.ndarray:
         """The rank that sends `piece` of one tensor to each of `askers.ranks`."""
         if piece.link is Link.SELF:
             return askers.ranks
-        source, turns = self._sources[piece.source], askers.turns[piece.source] + lap.start
         if piece.link is Link.NETWORK:
-            turns = turns + lap.index * self._network_turns[piece.source]
-            return source.ranks[turns % len(source.ranks)]
-        host = self._hosts.numbers[askers.ranks]
-        turns = turns + lap.index * self._host_turns[piece.source][host]
+            return self._network_senders(piece.source, askers.turns[piece.source], lap)
+        source, host = self._sources[piece.source], self._hosts.numbers[askers.ranks]
+        turns = askers.turns[piece.source] + lap.start + lap.index * self._host_turns[piece.source][host]
         return source.by_host[source.start[host] + turns % source.count[host]]
 
     def load(self, askers: Askers, piece: Piece, start: int, indices: np.ndarray) -> np.ndarray:
@@ -157,21 +251,94 @@ class Routes:
             np.add.at(load, self.senders(askers, piece, Lap(start, int(index))), times * askers.copies)
         return load
 
+    def carriers(self, arrival: Arrival, lap: Lap) -> np.ndarray:
+        """The rank of each host to which an arrival of one tensor comes; one of its readers."""
+        return arrival.readers[:, (arrival.number + lap.start + lap.index) % arrival.readers.shape[1]]
+
+    def arrival_senders(self, arrival: Arrival, lap: Lap) -> np.ndarray:
+        """The rank that sends an arrival of one tensor to each host."""
+        return self._network_senders(arrival.source, arrival.turns, lap)
+
+    def arrivals_of(
+        self, arrival: Arrival, lap: Lap, rank: int | None = None
+    ) -> Iterator[tuple[tuple[int, int], list[int]]]:
+        """For each host, or each at which this rank sends or reads: (sender, carrier), and the ranks of the columns."""
+        senders, readers = self.arrival_senders(arrival, lap), arrival.readers
+        carriers = self.carriers(arrival, lap)
+        if rank is not None:
+            own = (senders == rank) | (readers == rank).any(axis=1)
+            senders, carriers, readers = senders[own], carriers[own], readers[own]
+        return zip(zip(senders.tolist(), carriers.tolist(), strict=True), readers.tolist(), strict=True)
+
+    def arrival_load(self, arrival: Arrival, start: int, indices: np.ndarray) -> ArrivalLoad:
+        """How often each rank takes part in an arrival in the laps `indices`."""
+        load = ArrivalLoad(*(np.zeros(len(self._hosts.numbers), dtype=np.int64) for _ in range(4)))
+        num_columns = arrival.readers.shape[1]
+        period = int(np.lcm(len(self._sources[arrival.source].ranks), num_columns))
+        for index, times in zip(*np.unique(indices % period, return_counts=True), strict=True):
+            lap = Lap(start, int(index))
+            carriers = self.carriers(arrival, lap)
+            np.add.at(load.sent_network, self.arrival_senders(arrival, lap), times)
+            np.add.at(load.network, carriers, times)
+            for column, copies in enumerate(arrival.copies):
+                readers = arrival.readers[:, column]
+                others = readers != carriers
+                np.add.at(load.host, readers[others], times * copies)
+                np.add.at(load.sent_host, carriers[others], times * copies)
+        return load
+
+    def _network_senders(self, source: int, turns: np.ndarray, lap: Lap) -> np.ndarray:
+        ranks = self._sources[source].ranks
+        return ranks[(turns + lap.start + lap.index * self._network_turns[source]) % len(ranks)]
+
     def _classes(self, index: int, want: Spread, touching: Sequence[int]) -> Iterator[Askers]:
         ranks, copies = np.unique(want.ranks, return_counts=True)
         host = self._hosts.numbers[ranks]
         nearness = [self._sources[number].held[ranks] for number in touching]
         nearness += [self._sources[number].count[host] > 0 for number in touching]
-        for members in groups_of_columns(nearness, len(ranks)):
+        kinds = [self._hosts.are_relaying[ranks], *(copies == number for number in np.unique(copies))]
+        for members in groups_of_columns([*nearness, *kinds], len(ranks)):
             first = members[0]
             tiers: dict[Link, list[int]] = {link: [] for link in _LINKS}
             for position, number in enumerate(touching):
                 own, near = nearness[position][first], nearness[position + len(touching)][first]
                 tiers[Link.SELF if own else Link.HOST if near else Link.NETWORK].append(number)
             pieces, missing = self._cover(want.region, tiers)
+            brought: tuple[Piece, ...] = ()
+            if self._hosts.are_relaying[ranks[first]]:
+                brought = tuple(piece for piece in pieces if piece.link is Link.NETWORK)
+                pieces = tuple(piece for piece in pieces if piece.link is not Link.NETWORK)
             asked = {piece.source: piece for piece in pieces if piece.link is not Link.SELF}
             turns = {number: self._take_turns(piece, host[members]) for number, piece in asked.items()}
-            yield Askers(index, ranks[members], copies[members], pieces, missing, turns)
+            askers = Askers(index, ranks[members], copies[members], pieces, missing, turns)
+            if brought:
+                self._brought.append((askers, brought))
+            yield askers
+
+    def _arrivals(self) -> Iterator[Arrival]:
+        """What relaying hosts need over the network, worked out once for hosts with equal numbers of equal askers."""
+        if not self._brought:
+            return
+        by_host = [_OnHosts(askers.ranks, self._hosts) for askers, _ in self._brought]
+        kinds, kind_of = np.unique([ranks.count for ranks in by_host], axis=1, return_inverse=True)
+        for kind, counts in enumerate(kinds.T):
+            present = np.flatnonzero(counts)
+            hosts = np.flatnonzero(kind_of.ravel() == kind)
+            boxes = _common_boxes({number: self._brought[number][1] for number in present.tolist()})
+            turns = {box.source: self._network_turns[box.source] + np.arange(len(hosts)) for box in boxes}
+            for source in turns:
+                self._network_turns[source] += len(hosts)
+            for number, box in enumerate(boxes):
+                wanting = [self._brought[askers][0] for askers in box.askers for _ in range(counts[askers])]
+                yield Arrival(
+                    box.region,
+                    box.source,
+                    np.concatenate([by_host[askers].rows(hosts) for askers in box.askers], axis=1),
+                    tuple(askers.want for askers in wanting),
+                    tuple(int(askers.copies[0]) for askers in wanting),
+                    turns[box.source],
+                    number,
+                )
 
     def _cover(self, wanted: Region, tiers: dict[Link, list[int]]) -> tuple[tuple[Piece, ...], tuple[Region, ...]]:
         """Cut `wanted` into pieces, nearest sources first, each as much as it has of what is still missing."""
@@ -218,6 +385,18 @@ def unheld(sources: Sequence[Spread], wants: Sequence[Spread], num_ranks: int) -
         wanted = union(spread.region for spread, yes in zip(wants, has[:num_wants], strict=True) if yes)
         held = [spread.region for spread, yes in zip(sources, has[num_wants:], strict=True) if yes]
         yield concerned[members], sum(region.numel for region in subtract_all(wanted, held))
+
+
+def unheld_by_hosts(sources: Sequence[Spread], wants: Sequence[Spread], hosts: Hosts) -> np.ndarray:
+    """Elements that must come to each host over the network whatever the plan; int array by host."""
+    numel = np.zeros(hosts.count, dtype=np.int64)
+
+    def by_host(spreads: Sequence[Spread]) -> list[Spread]:
+        return [Spread(each.offsets, each.lengths, hosts.numbers[each.ranks]) for each in spreads]
+
+    for numbers, count in unheld(by_host(sources), by_host(wants), hosts.count):
+        numel[numbers] += count
+    return numel
 
 
 def presence_of(spread: Spread, num_ranks: int) -> np.ndarray:

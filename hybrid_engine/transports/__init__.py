@@ -4,10 +4,12 @@
         src == dst rank ................ local           strided copy
         same host, buffer exported ..... shared_memory   destination pulls from the peer's mapped pages
         else ........................... collective      packed messages, gloo or NCCL
+    bucket's fan_out, once it came over the network: local or shared_memory, out of relay buffers (relay_buffers.py)
 
-Start-up, on every rank (the only exchange of objects there is):
+Start-up, on every rank (the only exchanges of objects there are):
     handles = export_handles(rank, training.buffers())          # then all-gathered and joined by the caller
-    router = TransportSet.connect(rank, merged_source_layout.buffers, all_handles, group)
+    relays = RelayBuffers(rank, plan.relays)                    # their handles() too, where the plan has any
+    router = TransportSet.connect(rank, merged_source_layout.buffers, all_handles, group, relays=relays)
     router.check(plan, exported=all_handles)
 Every switch:
     fence                                                       # all sources are final
@@ -18,6 +20,7 @@ Every switch:
 from hybrid_engine.ports import PhaseClock
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.pull import InProcessTransport, LocalTransport
+from hybrid_engine.transports.relay_buffers import RelayBuffers
 from hybrid_engine.transports.router import PREFERENCES, RunReport, TransportSet, choose_transport, export_handles
 from hybrid_engine.transports.shared_memory import SharedMemoryTransport
 
@@ -27,6 +30,7 @@ __all__ = [
     "InProcessTransport",
     "LocalTransport",
     "PhaseClock",
+    "RelayBuffers",
     "RunReport",
     "SharedMemoryTransport",
     "TransportSet",

@@ -1,23 +1,27 @@
-"""Between any two ranks of a process group: gloo on the CPU, NCCL on GPUs. One packed message per bucket and peer.
+"""Between any two ranks of a process group: gloo on the CPU, NCCL on GPUs. Packed messages, per bucket and peer.
 
     source rank                                              destination rank
     strided reads -> staging [header|piece|piece|…] --isend/irecv--> staging -> strided writes, cast
+                     image of a relay buffer -------isend/irecv--> the relay buffer itself
 
-Both ends derive the same message from the order of the bucket's transfers: pieces follow one another in that order,
-in the source's dtype or, where it is narrower, the destination's, each aligned to its element size. Nothing is pickled
-and no object collective runs. Staging memory is kept and reused; it grows to the largest bucket.
+Both ends derive the same messages from the order of the bucket's transfers: pieces follow one another in that order,
+in the source's dtype or, where it is narrower, the destination's, each aligned to its element size. What goes into a
+relay buffer (planning/relays.py) is a message of its own, packed as it lies there. Nothing is pickled and no object
+collective runs. Staging memory is kept and reused; it grows to the largest bucket.
 
 A rank whose read fails, or that cannot take part in a bucket at all (`abandon`), still sends its messages: their
-header says that the pieces are void, and why. So no peer is left waiting, and the process group stays usable.
+header says that the pieces are void, and why. So no peer is left waiting, and the process group stays usable. `tell`
+sends headers alone: a rank got so far in a bucket, or why it did not.
 """
 
 from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,6 +31,7 @@ from hybrid_engine.planning.layout import BufferId
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.ports import PhaseClock
 from hybrid_engine.transports.copies import copy_straight, failure_at, strided, synchronize
+from hybrid_engine.transports.relay_buffers import RelayBuffers
 
 _HEADER = struct.Struct("<qqH")  # bucket, bytes of the message, length of the failure's text (0: the pieces are good)
 _HEADER_NBYTES = 512
@@ -40,19 +45,71 @@ class _Piece:
     """One transfer's elements in a message: `nbytes` from `start`, row-major, in the dtype of the wire."""
 
     transfer: Transfer
-    source_dtype: torch.dtype
     dtype: torch.dtype
     start: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
+class _Landing:
+    """What one rank sends into one relay buffer of another: its first `numel` elements, as they lie there."""
+
+    buffer: BufferId
+    transfers: tuple[Transfer, ...]
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class _Message:
-    """What one rank sends another in one bucket; `nbytes` with header and padding."""
+    """What one rank sends another in one bucket.
+
+    Attributes:
+        nbytes: of header, pieces and padding.
+        landings: follow as messages of their own.
+    """
 
     peer: int
-    pieces: tuple[_Piece, ...]
-    nbytes: int
+    pieces: tuple[_Piece, ...] = ()
+    nbytes: int = _HEADER_NBYTES
+    landings: tuple[_Landing, ...] = ()
+
+    @property
+    def total_nbytes(self) -> int:
+        return self.nbytes + sum(landing.nbytes for landing in self.landings)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Staged:
+    """A message and the byte tensors that it is sent from or comes into; `images` are those of its landings."""
+
+    message: _Message
+    body: torch.Tensor
+    images: tuple[torch.Tensor, ...]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.body, *self.images
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flight:
+    """The messages of one bucket (or of one `tell`) that are on their way.
+
+    Attributes:
+        works: what to wait for, `peers[i]` being whom `works[i]` is about.
+        failure: why the outgoing messages are void.
+    """
+
+    outgoing: list[_Staged]
+    incoming: list[_Staged]
+    works: list[dist.Work]
+    peers: list[object]
+    failure: TransportError | None = None
 
 
 class CollectiveTransport:
@@ -72,6 +129,7 @@ class CollectiveTransport:
         group: dist.ProcessGroup | None = None,
         *,
         destination_dtypes: Mapping[BufferId, str] | None = None,
+        relays: RelayBuffers | None = None,
         timeout: float = 300.0,
         device: torch.device | None = None,
     ) -> None:
@@ -79,6 +137,7 @@ class CollectiveTransport:
         rank: global rank of this process; transfers name global ranks.
         source_dtypes: `Buffer.dtype` of the source buffers of all ranks: what is on the wire.
         destination_dtypes: of destination buffers of all ranks; a narrower one is on the wire instead.
+        relays: the relay buffers that this rank has to do with; default: none.
         group: holds all ranks of the transfers; default: the world. Better one of its own: after a timeout it is dead.
         timeout: seconds one call of `run` may wait in all.
         device: where staging lies; default: the current GPU with NCCL, else the CPU.
@@ -88,6 +147,7 @@ class CollectiveTransport:
         self.rank = rank
         self._source_dtypes = _torch_dtypes(source_dtypes)
         self._destination_dtypes = _torch_dtypes(destination_dtypes or {})
+        self._relays = relays or RelayBuffers(rank, {})
         self._group = group
         self._timeout = timeout
         self._device = device or _staging_device(group)
@@ -107,17 +167,14 @@ class CollectiveTransport:
 
         Raises TransportError. Nothing was written to `destination` unless the phase in the message is "write".
         """
-        self._raise_if_broken(bucket)
-        outgoing, incoming = self._messages(transfers)
-        with self.clock.phase("read"):
-            sent = self._stage("send", outgoing)
-            failure = self._pack(bucket, outgoing, sent, source)
-        received = self._exchange(bucket, outgoing, incoming, sent)
-        if failure is not None:
-            raise failure
+        flight = self._start(bucket, transfers, source)
+        self._wait(bucket, "transfer", flight)
+        if flight.failure is not None:
+            raise flight.failure
         with self.clock.phase("write"):
-            self._raise_peer_failures(bucket, incoming, received)
-            self._unpack(bucket, incoming, received, destination)
+            if failed := self._peer_failure(bucket, "transfer", flight.incoming):
+                raise PeerTransportError(failed)
+            self._unpack(bucket, flight.incoming, destination)
             own = [transfer for transfer in transfers if transfer.src_rank == transfer.dst_rank == self.rank]
             copy_straight(self.name, bucket, own, lambda transfer: source[transfer.src.buffer.name], destination)
 
@@ -127,12 +184,21 @@ class CollectiveTransport:
         Called in place of `run` by a rank that failed elsewhere, so that its peers do not wait for it. Raises
         TransportError only when the messages cannot be exchanged.
         """
+        self._wait(bucket, "transfer", self._start(bucket, transfers, None, reason))
+
+    def tell(self, bucket: int, phase: str, listeners: Iterable[int], speakers: Iterable[int], reason: str = "") -> str:
+        """Tell `listeners` that this rank has finished a phase of a bucket, or failed for a `reason`; hear `speakers`.
+
+        Returns what the first of the speakers to fail said, with peer, bucket and phase; "" when none did. Each rank
+        is a listener of those that are its speakers. Raises TransportError as `run` does.
+        """
         self._raise_if_broken(bucket)
-        outgoing, incoming = self._messages(transfers)
-        sent = self._stage("send", outgoing)
-        for message, staging in zip(outgoing, sent, strict=True):
-            _write_header(staging, bucket, message, reason)
-        self._exchange(bucket, outgoing, incoming, sent)
+        outgoing = self._stage("tell", [_Message(peer) for peer in sorted(listeners)])
+        incoming = self._stage("hear", [_Message(peer) for peer in sorted(speakers)])
+        for staged in outgoing:
+            _write_header(staged, bucket, reason)
+        self._wait(bucket, phase, self._post(bucket, phase, outgoing, incoming))
+        return self._peer_failure(bucket, phase, incoming)
 
     def close(self) -> None:
         """Free the staging memory; idempotent. The process group stays the caller's."""
@@ -161,12 +227,21 @@ class CollectiveTransport:
 
     def _message(self, peer: int, transfers: Sequence[Transfer]) -> _Message:
         pieces, end = [], _HEADER_NBYTES
+        landing: dict[BufferId, list[Transfer]] = {}
         for transfer in transfers:
-            source, dtype = self._dtypes_of(transfer)
+            if transfer.dst.buffer in self._relays.buffers:
+                landing.setdefault(transfer.dst.buffer, []).append(transfer)
+                continue
+            dtype = self._dtypes_of(transfer)[1]
             start = _round_up(end, dtype.itemsize)
-            pieces.append(_Piece(transfer, source, dtype, start, transfer.numel * dtype.itemsize))
+            pieces.append(_Piece(transfer, dtype, start, transfer.numel * dtype.itemsize))
             end = start + pieces[-1].nbytes
-        return _Message(peer, tuple(pieces), end)
+        landings = (self._landing(buffer, landing[buffer]) for buffer in sorted(landing))
+        return _Message(peer, tuple(pieces), end, tuple(landings))
+
+    def _landing(self, buffer: BufferId, transfers: Sequence[Transfer]) -> _Landing:
+        dtype = getattr(torch, self._relays.buffers[buffer].dtype)
+        return _Landing(buffer, tuple(transfers), dtype, max(one.dst.extent(one.lengths).stop for one in transfers))
 
     def _dtypes_of(self, transfer: Transfer) -> tuple[torch.dtype, torch.dtype]:
         """Of the source, and of the wire."""
@@ -178,12 +253,46 @@ class CollectiveTransport:
 
     # Staging, packing, unpacking.
 
-    def _stage(self, side: str, messages: Sequence[_Message]) -> list[torch.Tensor]:
-        """A byte tensor for each message, out of the side's staging memory."""
+    def _start(
+        self, bucket: int, transfers: Sequence[Transfer], source: Mapping[str, torch.Tensor] | None, reason: str = ""
+    ) -> _Flight:
+        """Pack and post the messages of a bucket; void ones for a `reason`."""
+        self._raise_if_broken(bucket)
+        with self.clock.phase("read"):
+            outgoing, incoming = self._messages(transfers)
+            sent, received = self._stage("send", outgoing), self._stage("receive", incoming, self._relays.tensors)
+            failure = self._pack(bucket, sent, source) if source is not None else None
+            for staged in sent:
+                _write_header(staged, bucket, reason if failure is None else str(failure))
+        return replace(self._post(bucket, "transfer", sent, received), failure=failure)
+
+    def _stage(
+        self, side: str, messages: Sequence[_Message], relays: Mapping[str, torch.Tensor] | None = None
+    ) -> list[_Staged]:
+        """Byte tensors for messages, out of the side's staging memory; those of landings out of `relays`, if given."""
+        sizes = [message.nbytes for message in messages]
+        if relays is None:
+            sizes += [landing.nbytes for message in messages for landing in message.landings]
+        parts = self._staged_parts(side, sizes)
+        bodies, images = parts[: len(messages)], iter(parts[len(messages) :])
+        return [
+            _Staged(
+                message,
+                body,
+                tuple(
+                    next(images) if relays is None else relays[landing.buffer.name][: landing.numel].view(torch.uint8)
+                    for landing in message.landings
+                ),
+            )
+            for message, body in zip(messages, bodies, strict=True)
+        ]
+
+    def _staged_parts(self, side: str, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Byte tensors of these sizes, out of the side's staging memory."""
         starts, end = [], 0
-        for message in messages:
+        for nbytes in sizes:
             starts.append(end)
-            end = _round_up(end + message.nbytes, _MESSAGE_ALIGNMENT)
+            end = _round_up(end + nbytes, _MESSAGE_ALIGNMENT)
         staging = self._staging.get(side)
         if end and (staging is None or staging.numel() < end):
             del staging
@@ -192,92 +301,89 @@ class CollectiveTransport:
                 staging = self._staging[side] = torch.empty(end, dtype=torch.uint8, device=self._device)
             except RuntimeError as error:
                 raise TransportError(f"no memory for {end} bytes of {side} staging; make buckets smaller") from error
-        return [staging[start : start + message.nbytes] for start, message in zip(starts, messages, strict=True)]
+        return [staging[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=True)]
 
     def _pack(
-        self,
-        bucket: int,
-        outgoing: Sequence[_Message],
-        staged: Sequence[torch.Tensor],
-        source: Mapping[str, torch.Tensor],
+        self, bucket: int, outgoing: Sequence[_Staged], source: Mapping[str, torch.Tensor]
     ) -> TransportError | None:
-        """Fill the messages; a failure is returned, after it was written into the headers of all of them."""
-        failure = None
-        for message, staging in zip(outgoing, staged, strict=True):
-            for piece in message.pieces:
+        """Fill the messages; returns the first failure."""
+        for staged in outgoing:
+            for transfer, view in self._views_to_fill(staged):
                 try:
-                    _view_of(piece, staging).copy_(_source_view(piece, source))
+                    dtype = self._dtypes_of(transfer)[0]
+                    view.copy_(_source_view(transfer, dtype, source))
                 except Exception as error:
-                    failure = failure_at(self.name, bucket, "read", piece.transfer, error)
-                    break
-        for message, staging in zip(outgoing, staged, strict=True):
-            _write_header(staging, bucket, message, "" if failure is None else str(failure))
-        return failure
+                    return failure_at(self.name, bucket, "read", transfer, error)
+        return None
 
-    def _raise_peer_failures(self, bucket: int, incoming: Sequence[_Message], staged: Sequence[torch.Tensor]) -> None:
-        for message, staging in zip(incoming, staged, strict=True):
-            sent_bucket, nbytes, text = _read_header(staging)
-            where = f"{self.name} transport, bucket {bucket}, phase transfer, peer {message.peer}"
+    def _views_to_fill(self, staged: _Staged) -> Iterator[tuple[Transfer, torch.Tensor]]:
+        """Each transfer of a message, and its elements there in the box's shape."""
+        for piece in staged.message.pieces:
+            yield piece.transfer, _view_of(piece, staged.body)
+        for landing, image in zip(staged.message.landings, staged.images, strict=True):
+            flat = image.view(landing.dtype)
+            for transfer in landing.transfers:
+                yield transfer, strided(flat, transfer.lengths, transfer.dst)
+
+    def _peer_failure(self, bucket: int, phase: str, incoming: Sequence[_Staged]) -> str:
+        for staged in incoming:
+            message = staged.message
+            sent_bucket, nbytes, text = _read_header(staged.body)
+            where = f"{self.name} transport, bucket {bucket}, phase {phase}, peer {message.peer}"
             if text:
-                raise PeerTransportError(f"{where}: the peer failed: {text}")
-            if (sent_bucket, nbytes) != (bucket, message.nbytes):
-                raise PeerTransportError(
-                    f"{where}: the peer sent {nbytes} bytes of bucket {sent_bucket}, expected {message.nbytes} of "
-                    f"bucket {bucket}: the ranks' plans differ; compare their fingerprints"
+                return f"{where}: the peer failed: {text}"
+            if (sent_bucket, nbytes) != (bucket, message.total_nbytes):
+                return (
+                    f"{where}: the peer sent {nbytes} bytes of bucket {sent_bucket}, expected {message.total_nbytes} "
+                    f"of bucket {bucket}: the ranks' plans differ; compare their fingerprints"
                 )
+        return ""
 
-    def _unpack(
-        self,
-        bucket: int,
-        incoming: Sequence[_Message],
-        staged: Sequence[torch.Tensor],
-        destination: Mapping[str, torch.Tensor],
-    ) -> None:
-        for message, staging in zip(incoming, staged, strict=True):
-            for piece in message.pieces:
+    def _unpack(self, bucket: int, incoming: Sequence[_Staged], destination: Mapping[str, torch.Tensor]) -> None:
+        for staged in incoming:
+            for piece in staged.message.pieces:
                 transfer = piece.transfer
                 try:
                     flat = destination[transfer.dst.buffer.name]
-                    strided(flat, transfer.lengths, transfer.dst).copy_(_view_of(piece, staging))
+                    strided(flat, transfer.lengths, transfer.dst).copy_(_view_of(piece, staged.body))
                 except Exception as error:
                     raise failure_at(self.name, bucket, "write", transfer, error) from error
         synchronize(self._device)
 
     # The exchange.
 
-    def _exchange(
-        self, bucket: int, outgoing: Sequence[_Message], incoming: Sequence[_Message], sent: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Send and receive all messages of the bucket; returns the received ones."""
-        with self.clock.phase("transfer"):
-            received = self._stage("receive", incoming)
-            operations = [
-                dist.P2POp(operation, staging, message.peer, self._group)
-                for operation, messages, staged in ((dist.irecv, incoming, received), (dist.isend, outgoing, sent))
-                for message, staging in zip(messages, staged, strict=True)
-            ]
-            if operations:
-                self._wait(bucket, operations)
-        return received
-
-    def _wait(self, bucket: int, operations: list[dist.P2POp]) -> None:
-        deadline = time.monotonic() + self._timeout
-        peers = [operation.peer for operation in operations]
-        peer: object = sorted(set(peers))
+    def _post(self, bucket: int, phase: str, outgoing: list[_Staged], incoming: list[_Staged]) -> _Flight:
+        """Begin to send and receive messages."""
+        operations = [
+            dist.P2POp(operation, tensor, staged.message.peer, self._group)
+            for operation, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
+            for staged in messages
+            for tensor in staged.tensors
+        ]
+        peers: list[object] = [operation.peer for operation in operations]
+        everybody = sorted(set(peers))
         try:
-            works = dist.batch_isend_irecv(operations)
-            one_by_one = len(works) == len(operations)  # NCCL gives one work for the whole batch
-            for index, work in enumerate(works):
-                peer = peers[index] if one_by_one else peer
-                work.wait(timedelta(seconds=max(deadline - time.monotonic(), _SHORTEST_WAIT)))
+            works = dist.batch_isend_irecv(operations) if operations else []
         except Exception as error:
-            self._break(bucket, peer, error, timed_out=time.monotonic() > deadline - _ROUNDING)
+            self._break(bucket, phase, everybody, error, timed_out=False)
+        if len(works) != len(peers):  # NCCL gives one work for the whole batch
+            peers = [everybody] * len(works)
+        return _Flight(outgoing, incoming, works, peers)
 
-    def _break(self, bucket: int, peer: object, error: Exception, *, timed_out: bool) -> None:
+    def _wait(self, bucket: int, phase: str, flight: _Flight) -> None:
+        deadline = time.monotonic() + self._timeout
+        with self.clock.phase("transfer"):
+            for work, peer in zip(flight.works, flight.peers, strict=True):
+                try:
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), _SHORTEST_WAIT)))
+                except Exception as error:
+                    self._break(bucket, phase, peer, error, timed_out=time.monotonic() > deadline - _ROUNDING)
+
+    def _break(self, bucket: int, phase: str, peer: object, error: Exception, *, timed_out: bool) -> NoReturn:
         cause = f"nothing for {self._timeout:g} seconds" if timed_out else "the connection failed"
         self._staging.clear()  # late bytes may still arrive in what the operations hold
         self._broken = TransportError(
-            f"{self.name} transport, bucket {bucket}, phase transfer, peer {peer}: {cause} "
+            f"{self.name} transport, bucket {bucket}, phase {phase}, peer {peer}: {cause} "
             f"({type(error).__name__}: {error}). See the peer's log; the process group cannot be used any more"
         )
         raise self._broken from error
@@ -292,17 +398,18 @@ def _view_of(piece: _Piece, staging: torch.Tensor) -> torch.Tensor:
     return staging[piece.start : piece.start + piece.nbytes].view(piece.dtype).view(piece.transfer.lengths)
 
 
-def _source_view(piece: _Piece, source: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    flat = source[piece.transfer.src.buffer.name]
-    if flat.dtype != piece.source_dtype:
-        raise TransportError(f"the source is {flat.dtype}, its layout says {piece.source_dtype}; build the plan again")
-    return strided(flat, piece.transfer.lengths, piece.transfer.src)
+def _source_view(transfer: Transfer, dtype: torch.dtype, source: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    flat = source[transfer.src.buffer.name]
+    if flat.dtype != dtype:
+        raise TransportError(f"the source is {flat.dtype}, its layout says {dtype}; build the plan again")
+    return strided(flat, transfer.lengths, transfer.src)
 
 
-def _write_header(staging: torch.Tensor, bucket: int, message: _Message, failure: str) -> None:
+def _write_header(staged: _Staged, bucket: int, failure: str) -> None:
     text = failure.encode()[: _HEADER_NBYTES - _HEADER.size]
-    header = bytearray(_HEADER.pack(bucket, message.nbytes, len(text)) + text).ljust(_HEADER_NBYTES, b"\0")
-    staging[:_HEADER_NBYTES].copy_(torch.frombuffer(header, dtype=torch.uint8))
+    fixed = _HEADER.pack(bucket, staged.message.total_nbytes, len(text))
+    header = bytearray(fixed + text).ljust(_HEADER_NBYTES, b"\0")
+    staged.body[:_HEADER_NBYTES].copy_(torch.frombuffer(header, dtype=torch.uint8))
 
 
 def _read_header(staging: torch.Tensor) -> tuple[int, int, str]:

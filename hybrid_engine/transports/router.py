@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.errors import ConfigError, TransportError, Violation
+from hybrid_engine.errors import ConfigError, PeerTransportError, TransportError, Violation
 from hybrid_engine.memory.elastic import Handle, export_tensor
 from hybrid_engine.planning.combining import combine
 from hybrid_engine.planning.layout import Buffer, BufferId
@@ -17,11 +17,13 @@ from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.ports import Transport
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.pull import LocalTransport
+from hybrid_engine.transports.relay_buffers import RelayBuffers
 from hybrid_engine.transports.shared_memory import SharedMemoryTransport
 
 LOCAL, SHARED_MEMORY, COLLECTIVE = LocalTransport.name, SharedMemoryTransport.name, CollectiveTransport.name
 PREFERENCES = ("auto", SHARED_MEMORY, COLLECTIVE)
 CONFIG_KEY = "generate_config.transport"
+_ARRIVED, _READ = "relay arrived", "relay read"  # phases in messages
 
 
 def choose_transport(transfer: Transfer, exported: Set[BufferId], preference: str = "auto") -> str:
@@ -54,11 +56,17 @@ def export_handles(rank: int, buffers: Mapping[str, torch.Tensor]) -> dict[Buffe
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What one bucket cost this rank: seconds by phase (read, transfer, write), bytes it received by transport name and
-    by link; those of a pull that casts count in the narrower dtype, as a message would have them."""
+    """What one bucket cost this rank; bytes of a pull that casts count in the narrower dtype, as a message has them.
+
+    Attributes:
+        seconds: by phase (read, transfer, write).
+        nbytes: bytes it received, by transport name and by the rank they came from: for what was relayed, once from its
+            sender to the carrier, and from there to each other reader.
+        nbytes_by_link: the same bytes by link.
+    """
 
     seconds: Mapping[str, float]
-    nbytes: Mapping[str, int]
+    nbytes: Mapping[str, Mapping[int, int]]
     nbytes_by_link: Mapping[Link, int]
 
 
@@ -67,6 +75,11 @@ class TransportSet:
 
     Every rank calls `run` for every bucket of the plan, in order; so each transport runs on every rank in the same
     order, whatever its share. A rank that cannot go on calls `abandon` for the buckets that are left.
+
+    What comes over relay buffers is read after the bucket's other transfers:
+
+        carrier   receives -> tells its readers -> reads its own part -> hears that they have read: it may come anew
+        reader    hears its carriers -> reads where it lies -> tells them
     """
 
     def __init__(
@@ -74,14 +87,17 @@ class TransportSet:
         rank: int,
         transports: Sequence[Transport],
         choose: Callable[[Transfer], str],
+        relays: RelayBuffers | None = None,
     ) -> None:
         """Args:
         transports: in the order in which they run, on all ranks the same.
         choose: name of the transport for a transfer; the same answer on all ranks.
+        relays: the plan's relay buffers; they need the transports local, shared_memory and collective.
         """
         self.rank = rank
         self._transports = {transport.name: transport for transport in transports}
         self._choose = choose
+        self._relays = relays or RelayBuffers(rank, {})
         self._shares: dict[int, _BucketShare] = {}
 
     @classmethod
@@ -93,6 +109,7 @@ class TransportSet:
         group: dist.ProcessGroup | None = None,
         *,
         destination_buffers: Mapping[BufferId, Buffer] | None = None,
+        relays: RelayBuffers | None = None,
         preference: str = "auto",
         timeout: float = 300.0,
     ) -> TransportSet:
@@ -100,27 +117,30 @@ class TransportSet:
 
         Args:
             source_buffers: of all ranks (`Layout.merge(...).buffers` of the training side).
-            handles: of all ranks (`export_handles`); must be the same on every rank.
+            handles: of all ranks (`export_handles`), those of relay buffers too; must be the same on every rank.
             group: for transfers that memory cannot carry; without torch.distributed there are none.
             destination_buffers: of all ranks; where their dtype is narrower, messages are cast before they are sent.
-            preference: auto, shared_memory or collective.
+            relays: the relay buffers of this rank's plan.
+            preference: auto, shared_memory or collective; what is relayed is read from memory anyway.
             timeout: seconds a bucket may wait for peers.
         """
         transports: list[Transport] = [LocalTransport(rank), SharedMemoryTransport(rank, handles)]
         if dist.is_available() and dist.is_initialized():
             sources, destinations = _dtypes(source_buffers), _dtypes(destination_buffers or {})
             transports.append(
-                CollectiveTransport(rank, sources, group, destination_dtypes=destinations, timeout=timeout)
+                CollectiveTransport(
+                    rank, sources, group, destination_dtypes=destinations, relays=relays, timeout=timeout
+                )
             )
         exported = frozenset(handles)
-        return cls(rank, transports, lambda transfer: choose_transport(transfer, exported, preference))
+        return cls(rank, transports, lambda transfer: choose_transport(transfer, exported, preference), relays)
 
     def check(self, plan: ReshardPlan, exported: Collection[BufferId]) -> None:
         """Raise ConfigError unless the chosen transports can carry every transfer of the plan. Before any bucket."""
         exported = frozenset(exported)
         problems: dict[str, Violation] = {}
         for transfer in plan.transfers():
-            name = self._choose(transfer)
+            name = self._name_of(transfer)
             if name == SHARED_MEMORY and not _can_share_memory(transfer, exported):
                 where = "across hosts" if transfer.link is not Link.HOST else "from a buffer that is not exported"
                 problem = f"shared memory cannot read {where} ({transfer.src.buffer})"
@@ -148,6 +168,8 @@ class TransportSet:
                     transport.abandon(bucket.index, transfers, str(failure))
             except Exception as error:
                 failure = failure or error
+        if share.is_relaying:
+            failure = self._fan_out(share, destination, failure)
         seconds = self._take_seconds()
         if failure is not None:
             raise failure
@@ -158,8 +180,40 @@ class TransportSet:
 
         Raises TransportError when that is impossible, because the process group is dead.
         """
+        share = self._share(bucket)
         for name, transport in self._transports.items():
-            transport.abandon(bucket.index, self._share(bucket).transfers.get(name, ()), reason)
+            transport.abandon(bucket.index, share.transfers.get(name, ()), reason)
+        if share.is_relaying:
+            for phase in (_ARRIVED, _READ):
+                self._tell(share, phase, reason)
+
+    def _fan_out(
+        self, share: _BucketShare, destination: Mapping[str, torch.Tensor], failure: Exception | None
+    ) -> Exception | None:
+        """Read what came into relay buffers, unless this rank or one of its carriers failed; returns a failure.
+
+        Says what is to be said in any case, so that nobody waits.
+        """
+        for phase in (_ARRIVED, _READ):
+            try:
+                heard = self._tell(share, phase, "" if failure is None else str(failure))
+                if heard and failure is None:
+                    failure = PeerTransportError(heard)
+                if phase == _ARRIVED and failure is None:
+                    for name, transfers in share.fan_out.items():
+                        self._transports[name].run(share.bucket.index, transfers, self._relays.tensors, destination)
+            except Exception as error:
+                failure = failure or error
+        return failure
+
+    def _tell(self, share: _BucketShare, phase: str, reason: str) -> str:
+        """Carriers tell their readers that a bucket has arrived, readers their carriers that they have read it."""
+        listeners, speakers = share.readers, share.carriers
+        if phase == _READ:
+            listeners, speakers = speakers, listeners
+        collective = self._transports[COLLECTIVE]
+        assert isinstance(collective, CollectiveTransport)
+        return collective.tell(share.bucket.index, phase, listeners, speakers, reason)
 
     def close(self) -> None:
         """Close all transports; idempotent."""
@@ -181,24 +235,41 @@ class TransportSet:
         return share
 
     def _split(self, bucket: Bucket) -> _BucketShare:
-        transfers: dict[str, list[Transfer]] = {}
-        nbytes = dict.fromkeys(self._transports, 0)
+        own = bucket.of_rank(self.rank)
+        transfers = self._by_transport(bucket.index, own.transfers)
+        fan_out = self._by_transport(bucket.index, own.fan_out)
+        nbytes: dict[str, Counter[int]] = {name: Counter() for name in self._transports}
         nbytes_by_link = dict.fromkeys(Link, 0)
-        for transfer in bucket.transfers:
-            if self.rank not in (transfer.src_rank, transfer.dst_rank):
-                continue
-            name = self._choose(transfer)
+        for transfer in own.counted():
+            if transfer.dst_rank == self.rank:
+                nbytes[self._name_of(transfer)][transfer.src_rank] += transfer.nbytes
+                nbytes_by_link[transfer.link] += transfer.nbytes
+        return _BucketShare(
+            bucket,
+            {name: combine(same) for name, same in transfers.items()},
+            {name: combine(same) for name, same in fan_out.items()},
+            nbytes,
+            nbytes_by_link,
+            frozenset(each.dst_rank for each in own.fan_out) - {self.rank},
+            frozenset(each.src_rank for each in own.fan_out) - {self.rank},
+        )
+
+    def _by_transport(self, index: int, transfers: Iterable[Transfer]) -> Mapping[str, Sequence[Transfer]]:
+        found: defaultdict[str, list[Transfer]] = defaultdict(list)
+        for transfer in transfers:
+            name = self._name_of(transfer)
             if name not in self._transports:
                 raise TransportError(
-                    f"bucket {bucket.index}, tensor {transfer.tensor}: no {name} transport on rank {self.rank}; "
+                    f"bucket {index}, tensor {transfer.tensor}: no {name} transport on rank {self.rank}; "
                     f"there are {', '.join(self._transports)}"
                 )
-            transfers.setdefault(name, []).append(transfer)
-            if transfer.dst_rank == self.rank:
-                nbytes[name] += transfer.nbytes
-                nbytes_by_link[transfer.link] += transfer.nbytes
-        combined = {name: combine(same) for name, same in transfers.items()}
-        return _BucketShare(bucket, combined, nbytes, nbytes_by_link)
+            found[name].append(transfer)
+        return found
+
+    def _name_of(self, transfer: Transfer) -> str:
+        if transfer.src.buffer in self._relays.buffers:
+            return LOCAL if transfer.link is Link.SELF else SHARED_MEMORY
+        return self._choose(transfer)
 
 
 def _dtypes(buffers: Mapping[BufferId, Buffer]) -> dict[BufferId, str]:
@@ -207,9 +278,22 @@ def _dtypes(buffers: Mapping[BufferId, Buffer]) -> dict[BufferId, str]:
 
 @dataclass(frozen=True, slots=True)
 class _BucketShare:
-    """A rank's transfers of a bucket by transport name, combined, and the bytes it reads."""
+    """What a rank does in a bucket.
+
+    Attributes:
+        transfers, fan_out: by transport name, combined.
+        nbytes, nbytes_by_link: as in RunReport.
+        readers: other ranks that read this one's relay buffers. carriers: whose relay buffers it reads.
+    """
 
     bucket: Bucket
     transfers: Mapping[str, Sequence[Transfer]]
-    nbytes: Mapping[str, int]
+    fan_out: Mapping[str, Sequence[Transfer]]
+    nbytes: Mapping[str, Mapping[int, int]]
     nbytes_by_link: Mapping[Link, int]
+    readers: Set[int]
+    carriers: Set[int]
+
+    @property
+    def is_relaying(self) -> bool:
+        return bool(self.fan_out)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import chain
 
 import torch
 
@@ -75,7 +74,9 @@ class SharedMemoryTransport(PullTransport):
         with self._failing_at(bucket, transfers[0]):
             if buffer_id not in self._device_peers:
                 self._device_peers[buffer_id] = open_peer(self._handles[buffer_id])
-            extents = list(chain.from_iterable(map(source_extents, transfers)))
+            handle = self._handles[buffer_id]
+            hole = handle.chunk_nbytes // getattr(torch, handle.dtype).itemsize  # chunks on both sides of it are read
+            extents = [extent for transfer in transfers for extent in source_extents(transfer, hole)]
             reading = self._device_peers[buffer_id].mapped(extents)
             flat = reading.__enter__()
         with ExitStack() as stack:
@@ -96,12 +97,16 @@ class SharedMemoryTransport(PullTransport):
             raise failure_at(self.name, bucket, "read", transfer, error, peer=transfer.src_rank) from error
 
 
-def source_extents(transfer: Transfer) -> list[Extent]:
-    """Elements of the source that a transfer reads: from the first to the last of each step along its first dim.
+def source_extents(transfer: Transfer, hole: int) -> list[Extent]:
+    """Elements of the source that a transfer reads.
 
-    What lies between the steps may belong to others (the experts of one layer, a layer's other matrices).
+    From the first to the last of each step along its first dim, since what lies between the steps may belong to others
+    (the experts of one layer); in one where fewer than `hole` elements lie there.
     """
     if not transfer.lengths:
         return [transfer.src.extent(())]
     step, others = (1, *transfer.lengths[1:]), (0,) * (len(transfer.lengths) - 1)
+    first = transfer.src.extent(step)
+    if transfer.src.strides[0] - (first.stop - first.start) < hole:
+        return [transfer.src.extent(transfer.lengths)]
     return [transfer.src.at((index, *others)).extent(step) for index in range(transfer.lengths[0])]

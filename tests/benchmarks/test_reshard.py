@@ -29,11 +29,9 @@ def test_every_case_is_possible_and_large_enough(tmp_path: Path) -> None:
     assert sum(".experts." in name for name in table_for(MODELS[EXPERTS]).shapes) >= 2000
 
 
-def test_the_quick_run_has_both_models_on_both_numbers_of_ranks() -> None:
+def test_the_quick_run_has_both_models_and_both_numbers_of_ranks() -> None:
     quick = chosen("", quick=True)
-    assert {(case.model, case.ranks) for case in quick} == {
-        (model, ranks) for model in (DENSE, EXPERTS) for ranks in (2, 4)
-    }
+    assert {case.model for case in quick} == {DENSE, EXPERTS} and {case.ranks for case in quick} == {2, 4}
     assert [case.ranks for case in quick] == sorted(case.ranks for case in quick)
     assert {case.model for case in chosen(DENSE, quick=False)} == {DENSE}
 

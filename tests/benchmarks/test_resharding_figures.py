@@ -47,11 +47,21 @@ def test_the_median_of_the_slowest_rank_counts_without_its_commit(monkeypatch: p
     monkeypatch.setattr(dist, "barrier", lambda: None)
     # the other rank always takes half a second longer, and commits in no time
     monkeypatch.setattr(measuring, "gather", lambda own: [own, (own[0] - own[1]["commit"] + 0.5, {"transfer": 1.0})])
-    timing, digests = measure(contender, 3)
+    timing, digests = measure(contender, 3, budget=100.0)
     assert (timing.seconds, timing.fastest, timing.slowest) == (2.5, 1.5, 3.5)
     assert timing.commit_seconds == 0.0 and timing.by_phase == {"transfer": 1.0}
     assert digests == {"weight": "digest"}
-    assert contender.num_prepared == 4
+    assert contender.num_prepared == 4 and timing.num_runs == 3
+
+
+@pytest.mark.parametrize(("budget", "counted"), [(9.9, [4.0]), (10.0, [5.0]), (16.0, [5.0, 6.0])])
+def test_a_slow_contender_has_fewer_runs(monkeypatch: pytest.MonkeyPatch, budget: float, counted: list[float]) -> None:
+    contender = Scripted([(4.0, 1.0), (5.0, 0.0), (6.0, 0.0), (7.0, 0.0)])
+    monkeypatch.setattr(measuring.time, "perf_counter", lambda: contender.now)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(measuring, "gather", lambda own: [own])
+    timing, _ = measure(contender, 3, budget)
+    assert (timing.fastest, timing.slowest, timing.num_runs) == (counted[0], counted[-1], len(counted))
 
 
 def test_a_digest_tells_apart_bits_shapes_and_dtypes_and_leaves_the_storage_as_it_was() -> None:

@@ -66,12 +66,13 @@ GPT2: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A job; `hosts` by rank."""
+    """A job; `hosts` by rank, `relaying` those whose ranks read each other's memory."""
 
     table: ModelTable = field(repr=False)
     train: TrainParallelism
     infer: InferenceParallelism
     hosts: tuple[int, ...]
+    relaying: tuple[int, ...] = ()
 
     @property
     def source(self) -> SideLayout:
@@ -166,4 +167,5 @@ def layout_cases(draw: st.DrawFn) -> LayoutCase:
     assume(infer.violations(table) == [])
     hosts = draw(st.lists(st.integers(0, 2), min_size=world_size, max_size=world_size).map(tuple))
     in_order = draw(st.booleans())
-    return LayoutCase(table, train, infer, tuple(sorted(hosts)) if in_order else hosts)
+    relaying = draw(st.sampled_from([(), (1,), (0, 1, 2)]))
+    return LayoutCase(table, train, infer, tuple(sorted(hosts)) if in_order else hosts, relaying)

@@ -17,7 +17,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from hybrid_engine.planning.layout import Buffer, BufferId, Extent, Layout, Place, Shard
-from hybrid_engine.planning.plan import ReshardPlan
+from hybrid_engine.planning.plan import ReshardPlan, Transfer
 from hybrid_engine.planning.regions import Region
 
 Index = tuple[int, ...]
@@ -26,12 +26,13 @@ NOT_WRITTEN = -1
 
 @dataclass(frozen=True)
 class Case:
-    """Two layouts over the same tensors; `hosts` by rank."""
+    """Two layouts over the same tensors; `hosts` by rank, `relaying` those whose ranks read each other's memory."""
 
     source: Layout
     destination: Layout
     hosts: tuple[str, ...]
     bucket_nbytes: int
+    relaying: tuple[str, ...] = ()
 
 
 def canonical_values(tensors: Mapping[str, Index]) -> dict[str, np.ndarray]:
@@ -61,17 +62,37 @@ def filled_buffers(layout: Layout) -> dict[BufferId, np.ndarray]:
 
 
 def carry_out(plan: ReshardPlan, case: Case) -> tuple[dict[BufferId, np.ndarray], dict[BufferId, np.ndarray]]:
-    """Destination buffers after all transfers, and how often each of their elements was written."""
+    """Destination buffers after all transfers, and how often each of their elements was written.
+
+    Relay buffers hold nothing before a bucket, are written once in it, and are read only where they were written.
+    """
     sources = filled_buffers(case.source)
     found = {buffer_id: np.full(buffer.numel, NOT_WRITTEN) for buffer_id, buffer in case.destination.buffers.items()}
     counts = {buffer_id: np.zeros(buffer.numel, int) for buffer_id, buffer in case.destination.buffers.items()}
-    for transfer in plan.transfers():
-        region = Region(transfer.tensor, (0,) * len(transfer.lengths), transfer.lengths)
-        pairs = zip(elements_of(Shard(region, transfer.src)), elements_of(Shard(region, transfer.dst)), strict=True)
-        for (_, src), (_, dst) in pairs:
-            found[transfer.dst.buffer][dst] = sources[transfer.src.buffer][src]
-            counts[transfer.dst.buffer][dst] += 1
+    for bucket in plan.buckets:
+        relays = {buffer_id: np.full(buffer.numel, NOT_WRITTEN) for buffer_id, buffer in plan.relays.items()}
+        for transfer in bucket.transfers:
+            values = sources[transfer.src.buffer][positions_of(transfer, transfer.src)]
+            at = positions_of(transfer, transfer.dst)
+            if transfer.dst.buffer in relays:
+                assert (relays[transfer.dst.buffer][at] == NOT_WRITTEN).all()
+                relays[transfer.dst.buffer][at] = values
+            else:
+                found[transfer.dst.buffer][at] = values
+                counts[transfer.dst.buffer][at] += 1
+        for transfer in bucket.fan_out:
+            values = relays[transfer.src.buffer][positions_of(transfer, transfer.src)]
+            assert (values != NOT_WRITTEN).all()
+            at = positions_of(transfer, transfer.dst)
+            found[transfer.dst.buffer][at] = values
+            counts[transfer.dst.buffer][at] += 1
     return found, counts
+
+
+def positions_of(transfer: Transfer, place: Place) -> np.ndarray:
+    """Where each element of a transfer's box lies at one end of it."""
+    region = Region(transfer.tensor, (0,) * len(transfer.lengths), transfer.lengths)
+    return np.array([position for _, position in elements_of(Shard(region, place))])
 
 
 @st.composite
@@ -86,6 +107,7 @@ def cases(draw: st.DrawFn) -> Case:
         destination=draw(layouts(tensors, num_ranks, dtype=draw(st.sampled_from(["bfloat16", "float32"])))),
         hosts=tuple(draw(st.lists(st.sampled_from("ab"), min_size=num_ranks, max_size=num_ranks))),
         bucket_nbytes=draw(st.sampled_from([1, 40, 10**9])),
+        relaying=tuple(draw(st.sampled_from([(), "a", "ab"]))),
     )
 
 

@@ -151,6 +151,8 @@ class FakeInference:
             self.script.reach(f"commit {group}")
             self.in_force.add(group)
 
+    def settle(self) -> None: ...
+
     def release(self) -> None:
         self.script.reach("release")
         self.live.clear()

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_engine import ActorHybridWorker, ReferenceModel
+from hybrid_engine import ActorHybridWorker, ReferenceModel, sharding_manager
+from hybrid_engine import worker as worker_module
 from hybrid_engine.errors import ConfigError, HybridEngineError, StateError
 from hybrid_engine.worker import share_of
 from tests.hybrid_engine import jobs
@@ -91,6 +92,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[s
             calls["versions"] = (refuse_versions, (model,))
             calls["failures"] = (fail_and_go_on, (model,))
             calls["gathers"] = (follow_overlapped_gathers, (model, directory / "checkpoint"))
+        else:
+            calls["two hosts"] = (switch_on_hosts, (model, ("a", "a", "b", "b")))
+            calls["one host"] = (switch_on_hosts, (model, ("a", "a", "a", "a")))
         for name, (wanted, actor) in ACTORS.items():
             if wanted == num_ranks:
                 calls[f"{name}, switched"] = (train_with_switches, (model, actor))
@@ -114,6 +118,56 @@ def test_training_is_bitwise_the_same_with_switches(outcomes: Callable[[int], An
         assert other["version"] == plain["version"] == 5
         assert other["offloaded"] == {1.0}
     assert len({str(result["losses"]) for result in switched}) == 1
+
+
+def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> dict[str, Any]:
+    """A pipeline stage on two ranks each, whole models for generation; `hosts` is where each rank takes itself to be.
+    What vLLM holds after a switch, an update and another switch, and what that switch moved."""
+    modules = sharding_manager, worker_module
+    host_ids = [module.host_id for module in modules]
+    for module in modules:
+        module.host_id = lambda: hosts[int(os.environ["RANK"])]
+    try:
+        worker = jobs.build_worker(model, {**TP2PP2, **BF16}, {"bucket_mb": 1})
+    finally:
+        for module, host_id in zip(modules, host_ids, strict=True):
+            module.host_id = host_id
+    digests: list[dict[str, str]] = [{}, {}]
+    for seed, seen in enumerate(digests):
+        worker.inference.adaptor.observer = lambda name, tensor, seen=seen: seen.update({name: _digest([tensor])})
+        with worker.rollout_context():
+            completions = worker.inference.generate([[1, 2, 3]], jobs.GREEDY)
+            report = worker.sharding.last_report
+        with worker.train_context():
+            worker.update(jobs.batch(seed), jobs.cross_entropy)
+    found = {
+        "digests": digests,
+        "tokens": completions[0][0].token_ids,
+        "received": report.bytes_received,
+        "least": report.bytes_least,
+        "across_hosts": report.bytes_across_hosts,
+        "network_least": worker.sharding.plan.network_least,
+        "transports": set(report.bytes_by_transport),
+    }
+    worker.shutdown()
+    return found
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ranks_on_two_hosts_hold_what_those_on_one_do(outcomes: Callable[[int], Any]) -> None:
+    together, apart = outcomes(4)["one host"], outcomes(4)["two hosts"]
+    for one, other in zip(together, apart, strict=True):
+        assert other["digests"] == one["digests"] == together[0]["digests"]
+        assert other["tokens"] == one["tokens"]
+        assert one["digests"][0] != one["digests"][1]
+        assert other["received"] == other["least"] == one["least"] == one["received"] > 0
+        assert one["transports"] == {"shared_memory"}
+        assert other["transports"] == {"shared_memory", "collective"}
+    for host, ranks in {"a": apart[:2], "b": apart[2:]}.items():
+        assert sum(rank["across_hosts"] for rank in ranks) == ranks[0]["network_least"][host] > 0
+        assert min(rank["across_hosts"] for rank in ranks) > 0, "one rank carries all"
 
 
 def fail_and_go_on(model: Path) -> dict[str, Any]:

@@ -56,7 +56,10 @@ def test_extents_hold_what_is_read():
     place = Place(BufferId(0, "flat"), 10, (100, 3))
     box = Transfer("t", (2, 4), place, place, 0, Link.HOST)
     element = Transfer("t", (), Place(BufferId(0, "flat"), 7, ()), place, 0, Link.HOST)
-    assert source_extents(box) == [Extent(10, 20), Extent(110, 120)] and source_extents(element) == [Extent(7, 8)]
+    assert source_extents(box, 90) == [Extent(10, 20), Extent(110, 120)] and source_extents(box, 91) == [
+        Extent(10, 120)
+    ]
+    assert source_extents(element, 0) == [Extent(7, 8)]
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ JOBS = settings(
 def full_plan(case: LayoutCase, rank: int | None = None) -> ReshardPlan:
     source, destination = case.source.layout(), case.destination.layout()
     hosts = [str(host) for host in case.hosts]
-    return plan(source, destination, hosts, bucket_nbytes=700, may_stay_unread=case.unserved, rank=rank)
+    return plan(source, destination, hosts, 700, case.unserved, rank, relaying_hosts=list(map(str, case.relaying)))
 
 
 @JOBS
@@ -52,15 +52,18 @@ def test_every_element_arrives_where_vllm_has_it(case: LayoutCase) -> None:
 @JOBS
 @given(layout_cases())
 def test_the_summary_is_the_plans(case: LayoutCase) -> None:
-    assert_same_bytes(full_plan(case), case.source.holdings, case.destination.holdings, case.hosts)
+    assert_same_bytes(full_plan(case), case.source.holdings, case.destination.holdings, case.hosts, case.relaying)
 
 
 @JOBS
 @given(layout_cases())
 def test_no_rank_receives_more_than_the_least(case: LayoutCase) -> None:
-    summary = summarize(case.source.holdings, case.destination.holdings, case.hosts)
+    summary = summarize(case.source.holdings, case.destination.holdings, case.hosts, case.relaying)
     np.testing.assert_array_equal(summary.received, summary.least)
     np.testing.assert_array_equal(summary.own + summary.received, case.destination.holdings.nbytes_by_rank())
+    for host, least in zip(dict.fromkeys(case.hosts), summary.network_least, strict=True):
+        entered = summary.network[np.array(case.hosts) == host].sum()
+        assert entered == least if host in case.relaying else entered >= least
 
 
 @given(cases())
@@ -68,13 +71,25 @@ def test_the_summary_is_the_plans_for_any_records(case: Case) -> None:
     """Boxes that overlap, ranks that hold a box twice, tensors that are cut in several dims."""
     num_ranks = len(case.hosts)
     holdings = (holdings_of(layout, num_ranks) for layout in (case.source, case.destination))
-    assert_same_bytes(plan(case.source, case.destination, case.hosts), *holdings, case.hosts)
+    assert_same_bytes(
+        plan(case.source, case.destination, case.hosts, relaying_hosts=case.relaying),
+        *holdings,
+        case.hosts,
+        case.relaying,
+    )
 
 
 def assert_same_bytes(
-    expected: ReshardPlan, source: Holdings, destination: Holdings, hosts: tuple[object, ...]
+    expected: ReshardPlan,
+    source: Holdings,
+    destination: Holdings,
+    hosts: tuple[object, ...],
+    relaying: tuple[object, ...],
 ) -> None:
-    summary = summarize(source, destination, hosts)
+    summary = summarize(source, destination, hosts, relaying)
+    assert expected.network_least == dict(
+        zip(dict.fromkeys(map(str, hosts)), summary.network_least.tolist(), strict=True)
+    )
     sent: Counter[tuple[int, Link]] = Counter()
     for transfer in expected.transfers():
         sent[transfer.src_rank, transfer.link] += transfer.nbytes
@@ -93,13 +108,12 @@ def assert_same_bytes(
 def test_one_ranks_plan_is_its_part_of_everybodys(case: LayoutCase, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, len(case.hosts) - 1))
     everybody, own = full_plan(case), full_plan(case, rank)
-    found = plan_of_rank(case.source, case.destination, case.hosts, rank, 700, case.unserved)
+    found = plan_of_rank(case.source, case.destination, case.hosts, rank, 700, case.unserved, case.relaying)
     assert found.buckets == own.buckets
+    assert found.relays == own.relays
     assert len(everybody.buckets) == len(own.buckets)
     for whole, part in zip(everybody.buckets, own.buckets, strict=True):
-        concerned = tuple(each for each in whole.transfers if rank in (each.src_rank, each.dst_rank))
-        assert part.transfers == concerned
-        assert (part.index, part.groups, part.nbytes) == (whole.index, whole.groups, whole.nbytes)
+        assert part == whole.of_rank(rank)
     assert own.bytes_by_rank == {key: count for key, count in everybody.bytes_by_rank.items() if key == rank}
     count = everybody.bytes_by_rank[rank]
     assert [found.received(link) for link in Link] == [count.own, count.host, count.network]

@@ -24,7 +24,7 @@ from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.sharding_manager import ReshardReport, ShardingManager, State
 from megatron_patches.arguments import ReshardingOptions
 from tests.hybrid_engine.sharding_fakes import Rig
-from tests.hybrid_engine.vllm_models import LLAMA
+from tests.hybrid_engine.vllm_models import LLAMA, QWEN3_MOE
 
 # -- arguments of Megatron that describe LLAMA ------------------------------------------------------------------------
 
@@ -124,10 +124,10 @@ def test_everything_wrong_is_reported_at_once(files: dict[str, Path]) -> None:
         callback="json:nothing",
     )
     with pytest.raises(ConfigError) as caught:
-        read_settings(script_of(options, use_torch_fsdp2=True, nccl_ub=True))
+        read_settings(script_of(options, transformer_config(hidden_size=1), use_torch_fsdp2=True, nccl_ub=True))
     keys = [finding.key for finding in caught.value.findings]
     assert {"--use-torch-fsdp2", "--use-nccl-ub", "--resharding-output", "--resharding-prompts"} <= set(keys)
-    assert "--resharding-callback" in keys
+    assert {"--resharding-callback", "--hidden-size"} <= set(keys)
     assert "generate_config.infer_tensor_parallel_size" in keys
     assert "lines 2, 3 are no prompts" in str(caught.value)
 
@@ -237,6 +237,18 @@ def test_fused_bias_and_gelu_is_the_approximation_by_tanh() -> None:
     assert [violation.problem for violation in found] == [
         "Megatron has gelu, the Hugging Face config asks for gelu_tanh"
     ]
+
+
+def test_balancing_of_experts_is_trainings_own_affair() -> None:
+    table = table_for(QWEN3_MOE)
+    values = {**_DEFAULTS, **table.transformer, "activation_func": silu, "bias_activation_fusion": True}
+    own = {"moe_router_load_balancing_type": "aux_loss", "moe_router_dtype": None, "ffn_hidden_size": 7}
+    args = Namespace(**{**ARGS, "rotary_base": table.gpt["rotary_base"]})
+    args.untie_embeddings_and_output_weights = not table.dims.tied_embeddings
+    every_layer = SimpleNamespace(**{**values, **own, "moe_layer_freq": 1})
+    assert model_mismatches(table, args, every_layer) == []
+    fewer = SimpleNamespace(**{**values, "moe_layer_freq": 2, "num_moe_experts": 3})
+    assert {found.key for found in model_mismatches(table, args, fewer)} == {"--moe-layer-freq", "--num-experts"}
 
 
 def test_what_megatrons_script_cannot_compute_is_named() -> None:
@@ -360,7 +372,8 @@ def test_samples_and_reports_are_written_by_one_rank_and_scalars_by_megatrons_wr
     for is_writer in (True, False):
         notes = journal.Journal(script, tmp_path / str(is_writer), is_writer)
         notes.note_samples(8, ["7 8", (1, 2)], [[7, 8], [1, 2]], completions)
-        notes.note_switch(8, reports, completions)
+        notes.note_reports(8, reports)
+        notes.log(8, reports, completions)
     written = tmp_path / "True"
     first, second = (json.loads(line) for line in (written / "samples.jsonl").read_text().splitlines())
     assert first == {

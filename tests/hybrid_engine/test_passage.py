@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import mmap
 
 import torch
 from hypothesis import given
@@ -69,3 +70,13 @@ def test_living_tensors_never_share(buckets: list[list[tuple[int, torch.dtype]]]
     spans = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one, _ in living if one.numel())
     assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
     assert all(bool((tensor == number).all()) for tensor, number in living)
+
+
+def test_pages_that_are_lent_at_a_trim_are_not_kept():
+    passage = Passage()
+    (lent,) = passage.lend([(1000, torch.float32)])
+    passage.trim()
+    del lent
+    assert passage.free_nbytes == 0
+    passage.lend([(1000, torch.float32)])
+    assert passage.free_nbytes == mmap.PAGESIZE

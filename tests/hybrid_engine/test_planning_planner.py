@@ -6,7 +6,8 @@ import itertools
 import math
 import random
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -18,16 +19,29 @@ from hybrid_engine.planning.layout import Buffer, BufferId, Extent, Layout, Plac
 from hybrid_engine.planning.plan import Link, ReshardPlan, Transfer
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.planning.regions import Region, contiguous_strides
-from tests.hybrid_engine.planning_cases import NOT_WRITTEN, Case, carry_out, cases, elements_of, filled_buffers
+from hybrid_engine.planning.relays import wire_dtype
+from tests.hybrid_engine.planning_cases import (
+    NOT_WRITTEN,
+    Case,
+    carry_out,
+    cases,
+    elements_of,
+    filled_buffers,
+    positions_of,
+)
 
 
 def plan_of(case: Case) -> ReshardPlan:
-    return plan(case.source, case.destination, case.hosts, case.bucket_nbytes)
+    return plan(case.source, case.destination, case.hosts, case.bucket_nbytes, relaying_hosts=case.relaying)
 
 
-def held_by(layout: Layout) -> dict[tuple[str, tuple[int, ...]], set[int]]:
-    """(tensor, index) -> the ranks that hold the element."""
-    ranks: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+Element = tuple[str, tuple[int, ...]]
+"""Tensor and index."""
+
+
+def held_by(layout: Layout) -> dict[Element, set[int]]:
+    """The ranks that hold each element."""
+    ranks: dict[Element, set[int]] = {}
     for shard in layout.shards:
         for index, _ in elements_of(shard):
             ranks.setdefault((shard.region.tensor, index), set()).add(shard.place.buffer.rank)
@@ -42,34 +56,114 @@ def test_every_element_arrives_exactly_once(case: Case) -> None:
         np.testing.assert_array_equal(counts[buffer_id], (expected != NOT_WRITTEN).astype(int))
 
 
-@given(cases())
-def test_elements_come_from_the_nearest_rank(case: Case) -> None:
-    """Self before same host before anyone else, element by element."""
-    holders = held_by(case.source)
+@dataclass(frozen=True)
+class Journey:
+    """How one element came to one place: from `src` by `link`, maybe over a relay buffer on `carrier`."""
+
+    element: Element
+    src: int
+    dst: int
+    link: Link
+    carrier: int | None = None
+
+
+def journeys_of(result: ReshardPlan, case: Case) -> Iterator[Journey]:
+    """Of every element that is written anywhere."""
     canonical = {
         (shard.place.buffer, position): (shard.region.tensor, index)
         for shard in case.destination.shards
         for index, position in elements_of(shard)
     }
-    for transfer in plan_of(case).transfers():
-        src, dst = transfer.src_rank, transfer.dst_rank
+    for bucket in result.buckets:
+        came: dict[tuple[BufferId, int], int] = {}
+        for transfer in bucket.transfers:
+            for position in positions_of(transfer, transfer.dst).flat:
+                key = transfer.dst.buffer, position
+                if transfer.dst.buffer in result.relays:
+                    assert transfer.link is Link.NETWORK
+                    came[key] = transfer.src_rank
+                else:
+                    yield Journey(canonical[key], transfer.src_rank, transfer.dst_rank, transfer.link)
+        for transfer in bucket.fan_out:
+            assert transfer.link is (Link.SELF if transfer.src_rank == transfer.dst_rank else Link.HOST)
+            pairs = zip(positions_of(transfer, transfer.src), positions_of(transfer, transfer.dst), strict=True)
+            for src, dst in pairs:
+                element, sender = canonical[transfer.dst.buffer, dst], came[transfer.src.buffer, src]
+                yield Journey(element, sender, transfer.dst_rank, Link.NETWORK, transfer.src_rank)
+
+
+@given(cases())
+def test_elements_come_from_the_nearest_rank(case: Case) -> None:
+    """Self before same host before anyone else, element by element; over a relay only from elsewhere."""
+    holders = held_by(case.source)
+    result = plan_of(case)
+    for journey in journeys_of(result, case):
+        src, dst, ranks = journey.src, journey.dst, holders[journey.element]
         same_host = case.hosts[src] == case.hosts[dst]
-        assert transfer.link is (Link.SELF if src == dst else Link.HOST if same_host else Link.NETWORK)
+        assert src in ranks
+        assert journey.link is (Link.SELF if src == dst else Link.HOST if same_host else Link.NETWORK)
+        if dst in ranks:
+            assert src == dst
+        elif any(case.hosts[rank] == case.hosts[dst] for rank in ranks):
+            assert same_host
+        if journey.carrier is not None:
+            assert case.hosts[journey.carrier] == case.hosts[dst] and case.hosts[dst] in case.relaying
+    for transfer in result.transfers():
         assert transfer.nbytes == transfer.numel * 2  # bfloat16 crosses the link, whatever the destination stores
-        whole = Shard(Region(transfer.tensor, (0,) * len(transfer.lengths), transfer.lengths), transfer.dst)
-        for _, position in elements_of(whole):
-            ranks = holders[canonical[transfer.dst.buffer, position]]
-            if dst in ranks:
-                assert src == dst
-            elif any(case.hosts[rank] == case.hosts[dst] for rank in ranks):
-                assert same_host
+
+
+@given(cases())
+def test_an_element_enters_a_host_once(case: Case) -> None:
+    """Where its ranks relay: as often as it must, to a rank that wants it; elsewhere once for every place."""
+    result = plan_of(case)
+    holders, wanted = held_by(case.source), held_by(case.destination)
+    entered: Counter[str] = Counter()
+    for transfer in result.transfers():
+        if transfer.link is Link.NETWORK:
+            entered[case.hosts[transfer.dst_rank]] += transfer.nbytes
+    least = {
+        host: 2
+        * sum(
+            any(case.hosts[rank] == host for rank in ranks)
+            and all(case.hosts[rank] != host for rank in holders[element])
+            for element, ranks in wanted.items()
+        )
+        for host in dict.fromkeys(case.hosts)
+    }
+    assert result.network_least == least
+    for host, nbytes in least.items():
+        assert entered[host] == nbytes if host in case.relaying else entered[host] >= nbytes
+    for journey in journeys_of(result, case):
+        assert journey.carrier is None or journey.carrier in wanted[journey.element]
+
+
+@given(cases())
+def test_relay_buffers_are_as_large_as_they_must_be(case: Case) -> None:
+    result = plan_of(case)
+    largest: dict[BufferId, int] = {}
+    for bucket in result.buckets:
+        filled: Counter[BufferId] = Counter()
+        readers: dict[BufferId, set[int]] = {}
+        senders: dict[BufferId, set[int]] = {}
+        for transfer in bucket.transfers:
+            if transfer.dst.buffer in result.relays:
+                filled[transfer.dst.buffer] += transfer.numel
+                senders.setdefault(transfer.dst.buffer, set()).add(transfer.src_rank)
+        for transfer in bucket.fan_out:
+            readers.setdefault(transfer.src.buffer, set()).add(transfer.dst_rank)
+        assert all(len(ranks) == 1 for ranks in senders.values()) and readers.keys() == senders.keys()
+        for buffer_id, numel in filled.items():
+            largest[buffer_id] = max(largest.get(buffer_id, 0), numel)
+            assert buffer_id.rank in readers[buffer_id]
+    assert largest == {buffer_id: buffer.numel for buffer_id, buffer in result.relays.items()}
+    assert all(buffer.dtype == "bfloat16" and buffer.exported for buffer in result.relays.values())
 
 
 @given(cases())
 def test_bytes_are_counted_and_least(case: Case) -> None:
     result = plan_of(case)
     holders = held_by(case.source)
-    wanted: dict[int, Counter[tuple[str, tuple[int, ...]]]] = {}
+    wanted: dict[int, Counter[Element]] = {}
     for shard in case.destination.shards:
         elements = ((shard.region.tensor, index) for index, _ in elements_of(shard))
         wanted.setdefault(shard.place.buffer.rank, Counter()).update(elements)
@@ -77,16 +171,17 @@ def test_bytes_are_counted_and_least(case: Case) -> None:
     for rank, elements in wanted.items():
         count = result.bytes_by_rank[rank]
         by_link = Counter()
-        for transfer in result.transfers():
+        for transfer in itertools.chain.from_iterable(bucket.counted() for bucket in result.buckets):
             if transfer.dst_rank == rank:
                 by_link[transfer.link] += transfer.nbytes
         assert (count.own, count.host, count.network) == tuple(by_link[link] for link in Link)
         assert count.least == 2 * sum(rank not in holders[element] for element in elements)
         if max(elements.values()) == 1:
             assert count.received == count.least
+            assert count.own + count.received == 2 * elements.total()
         else:
             assert count.received >= count.least
-        assert count.own + count.received == 2 * elements.total()
+            assert count.own + count.received <= 2 * elements.total()
 
 
 @given(cases(), st.randoms(use_true_random=False))
@@ -105,19 +200,22 @@ def test_plans_do_not_depend_on_the_order_of_records(case: Case, shuffler: rando
 def test_a_ranks_plan_is_its_part_of_everybodys(case: Case, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, len(case.hosts) - 1))
     everybody = plan_of(case)
-    own = plan(case.source, case.destination, case.hosts, case.bucket_nbytes, rank=rank)
+    own = plan(case.source, case.destination, case.hosts, case.bucket_nbytes, rank=rank, relaying_hosts=case.relaying)
     assert (own.fingerprint, own.unread) == (everybody.fingerprint, everybody.unread)
+    assert own.network_least == everybody.network_least
     assert own.bytes_by_rank == {key: count for key, count in everybody.bytes_by_rank.items() if key == rank}
-    assert own.buckets == tuple(
-        replace(bucket, transfers=tuple(each for each in bucket.transfers if rank in (each.src_rank, each.dst_rank)))
-        for bucket in everybody.buckets
-    )
+    assert own.buckets == tuple(bucket.of_rank(rank) for bucket in everybody.buckets)
+    transfers = [each for bucket in own.buckets for each in (*bucket.transfers, *bucket.fan_out)]
+    concerned = {place.buffer for each in transfers for place in (each.src, each.dst)} & everybody.relays.keys()
+    assert own.relays.items() >= {buffer_id: everybody.relays[buffer_id] for buffer_id in concerned}.items()
 
 
 @given(cases())
 def test_fingerprints_know_everything(case: Case) -> None:
-    fingerprint = plan_of(case).fingerprint
+    fingerprint = plan(case.source, case.destination, case.hosts).fingerprint
+    relayed = plan(case.source, case.destination, case.hosts, relaying_hosts=case.hosts).fingerprint
     hosts = (*case.hosts[:-1], "another")
+    assert relayed != fingerprint
     assert plan(case.source, case.destination, hosts).fingerprint != fingerprint
     layout = case.destination
     buffer_id = min(layout.buffers)
@@ -144,7 +242,9 @@ def test_buckets_keep_groups_and_tensors_whole(case: Case) -> None:
     itemsize = next(iter(case.destination.buffers.values())).itemsize
     for bucket in buckets:
         received = Counter()
-        for transfer in bucket.transfers:
+        for transfer in (*bucket.transfers, *bucket.fan_out):
+            if transfer.dst.buffer in plan_of(case).relays:
+                continue
             assert bucket_of_group[group_of[transfer.dst.buffer]] == bucket.index
             received[transfer.dst_rank] += transfer.numel * itemsize
         held = Counter()
@@ -188,6 +288,69 @@ def test_replicas_share_the_sending(num_readers: int) -> None:
         sent = sent_by_rank(itertools.chain.from_iterable(bucket.transfers for bucket in result.buckets[:last]))
         loads = [sent[rank] for rank in range(4)]
         assert max(loads) - min(loads) <= 16, "more than one transfer apart"
+
+
+@pytest.mark.parametrize("num_readers", [2, 3])
+def test_readers_take_turns_in_carrying(num_readers: int) -> None:
+    """Two ranks send to hosts of two or three that all want everything: everybody brings, and sends, an equal part."""
+    tensors = [f"t{number}" for number in range(12)]
+    hosts = ["a"] * 2 + [host for host in "bc" for _ in range(num_readers)]
+    source = Layout.merge(whole(name, (8,), rank, name) for name in tensors for rank in range(2))
+    readers = range(2, len(hosts))
+    destination = Layout.merge(whole(name, (8,), rank, name, group=name) for name in tensors for rank in readers)
+    result = plan(source, destination, hosts, relaying_hosts="bc")
+    (bucket,) = result.buckets
+    carried = Counter(transfer.dst_rank for transfer in bucket.transfers)
+    assert carried == dict.fromkeys(readers, 12 // num_readers)
+    assert sent_by_rank(iter(bucket.transfers)) == {0: 12 * 16, 1: 12 * 16}
+    assert len(bucket.fan_out) == 2 * 12 * num_readers
+
+
+def test_windows_that_overlap_are_cut() -> None:
+    """Rank 1 wants rows 0 to 5, rank 2 rows 4 to 9: 4 and 5 come once, the others straight."""
+    source = whole("t", (10, 3), 0, "src")
+    windows = [(1, 0), (2, 4)]
+    destination = Layout(
+        {"t": (10, 3)},
+        {BufferId(rank, "dst"): Buffer(18, "bfloat16") for rank, _ in windows},
+        tuple(
+            Shard(Region("t", (start, 0), (6, 3)), Place(BufferId(rank, "dst"), 0, (3, 1))) for rank, start in windows
+        ),
+    )
+    result = plan(source, destination, ["a", "b", "b"], relaying_hosts="b")
+    (bucket,) = result.buckets
+    (relay,) = result.relays
+    assert sorted((t.lengths, t.dst.buffer == relay) for t in bucket.transfers) == [
+        ((2, 3), True),
+        ((4, 3), False),
+        ((4, 3), False),
+    ]
+    assert [(t.lengths, t.dst.offset, t.dst_rank) for t in bucket.fan_out] == [((2, 3), 12, 1), ((2, 3), 0, 2)]
+    assert [result.bytes_by_rank[rank].received for rank in (1, 2)] == [36, 36]
+    assert result.network_least == {"a": 0, "b": 60}
+
+
+def test_a_box_that_one_rank_wants_twice_comes_once() -> None:
+    layouts = [whole("t", (4,), 1, name) for name in ("one", "two")]
+    destination = Layout.merge(layouts)
+    result = plan(whole("t", (4,), 0, "src"), destination, ["a", "b"], relaying_hosts="b")
+    (bucket,) = result.buckets
+    assert len(bucket.transfers) == 1 and [t.link for t in bucket.fan_out] == [Link.SELF] * 2
+    count = result.bytes_by_rank[1]
+    assert (count.own, count.host, count.network, count.least) == (0, 0, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("source", "destinations", "expected"),
+    [
+        ("float32", ("bfloat16", "bfloat16"), "bfloat16"),
+        ("float32", ("bfloat16", "float16"), "float32"),
+        ("bfloat16", ("float32", "float32"), "bfloat16"),
+        ("float32", ("bfloat16", "float32"), "float32"),
+    ],
+)
+def test_the_dtype_of_a_relay_loses_nothing(source: str, destinations: tuple[str, str], expected: str) -> None:
+    assert wire_dtype(source, destinations) == expected
 
 
 def test_only_groups_that_share_tensors_are_joined() -> None:

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from hybrid_engine.planning.layout import Layout
 from hybrid_engine.planning.plan import Link
-from hybrid_engine.planning.routes import Hosts, Lap, Routes, Spread, groups_of_columns, unheld
+from hybrid_engine.planning.routes import Arrival, Hosts, Lap, Routes, Spread, groups_of_columns, unheld
 from tests.hybrid_engine.planning_cases import Case, cases, elements_of
+
+ARRIVAL_LOADS = ("sent_network", "network", "sent_host", "host")
 
 
 def spreads_of(layout: Layout, tensor: str) -> list[Spread]:
@@ -27,7 +29,7 @@ def test_holders_of_a_box_have_equal_shares(case: Case, start: int, num_laps: in
     """Over any number of tensors that are spread alike, whoever asks over the same link."""
     for tensor in case.destination.tensors:
         sources = spreads_of(case.source, tensor)
-        routes = Routes(sources, spreads_of(case.destination, tensor), Hosts(case.hosts))
+        routes = Routes(sources, spreads_of(case.destination, tensor), Hosts(case.hosts, case.relaying))
         asked: Counter[tuple[int, Link, str]] = Counter()
         sent: Counter[tuple[int, Link, str, int]] = Counter()
         for askers in routes.askers:
@@ -39,6 +41,14 @@ def test_holders_of_a_box_have_equal_shares(case: Case, start: int, num_laps: in
                         host = case.hosts[dst] if piece.link is Link.HOST else ""
                         asked[piece.source, piece.link, host] += piece.link is not Link.SELF
                         sent[piece.source, piece.link, host, src] += 1
+            of_hosts: dict[tuple[int, tuple[int, ...]], Arrival] = {}  # boxes of one source share the turns of a host
+            for arrival in routes.arrivals:
+                of_hosts.setdefault((arrival.source, tuple(arrival.turns.tolist())), arrival)
+            for (number, _), arrival in of_hosts.items():
+                for index in range(num_laps):
+                    for src in routes.arrival_senders(arrival, Lap(start, index)).tolist():
+                        asked[number, Link.NETWORK, ""] += 1
+                        sent[number, Link.NETWORK, "", src] += 1
         for (number, link, host), count in asked.items():
             holders = [rank for rank in set(sources[number].ranks.tolist()) if host in ("", case.hosts[rank])]
             shares = [sent[number, link, host, rank] for rank in holders] if link is not Link.SELF else []
@@ -50,7 +60,7 @@ def test_holders_of_a_box_have_equal_shares(case: Case, start: int, num_laps: in
 def test_loads_are_counted_senders(case: Case, start: int, laps: set[int]) -> None:
     for tensor in case.destination.tensors:
         wants = spreads_of(case.destination, tensor)
-        routes = Routes(spreads_of(case.source, tensor), wants, Hosts(case.hosts))
+        routes = Routes(spreads_of(case.source, tensor), wants, Hosts(case.hosts, case.relaying))
         for askers in routes.askers:
             copies = [int((wants[askers.want].ranks == rank).sum()) for rank in askers.ranks]
             assert askers.copies.tolist() == copies
@@ -61,6 +71,29 @@ def test_loads_are_counted_senders(case: Case, start: int, laps: set[int]) -> No
                         np.add.at(expected, routes.senders(askers, piece, Lap(start, index)), copies)
                 found = routes.load(askers, piece, start, np.array(sorted(laps)))
                 np.testing.assert_array_equal(found, expected)
+
+
+@given(cases(), st.integers(0, 50), st.sets(st.integers(0, 40), min_size=1, max_size=6))
+def test_loads_of_arrivals_are_counted(case: Case, start: int, laps: set[int]) -> None:
+    for tensor in case.destination.tensors:
+        wants = spreads_of(case.destination, tensor)
+        routes = Routes(spreads_of(case.source, tensor), wants, Hosts(case.hosts, case.relaying))
+        for arrival in routes.arrivals:
+            expected: dict[str, Counter[int]] = {name: Counter() for name in ARRIVAL_LOADS}
+            for index in laps:
+                for (sender, carrier), readers in routes.arrivals_of(arrival, Lap(start, index)):
+                    assert carrier in readers and case.hosts[sender] != case.hosts[carrier]
+                    assert {case.hosts[rank] for rank in readers} == {case.hosts[carrier]}
+                    expected["sent_network"][sender] += 1
+                    expected["network"][carrier] += 1
+                    for rank, want, copies in zip(readers, arrival.wants, arrival.copies, strict=True):
+                        assert copies == int((wants[want].ranks == rank).sum())
+                        if rank != carrier:
+                            expected["host"][rank] += copies
+                            expected["sent_host"][carrier] += copies
+            load = routes.arrival_load(arrival, start, np.array(sorted(laps)))
+            for name, counts in expected.items():
+                assert getattr(load, name).tolist() == [counts[rank] for rank in range(len(case.hosts))], name
 
 
 @given(cases())

@@ -50,6 +50,9 @@ class FakeWeights:
             name = f"{group}.weight"
             self.in_force[group] = self.live[name]
 
+    def settle(self) -> None:
+        self._record("settle", ())
+
     def release(self) -> None:
         self._record("release", ())
         self.live.clear()
@@ -113,6 +116,7 @@ def test_fill_walks_buckets_and_leaves_out_groups_of_other_ranks(rank: int):
     report = container.fill(source_of(rank))
     expected = ["allocate group0 group1", "commit group0 group1", "allocate group2", "commit group2"]
     expected += ["allocate group3", "commit group3"] if rank == 0 else []
+    expected += ["settle"]
     assert weights.calls == expected
     assert container.state is ContainerState.FILLED
     assert tuple(weights.in_force) == tuple(weights.groups)

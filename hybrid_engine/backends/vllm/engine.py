@@ -125,6 +125,25 @@ class InferenceEngine:
             distributions.append(table)
         return distributions
 
+    def generate_over_replicas(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, adapter: str | None = None
+    ) -> list[list[Completion]]:
+        """Completions of all prompts, spread over the replicas; on every rank, in the order of `prompts`. Collective.
+
+        Args:
+            prompts: token ids, the same list on every rank.
+            sampling: how; `sampling.n` completions a prompt.
+            adapter: name of a delivered adapter.
+        """
+        num_replicas = self.settings.data_parallel_size
+        with self._agreement.phase("generate"):
+            self.check_prompts(prompts, sampling.max_tokens)  # all of them everywhere: no replica starts in vain
+            completions = self.generate(prompts[self.dp_rank :: num_replicas], sampling, adapter)
+        reports_back = self.tp_rank == 0 and self.pp_rank == 0
+        shares = self._agreement.gather((self.dp_rank, completions) if reports_back else None)
+        by_replica = dict(share for share in shares if share is not None)
+        return [by_replica[i % num_replicas][i // num_replicas] for i in range(len(prompts))]
+
     def manual_seed(self, seed: int) -> None:
         """Start the sampler's generator anew; replica d gets seed + d. Makes a resumed run draw as the first did."""
         with random_state_kept():

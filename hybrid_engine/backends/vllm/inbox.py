@@ -72,6 +72,10 @@ class WeightsWithAdapter:
             self._engine.set_adapter(ACTOR_ADAPTER, self._config, tensors)
             self._arriving = {}
 
+    def settle(self) -> None:
+        """As the port says."""
+        self._weights.settle()
+
     def release(self) -> None:
         """As the port says; vLLM keeps its copy of the adapter on the host."""
         self._arriving = {}

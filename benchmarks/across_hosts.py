@@ -1,0 +1,181 @@
+"""Resharding between hosts that are pretended: four ranks of this machine, messages over gloo, no engines.
+
+    python -m benchmarks.across_hosts [--train SIZES] [--infer SIZES] [--hosts a,b,a,b] [--layers N] [--json FILE]
+
+The same fill with and without relay buffers, one after the other in each round; the median of several. `network` is
+what crosses between ranks that take themselves to be on different hosts. Here that is this machine's loopback, which is
+neither a network's speed nor its latency: bytes hold anywhere, seconds do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu_layouts import ModelShape
+from hybrid_engine.launching import run_ranks
+from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.sizes import parse_job
+from hybrid_engine.layouts.training import training_side
+from hybrid_engine.memory.elastic import allocate_elastic
+from hybrid_engine.memory.weight_container import FillReport, WeightContainer
+from hybrid_engine.models import table_for
+from hybrid_engine.planning.layout import Layout
+from hybrid_engine.planning.plan import Link
+from hybrid_engine.planning.planner import plan
+from hybrid_engine.transports import RelayBuffers, TransportSet, export_handles
+
+WARM_UP = 1
+
+
+class PlainWeights:
+    """Inference weights that are flat buffers and nothing else; their memory is kept."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self._layout = layout
+        self._groups: dict[str, dict[str, torch.Tensor]] = {}
+        for buffer_id, buffer in layout.buffers.items():
+            if buffer_id.rank == rank:
+                flat = torch.zeros(buffer.numel, dtype=getattr(torch, buffer.dtype))
+                self._groups.setdefault(buffer.group, {})[buffer_id.name] = flat
+
+    def layout(self) -> Layout:
+        """Of all ranks."""
+        return self._layout
+
+    def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        """The buffers of these groups."""
+        return {name: flat for group in groups for name, flat in self._groups[group].items()}
+
+    def commit(self, groups: Sequence[str]) -> None:
+        """Nothing to do: buffers are in force as they are."""
+
+    def release(self) -> None:
+        """The memory is kept."""
+
+    def resident_nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(flat.nbytes for buffers in self._groups.values() for flat in buffers.values())
+
+    def checksum(self) -> float:
+        """Of all elements, in float64."""
+        return sum(float(flat.double().sum()) for buffers in self._groups.values() for flat in buffers.values())
+
+
+def containers(arguments: argparse.Namespace) -> tuple[dict[str, WeightContainer], dict[str, torch.Tensor]]:
+    """With and without relays, over the same buffers; and this rank's source. Collective."""
+    rank, hosts = dist.get_rank(), arguments.hosts.split(",")
+    table = table_for(ModelShape(arguments.layers, 1024, 2816, 16, 8, 16384).config())
+    sides = parse_job(arguments.train, arguments.infer, table, len(hosts))
+    source, destination = (side(table, sizes).layout() for side, sizes in zip(_SIDES, sides, strict=True))
+    buffers = {
+        buffer_id.name: allocate_elastic(buffer.numel, getattr(torch, buffer.dtype), "cpu", "param")
+        for buffer_id, buffer in source.buffers.items()
+        if buffer_id.rank == rank
+    }
+    for number, flat in enumerate(buffers.values()):
+        flat.copy_(torch.arange(flat.numel()) % 251 + number % 5)
+    weights = PlainWeights(destination, rank)
+    found = {}
+    for name, relaying in (("relayed", set(hosts)), ("straight", set())):
+        made = plan(
+            source, destination, hosts, arguments.bucket_mb * 2**20, source.tensors, rank, relaying_hosts=relaying
+        )
+        relays = RelayBuffers(rank, made.relays)
+        gathered: list[Any] = [None] * len(hosts)
+        dist.all_gather_object(gathered, export_handles(rank, buffers) | relays.handles())
+        handles = {buffer: handle for part in gathered for buffer, handle in part.items()}
+        router = TransportSet.connect(rank, source.buffers, handles, dist.new_group(), relays=relays)
+        found[name] = WeightContainer(weights, made, router)
+    return found, buffers
+
+
+_SIDES = training_side, inference_side
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fill again and again; this rank's figures."""
+    by_name, source = containers(arguments)
+    seconds: dict[str, list[float]] = {name: [] for name in by_name}
+    reports: dict[str, FillReport] = {}
+    for number in range(WARM_UP + arguments.repeat):
+        for name, container in by_name.items():
+            dist.barrier()
+            started = time.perf_counter()
+            reports[name] = container.fill(source)
+            dist.barrier()
+            if number >= WARM_UP:
+                seconds[name].append(time.perf_counter() - started)
+            container.release()
+    checksums = {name: container._weights.checksum() for name, container in by_name.items()}
+    if len(set(checksums.values())) != 1:
+        raise AssertionError(f"the two ways differ: {checksums}")
+    return {
+        name: {
+            "seconds": statistics.median(seconds[name]),
+            "network": report.nbytes_by_link[Link.NETWORK],
+            "host": report.nbytes_by_link[Link.HOST],
+            "own": report.nbytes_by_link[Link.SELF],
+        }
+        for name, report in reports.items()
+    }
+
+
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", default="tp=2", help="as of `python -m hybrid_engine plan`")
+    parser.add_argument("--infer", default="tp=1", help="likewise")
+    parser.add_argument("--hosts", default="a,b,a,b", help="where each rank takes itself to be; also their number")
+    parser.add_argument("--layers", type=int, default=2, help="of about 24 MB each, beside 64 MB of vocabulary")
+    parser.add_argument("--bucket-mb", type=int, default=16)
+    parser.add_argument("--repeat", type=int, default=9, help="fills of each kind; the median counts")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--rank-output", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Start the ranks and print a line for each way; in a rank, measure."""
+    arguments = parsed(sys.argv[1:])
+    if arguments.rank_output:
+        dist.init_process_group("gloo")
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, measure(arguments))
+        if dist.get_rank() == 0:
+            arguments.rank_output.write_text(json.dumps(found))
+        dist.destroy_process_group()
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        output = Path(directory) / "figures.json"
+        program = ["-m", "benchmarks.across_hosts", *sys.argv[1:], "--rank-output", str(output)]
+        ended = run_ranks(program, len(arguments.hosts.split(",")), timeout=600)
+        if ended.status != 0:
+            raise SystemExit(ended.output)
+        by_rank = json.loads(output.read_text())
+    figures = {
+        name: {
+            key: (max if key == "seconds" else sum)(figures[name][key] for figures in by_rank)
+            for key in by_rank[0][name]
+        }
+        for name in by_rank[0]
+    }
+    for name, row in figures.items():
+        sizes = ", ".join(f"{key} {row[key] / 1e6:.1f} MB" for key in ("network", "host", "own"))
+        print(f"{name:9} {row['seconds'] * 1e3:7.1f} ms, all ranks together: {sizes}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(figures, indent=2))
+
+
+if __name__ == "__main__":
+    main()

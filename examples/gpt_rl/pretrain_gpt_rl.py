@@ -1,0 +1,225 @@
+"""GRPO inside Megatron's own training loop: Megatron's arguments, data samplers, checkpoints and logging.
+
+    PYTHONPATH=.:MEGATRON_LM torchrun … -m megatron_patches examples/gpt_rl/pretrain_gpt_rl.py <Megatron's arguments> \
+        --rl-stage warm-up                                          imitate demonstrations, save
+        --rl-stage reward --pretrained-checkpoint WARM_UP \
+            --enable-resharding --resharding-at-start --resharding-interval 4 \
+            --resharding-callback examples.gpt_rl.rollouts:collect  rollouts between the steps
+
+examples/gpt_rl/pretrain_gpt_rl.sh has all arguments. It only uses what any entry script of Megatron-LM uses, so your
+own script can do the same: a dataset, a forward step with your loss, and a callback.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from gpt_builders import gpt_builder
+from megatron.core.enums import ModelType
+from megatron.core.utils import unwrap_model
+from megatron.training import get_args, get_model, pretrain, print_rank_0
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+from model_provider import model_provider
+
+from examples.gpt_rl import grpo, rollouts
+from examples.gpt_rl.rollouts import Batch, Demonstrations, Rollouts, RolloutSettings
+from hybrid_engine.backends.megatron.build import Actor
+from hybrid_engine.backends.megatron.train_engine import TrainEngine
+from hybrid_engine.models import table_for
+from megatron_patches import script
+from megatron_patches.arguments import ReshardingOptions
+
+DATA = Path(__file__).parent / "data"
+CALLBACK = "examples.gpt_rl.rollouts:collect"
+
+
+def add_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Ours, in Megatron's parser."""
+    group = parser.add_argument_group("reinforcement learning")
+    group.add_argument("--rl-stage", choices=("warm-up", "reward"), required=True)
+    group.add_argument("--rl-data", type=str, default=str(DATA), help="Directory with train.jsonl and held_out.jsonl.")
+    group.add_argument("--rl-samples-per-prompt", type=int, default=8)
+    group.add_argument("--rl-max-tokens", type=int, default=5, help="Of a completion, its end token included.")
+    group.add_argument("--rl-clip-ratio", type=float, default=0.2)
+    group.add_argument("--rl-kl-coefficient", type=float, default=0.01)
+    return parser
+
+
+# -- data ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def dataset(num_samples: int) -> torch.utils.data.Dataset:
+    """Training data of the stage, on every rank; Megatron's samplers take from it in order."""
+    args, resharding = get_args(), script.options()
+    _check(args, resharding)
+    if args.rl_stage == "warm-up":
+        return Demonstrations(Path(args.rl_data), num_samples, args.seq_length, args.seed)
+    settings = RolloutSettings(
+        data=Path(args.rl_data),
+        samples_per_prompt=args.rl_samples_per_prompt,
+        max_tokens=args.rl_max_tokens,
+        batch_size=args.global_batch_size,
+        steps=resharding.interval,
+        seq_length=args.seq_length,
+        seed=args.seed,
+    )
+    reference = Reference(args, resharding.config) if args.rl_kl_coefficient else None
+    score = None if reference is None else reference.log_probs
+    return rollouts.install(Rollouts(settings, num_samples, args.consumed_train_samples, score, _report))
+
+
+def datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[torch.utils.data.Dataset, None, None]:
+    """For training, evaluation and test, as Megatron asks: for every virtual stage, all of which share one."""
+    return dataset(num_samples[0]), None, None
+
+
+datasets.is_distributed = True
+
+
+def _check(args: Any, resharding: ReshardingOptions) -> None:
+    """Exit with all that does not go together; every rank sees the same."""
+    problems = []
+    if args.rl_stage == "reward" and not (resharding.enabled and resharding.at_start):
+        problems.append("--rl-stage reward draws before it learns: add --enable-resharding --resharding-at-start")
+    if args.rl_stage == "reward" and resharding.callback != CALLBACK:
+        problems.append(f"--resharding-callback {resharding.callback}: use {CALLBACK}")
+    if args.fp16:
+        problems.append("--fp16: a skipped step would use up samples; use --bf16 or neither")
+    if args.num_workers:
+        problems.append(f"--num-workers {args.num_workers}: samples live in this process; use 0")
+    if args.dataloader_type != "single":
+        problems.append(f"--dataloader-type {args.dataloader_type}: samples are drawn in order; use single")
+    if args.rampup_batch_size is not None:
+        problems.append("--rampup-batch-size: rollouts have one size; leave it out")
+    if args.rl_stage == "reward" and args.global_batch_size % args.rl_samples_per_prompt:
+        size = args.rl_samples_per_prompt
+        problems.append(f"--global-batch-size {args.global_batch_size}: no multiple of --rl-samples-per-prompt {size}")
+    if problems:
+        sys.exit("\n".join(problems))
+
+
+def _report(iteration: int, figures: dict[str, float]) -> None:
+    """The figures of the rollout after an iteration, where Megatron logs."""
+    shown = " | ".join(f"{name}: {value:.3f}" for name, value in figures.items())
+    print_rank_0(f" rollout after iteration {iteration:8d} | {shown}")
+    for name, value in figures.items():
+        if (writer := get_tensorboard_writer()) is not None:
+            writer.add_scalar(f"rl/{name}", value, iteration)
+        if (wandb := get_wandb_writer()) is not None:
+            wandb.log({f"rl/{name}": value}, iteration)
+
+
+# -- the reference ------------------------------------------------------------------------------------------------
+
+
+class Reference:
+    """The model as it was when reinforcement learning began, frozen; made when it is first asked.
+
+    Kept on disk beside the checkpoints (`--save`/reference), each rank its own part, for a run that is resumed.
+    """
+
+    def __init__(self, args: Any, config: Path) -> None:
+        """`config`: the file of --resharding-config, which names the model."""
+        self._args = args
+        self._model = Path(yaml.safe_load(config.read_text())["model"])
+        self._engine: TrainEngine | None = None
+
+    @torch.no_grad()
+    def log_probs(self, batch: Batch, policy: Sequence[torch.nn.Module]) -> torch.Tensor:
+        """Log-probabilities [B, S] fp32 of the labels, on every rank; data parallel ranks share the work."""
+        engine = self._engine = self._engine or self._build(policy)
+        rows = slice(engine.dp_rank, None, engine.dp_size)
+        own = engine.log_probs({name: batch[name][rows] for name in ("tokens", "labels")})
+        everyone = engine.gather_over_data_parallel(own.to(_device())).to("cpu")
+        found = torch.empty_like(everyone)
+        for rank, share in enumerate(everyone.chunk(engine.dp_size)):
+            found[rank :: engine.dp_size] = share
+        return found
+
+    def _build(self, policy: Sequence[torch.nn.Module]) -> TrainEngine:
+        weights = self._weights(policy)
+        chunks = get_model(provider, ModelType.encoder_or_decoder, wrap_with_ddp=False)
+        for chunk, found in zip(unwrap_model(chunks), weights, strict=True):
+            for name, tensor in _tensors(chunk).items():
+                tensor.copy_(found[name])
+        table = table_for(json.loads((self._model / "config.json").read_text()))
+        actor = Actor(chunks, None, unwrap_model(chunks)[0].config)
+        return TrainEngine(actor, table, self._args.micro_batch_size)
+
+    def _weights(self, policy: Sequence[torch.nn.Module]) -> list[dict[str, torch.Tensor]]:
+        """Of an earlier start, or of the policy, which has learnt nothing yet; by chunk and name. Collective."""
+        args = self._args
+        path = Path(args.save or ".", "reference", f"rank{args.rank}.pt")
+        if args.curr_iteration:
+            found: list[Any] = [None] * args.world_size
+            torch.distributed.all_gather_object(found, path.is_file())
+            if not all(found):
+                missing = [rank for rank, has_file in enumerate(found) if not has_file]
+                raise RuntimeError(f"no {path.parent} of ranks {missing}: resume with the --save of the run's start")
+            return torch.load(path, map_location="cpu")
+        weights = [_tensors(chunk) for chunk in unwrap_model(policy)]
+        if args.save:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save([{name: one.cpu().clone() for name, one in chunk.items()} for chunk in weights], path)
+        return weights
+
+
+def _tensors(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers; not the extra state of layers, which is no tensor."""
+    return {name: value.detach() for name, value in chunk.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+# -- the loss -----------------------------------------------------------------------------------------------------
+
+
+def forward_step(iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """What Megatron's schedules call for every micro batch."""
+    batch = {name: tensor.to(_device()) for name, tensor in next(iterator).items()}
+    tokens = batch["tokens"]
+    length = tokens.shape[1]
+    position_ids = torch.arange(length, device=tokens.device).expand_as(tokens)
+    future = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
+    output = model(tokens, position_ids, future, labels=batch["labels"])
+    return output, partial(loss_function, batch)
+
+
+def loss_function(batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sums over the response's tokens and their number, which Megatron divides by; `output` [b, S] is -log p."""
+    args = get_args()
+    mask = batch["mask"]
+    num_tokens = mask.sum()
+    sums = {**batch, "weights": mask * mask.shape[0]}  # averaged over sequences, that is the sum over all tokens
+    if args.rl_stage == "warm-up":
+        loss, report = grpo.cross_entropy(sums, -output.float())
+    else:
+        loss, report = grpo.policy_loss(args.rl_clip_ratio, args.rl_kl_coefficient)(sums, -output.float())
+    # cloned: Megatron divides the loss in place
+    figures = {name: torch.stack([value.clone(), num_tokens]) for name, value in report.items()}
+    return loss, num_tokens.int(), figures
+
+
+provider = partial(model_provider, gpt_builder)
+
+if __name__ == "__main__":
+    pretrain(
+        datasets,
+        provider,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        args_defaults={"tokenizer_type": "NullTokenizer"},
+        extra_args_provider=add_arguments,
+    )
