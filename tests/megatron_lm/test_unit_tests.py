@@ -1,0 +1,33 @@
+"""Megatron-LM's own unit tests end the same with our hooks as without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.megatron_lm.unit_tests import FILES, PATH_VARIABLE, checkout, passed, run
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="runs them on CPU; with CUDA, run them in Megatron-LM itself"),
+]
+
+
+@pytest.fixture
+def source() -> Path:
+    path = checkout()
+    if path is None:
+        pytest.skip(f"needs a checkout of Megatron-LM core_v0.16.1, named by {PATH_VARIABLE}")
+    return path
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_same_tests_pass_with_hooks_as_without(source: Path, file: str) -> None:
+    without = run(source, file, FILES[file], ["cpu"])
+    with_hooks = run(source, file, FILES[file], ["cpu", "hooks"])
+    assert passed(without), "nothing passed, so nothing was compared"
+    assert passed(with_hooks) == passed(without)
+    assert with_hooks.keys() == without.keys()
