@@ -34,7 +34,7 @@ from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.weight_container import FillReport, WeightContainer
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.layout import Layout
-from hybrid_engine.planning.plan import Bucket, Link
+from hybrid_engine.planning.plan import Link
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.transports import RelayBuffers, TransportSet, export_handles
 
@@ -55,13 +55,6 @@ WAYS = {
     "one bucket ahead": Way(False, True),
     "both": Way(True, True),
 }
-
-
-class OneByOne(WeightContainer):
-    """Sends a bucket's messages when the one before is in force."""
-
-    def _following(self, bucket: Bucket) -> Bucket | None:
-        return None
 
 
 class PlainWeights:
@@ -124,7 +117,7 @@ def containers(arguments: argparse.Namespace) -> tuple[dict[str, WeightContainer
         dist.all_gather_object(gathered, export_handles(rank, buffers) | relays.handles())
         handles = {buffer: handle for part in gathered for buffer, handle in part.items()}
         router = TransportSet.connect(rank, source.buffers, handles, dist.new_group(), relays=relays)
-        found[name] = (WeightContainer if way.is_ahead else OneByOne)(weights, made, router)
+        found[name] = WeightContainer(weights, made, router, sends_ahead=way.is_ahead)
     return found, buffers
 
 

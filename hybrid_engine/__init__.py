@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.megatron.train_engine import TrainEngine
     from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling
     from hybrid_engine.hybrid_engine import HybridEngine
-    from hybrid_engine.sharding_manager import ReshardReport, ShardingManager, State
+    from hybrid_engine.report import ReshardReport
+    from hybrid_engine.sharding_manager import ShardingManager, State
     from hybrid_engine.worker import ActorHybridWorker, ReferenceModel
 
 # Names that need torch, Megatron or vLLM load with their first use.
@@ -47,7 +48,7 @@ _LAZY = {
     "HybridEngine": "hybrid_engine.hybrid_engine",
     "InferenceEngine": "hybrid_engine.backends.vllm",
     "ReferenceModel": "hybrid_engine.worker",
-    "ReshardReport": "hybrid_engine.sharding_manager",
+    "ReshardReport": "hybrid_engine.report",
     "Sampling": "hybrid_engine.backends.vllm",
     "ShardingManager": "hybrid_engine.sharding_manager",
     "State": "hybrid_engine.sharding_manager",

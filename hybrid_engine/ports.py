@@ -143,6 +143,10 @@ class Transport(Protocol):
         """In place of `run`, by a rank that failed elsewhere: peers that wait for this rank fail with `reason`."""
         ...
 
+    def trim(self) -> int:
+        """Between fills: give back staging memory, and say how many bytes it was."""
+        ...
+
     def close(self) -> None:
         """Give back mappings and staging memory; idempotent."""
         ...

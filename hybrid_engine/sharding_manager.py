@@ -26,10 +26,10 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,7 @@ from hybrid_engine.planning.plan import Link, ReshardPlan
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.planning.releases import releases
 from hybrid_engine.ports import InferenceWeights, TrainingWeights
+from hybrid_engine.report import ReshardReport
 from hybrid_engine.transports import LocalTransport, RelayBuffers, TransportSet, export_handles
 
 logger = logging.getLogger("hybrid_engine")
@@ -85,56 +86,6 @@ class InferenceCaches(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ReshardReport:
-    """What one switch did on this rank.
-
-    Attributes:
-        direction: "train->infer" and the like.
-        version: optimizer steps the weights had taken.
-        seconds: wall-clock time of the whole switch.
-        seconds_by_phase: layout and plan (in the first report), start hooks, survey (of the device), offload, onload,
-            prepare, check, fill (of which allocate, read, transfer, write, commit), release, resume; each with its wait
-            for the slowest rank.
-        bytes_received: from other ranks. bytes_own: copied inside this rank. bytes_least: no plan receives less.
-        bytes_across_hosts: those received from ranks of other hosts. What several ranks of a host need of them comes to
-            one of these and counts there; the others have it from that rank.
-        bytes_by_transport: received, by transport. pairs_by_transport: ranks it was received from.
-        bytes_offloaded, bytes_onloaded: between device and host; with what was prefetched since the last switch.
-        peak_bytes: training and inference state on the device at once, at its highest during the switch.
-    """
-
-    direction: str
-    version: int
-    seconds: float
-    seconds_by_phase: Mapping[str, float]
-    bytes_received: int
-    bytes_own: int
-    bytes_least: int
-    bytes_offloaded: int
-    bytes_onloaded: int
-    peak_bytes: int
-    bytes_across_hosts: int = 0
-    bytes_by_transport: Mapping[str, int] = field(default_factory=dict)
-    pairs_by_transport: Mapping[str, int] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, for a metrics file."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        rate = self.bytes_received / self.seconds / 1e9 if self.seconds else 0.0
-        ways = "".join(
-            f", {name} {nbytes / 1e9:.6f} GB of {self.pairs_by_transport[name]} ranks"
-            for name, nbytes in self.bytes_by_transport.items()
-        )
-        return (
-            f"[Reshard] direction={self.direction} version={self.version} duration={self.seconds:.3f} s, "
-            f"transferred={self.bytes_received / 1e9:.6f} GB (least possible {self.bytes_least / 1e9:.6f} GB), "
-            f"{rate:.3f} GB/s, peak={self.peak_bytes / 1e9:.6f} GB{ways}"
-        )
-
-
 @dataclass
 class _Tally:
     """What a running switch has done so far."""
@@ -143,6 +94,7 @@ class _Tally:
     received: int = 0
     own: int = 0
     across_hosts: int = 0
+    staging: int = 0
     by_peer: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # of other ranks, by transport
     offloaded: int = 0
     onloaded: int = 0
@@ -153,6 +105,7 @@ class _Tally:
         self.received = report.received_nbytes
         self.own = report.nbytes_by_link[Link.SELF]
         self.across_hosts = report.nbytes_by_link[Link.NETWORK]
+        self.staging = report.staging_nbytes
         self.by_peer = {
             name: by_peer for name, by_peer in report.nbytes_by_peer.items() if by_peer and name != LocalTransport.name
         }
@@ -224,7 +177,7 @@ class ShardingManager:
         devices = [tensor.device for tensor in training.buffers().values()]
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self.transfer_group = self._new_group("nccl" if self._device.type == "cuda" else "gloo")
-        self._fence_group, self._tell_group = self._new_group("gloo"), self._new_group("gloo")
+        self._fence_group = self._new_group("gloo")
         with self._phase("layout"):
             handles = export_handles(self.rank, training.buffers())
             can_relay = config.transport == "auto" and is_elastic(self._device)
@@ -234,12 +187,17 @@ class ShardingManager:
             self.plan = self._make_plan(setups)
             relays = RelayBuffers(self.rank, self.plan.relays, self._device)
             self._releases = releases(setup.training.shards, self.plan.buckets)
-        plans = self.agreement.gather(_RankPlan(self.plan.fingerprint, relays.handles()))
+        settings = f"{config.bucket_mb} MiB, {config.transport}"
+        plans = self.agreement.gather(_RankPlan(f"{self.plan.fingerprint} {settings}", relays.handles()))
         if len({made.fingerprint for made in plans}) > 1:
             raise PlanError(["the ranks made different plans: they do not run the same code or configuration"])
+        relaying = any(made.handles for made in plans)
+        tell_group = self._new_group("gloo") if relaying else None
         with self._phase("plan"):
-            self.router = self._connect(setups, plans, relays)
-            self.container = WeightContainer(self.inference, self.plan, self.router)
+            self.router = self._connect(setups, plans, relays, tell_group)
+            # On CUDA releasing training memory waits for the device, so for messages on their way: a peer that hangs.
+            ahead = self._device.type == "cpu"
+            self.container = WeightContainer(self.inference, self.plan, self.router, sends_ahead=ahead)
         with self._phase("release"):
             self.inference.release()
         with self._phase("onload"):
@@ -445,7 +403,13 @@ class ShardingManager:
             relaying_hosts=set(hosts) - {setup.host for setup in setups if not setup.can_relay},
         )
 
-    def _connect(self, setups: Sequence[_RankSetup], plans: Sequence[_RankPlan], relays: RelayBuffers) -> TransportSet:
+    def _connect(
+        self,
+        setups: Sequence[_RankSetup],
+        plans: Sequence[_RankPlan],
+        relays: RelayBuffers,
+        tell_group: dist.ProcessGroup | None,
+    ) -> TransportSet:
         """The transports for the plan."""
         handles = {buffer: handle for made in (*setups, *plans) for buffer, handle in made.handles.items()}
         router = TransportSet.connect(
@@ -455,7 +419,7 @@ class ShardingManager:
             self.transfer_group,
             destination_buffers={key: buffer for setup in setups for key, buffer in setup.inference.buffers.items()},
             relays=relays,
-            tell_group=self._tell_group,
+            tell_group=tell_group,
             preference=self.config.transport,
             timeout=self.config.timeout_seconds,
         )
@@ -476,6 +440,7 @@ class ShardingManager:
             bytes_offloaded=tally.offloaded,
             bytes_onloaded=tally.onloaded,
             peak_bytes=tally.peak,
+            staging_bytes=tally.staging,
             bytes_across_hosts=tally.across_hosts,
             bytes_by_transport={name: sum(by_peer.values()) for name, by_peer in tally.by_peer.items()},
             pairs_by_transport={name: len(by_peer) for name, by_peer in tally.by_peer.items()},

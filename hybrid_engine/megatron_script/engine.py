@@ -19,7 +19,8 @@ from hybrid_engine.megatron_script.journal import TIMERS, Journal
 from hybrid_engine.megatron_script.matching import vocabulary_mismatches
 from hybrid_engine.megatron_script.settings import Prompt, ScriptSettings, read_settings
 from hybrid_engine.memory.offloader import MegatronOffloader
-from hybrid_engine.sharding_manager import ReshardReport, State
+from hybrid_engine.report import ReshardReport
+from hybrid_engine.sharding_manager import State
 from megatron_patches.buffers import buffer_allocator
 from megatron_patches.engines import MegatronScript
 from megatron_patches.optimizers import set_weight_version

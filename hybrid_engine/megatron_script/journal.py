@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.megatron_script.settings import Prompt
-from hybrid_engine.sharding_manager import ReshardReport
+from hybrid_engine.report import ReshardReport
 from megatron_patches.engines import MegatronScript
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -73,11 +74,13 @@ class FillReport:
         seconds: by phase; copies that go straight from source to destination count as transfer.
         nbytes_by_link: bytes read, by what they crossed; those over HOST and NETWORK were received from other ranks.
         nbytes_by_peer: the same bytes by transport name and by the rank they came from (`router.RunReport`).
+        staging_nbytes: memory of messages on their way, given back since.
     """
 
     seconds: Mapping[str, float]
     nbytes_by_link: Mapping[Link, int]
     nbytes_by_peer: Mapping[str, Mapping[int, int]]
+    staging_nbytes: int = 0
 
     @property
     def nbytes_by_transport(self) -> dict[str, int]:
@@ -93,11 +96,16 @@ class FillReport:
 class WeightContainer:
     """Fills, holds and releases the weights of the inference engine on this rank."""
 
-    def __init__(self, weights: InferenceWeights, plan: ReshardPlan, router: TransportSet) -> None:
-        """No collective. Raises PlanError when the plan's buckets do not complete every group of this rank once."""
+    def __init__(
+        self, weights: InferenceWeights, plan: ReshardPlan, router: TransportSet, *, sends_ahead: bool = True
+    ) -> None:
+        """`sends_ahead`: the next bucket's messages go while one is put in force; the same on all ranks.
+
+        No collective. Raises PlanError when the plan's buckets do not complete every group of this rank once."""
         self._weights = weights
         self._plan = plan
         self._router = router
+        self._sends_ahead = sends_ahead
         buffers = weights.layout().buffers
         self._groups = {buffer.group for buffer_id, buffer in buffers.items() if buffer_id.rank == router.rank}
         self._state = ContainerState.EMPTY
@@ -112,19 +120,20 @@ class WeightContainer:
         """Put the weights of `source` (`TrainingWeights.buffers()`) in force, bucket by bucket. All ranks call it.
 
         The caller fences before (all sources are final) and, without a follower, after (nobody reads them any more).
-        Raises StateError
-        unless empty. On any other failure the state is PARTIAL, the remaining buckets are abandoned, so that no peer
-        waits for this rank, and the error is raised: the engine's own as it is, any other one as ReshardError.
+        Raises StateError unless empty. On any other failure the state is PARTIAL, the remaining buckets are abandoned,
+        so that no peer waits for this rank, and the error is raised: the engine's own as it is, others as ReshardError.
         """
         if self._state is not ContainerState.EMPTY:
             raise StateError(f"the weight container is {self._state.value}; release() it before the next fill")
         self._state = ContainerState.PARTIAL
         tally = _Tally()
+        self._router.prepare()
         for bucket in self._plan.buckets:
             self._fill_bucket(bucket, source, follower, tally)
         if follower is not None:
             follower.finish()
         self._weights.settle()
+        tally.staging_nbytes = self._router.trim()
         self._state = ContainerState.FILLED
         return tally.report()
 
@@ -148,7 +157,7 @@ class WeightContainer:
             raise PlanError(faults)
 
     def _following(self, bucket: Bucket) -> Bucket | None:
-        return next(iter(self._plan.buckets[bucket.index + 1 :]), None)
+        return next(iter(self._plan.buckets[bucket.index + 1 :]), None) if self._sends_ahead else None
 
     def _owned(self, bucket: Bucket) -> Sequence[str]:
         return [group for group in bucket.groups if group in self._groups]
@@ -182,16 +191,19 @@ class WeightContainer:
     def _abandon(self, first: int, reason: str, follower: BucketFollower | None) -> None:
         """Walk the buckets from `first` on without filling them, for peers that wait for this rank."""
 
-        def abandon_transports() -> None:
-            for bucket in self._plan.buckets[first:]:
-                self._router.abandon(bucket, reason, self._following(bucket))
-
-        steps = [abandon_transports] if follower is None else [follower.abandon, abandon_transports, follower.drain]
+        buckets = [
+            partial(self._router.abandon, bucket, reason, self._following(bucket))
+            for bucket in self._plan.buckets[first:]
+        ]
+        steps = buckets if follower is None else [follower.abandon, *buckets, follower.drain]
+        failures = []
         for step in steps:
             try:
                 step()
-            except Exception as error:
-                logger.warning("not every bucket could be abandoned; peers end by their timeout: %s", error)
+            except Exception as error:  # one group that is dead does not keep the others from hearing
+                failures.append(error)
+        if failures:
+            logger.warning("not every bucket could be abandoned; peers end by their timeout: %s", failures[0])
 
 
 @dataclass
@@ -201,6 +213,7 @@ class _Tally:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     by_link: dict[Link, int] = field(default_factory=lambda: dict.fromkeys(Link, 0))
     by_peer: dict[str, Counter[int]] = field(default_factory=dict)
+    staging_nbytes: int = 0
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
@@ -219,4 +232,4 @@ class _Tally:
             self.by_peer.setdefault(name, Counter()).update(by_peer)
 
     def report(self) -> FillReport:
-        return FillReport(self.seconds, self.by_link, self.by_peer)
+        return FillReport(self.seconds, self.by_link, self.by_peer, self.staging_nbytes)

@@ -236,6 +236,12 @@ class CollectiveTransport:
         """Free the staging memory; idempotent. The process groups stay the caller's. No bucket may be on its way."""
         self._staging.clear()
 
+    def trim(self) -> int:
+        """Free the staging memory, which the next bucket takes again; returns its bytes."""
+        nbytes = self.staging_nbytes()
+        self._staging.clear()
+        return nbytes
+
     def staging_nbytes(self) -> int:
         """Bytes of staging memory held now."""
         return sum(staging.numel() for staging in self._staging.values())

@@ -58,6 +58,10 @@ class PullTransport:
     def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
         """Nothing to do: no rank waits for another."""
 
+    def trim(self) -> int:
+        """Nothing is staged."""
+        return 0
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from hybrid_engine.memory.elastic import Handle, allocate_elastic, export_tensor
+from hybrid_engine.memory.elastic import Handle, allocate_elastic, export_tensor, exported_buffer_of
 from hybrid_engine.planning.layout import Buffer, BufferId
 from hybrid_engine.planning.relays import NUM_SLOTS
 
@@ -22,7 +22,7 @@ class RelayBuffers:
     Attributes:
         buffers: all that it has to do with (`ReshardPlan.relays`).
         tensors: those on this rank, flat, by name; those of every NUM_SLOTS-th bucket over the same bytes. They take
-            NUM_SLOTS times what the fullest bucket brings, from the first buckets on, until this object goes.
+            NUM_SLOTS times what the fullest bucket brings, from the first buckets on until `release`.
     """
 
     def __init__(self, rank: int, buffers: Mapping[BufferId, Buffer], device: torch.device | str = "cpu") -> None:
@@ -36,11 +36,25 @@ class RelayBuffers:
             starts[name] = ends.get(buffer.group, 0)
             ends[buffer.group] = -(-(starts[name] + buffer.nbytes) // _ALIGNMENT) * _ALIGNMENT
         slot_nbytes = max(ends.values(), default=0)
-        arena = allocate_elastic(NUM_SLOTS * slot_nbytes, torch.uint8, device, "relay")
+        arena = self._arena = allocate_elastic(NUM_SLOTS * slot_nbytes, torch.uint8, device, "relay")
         self.tensors: dict[str, torch.Tensor] = {}
         for name, buffer in own.items():
             start = int(buffer.group) % NUM_SLOTS * slot_nbytes + starts[name]
             self.tensors[name] = arena[start : start + buffer.nbytes].view(getattr(torch, buffer.dtype))
+
+    def release(self) -> int:
+        """Give the memory back, under the same addresses and handles; returns its bytes. Nobody may read it."""
+        buffer = exported_buffer_of(self._arena) if self.tensors else None
+        if buffer is None:
+            return 0
+        nbytes = buffer.resident_nbytes()
+        buffer.release()
+        return nbytes
+
+    def restore(self) -> None:
+        """Have the memory again. Raises DeviceMemoryError."""
+        if self.tensors and (buffer := exported_buffer_of(self._arena)) is not None:
+            buffer.restore()
 
     def handles(self) -> dict[BufferId, Handle]:
         """Of those on this rank, for the other ranks of its host; to be exchanged once.

@@ -194,16 +194,30 @@ class TransportSet:
     def abandon(self, bucket: Bucket, reason: str, following: Bucket | None = None) -> None:
         """Take part in a bucket without reading or writing: peers that wait for this rank fail with `reason`.
 
-        `following` as in `run`. Raises TransportError when that is impossible, because the process group is dead.
+        `following` as in `run`. Raises TransportError when a process group is dead, having told all that others carry.
         """
         share = self._share(bucket)
-        if failure := self._start(bucket, following, None, reason):
-            raise failure
+        failure = self._start(bucket, following, None, reason)
         for name, transport in self._transports.items():
-            transport.abandon(bucket.index, share.transfers.get(name, ()), reason)
-        if share.is_relaying:
-            for phase in (_ARRIVED, _READ):
+            try:
+                transport.abandon(bucket.index, share.transfers.get(name, ()), reason)
+            except Exception as error:
+                failure = failure or error
+        for phase in (_ARRIVED, _READ) if share.is_relaying else ():
+            try:
                 self._tell(share, phase, reason)
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def trim(self) -> int:
+        """Give back staging and relay memory after a fill, which they are taken for again; returns their bytes."""
+        return sum(transport.trim() for transport in self._transports.values()) + self._relays.release()
+
+    def prepare(self) -> None:
+        """Before a fill: have relay memory. Raises DeviceMemoryError."""
+        self._relays.restore()
 
     def _start(
         self, bucket: Bucket, following: Bucket | None, source: Mapping[str, torch.Tensor] | None, reason: str = ""
@@ -251,6 +265,7 @@ class TransportSet:
         self._shares.clear()
         for transport in self._transports.values():
             transport.close()
+        self._relays.release()
 
     def _take_seconds(self) -> dict[str, float]:
         """Seconds by phase since the last call, of all transports together."""

@@ -25,6 +25,7 @@ FLOORS = {
     "hybrid_engine.config": 0,
     "hybrid_engine.constraints": 0,
     "hybrid_engine.reduced": 0,
+    "hybrid_engine.report": 0,
     "hybrid_engine.ports": 1,
     "hybrid_engine.agreement": 1,
     "hybrid_engine.memory": 2,

@@ -21,7 +21,8 @@ from hybrid_engine.megatron_script.matching import _DEFAULTS, model_mismatches, 
 from hybrid_engine.megatron_script.settings import actor_values, read_settings
 from hybrid_engine.models import table_for
 from hybrid_engine.ports import InferenceWeights
-from hybrid_engine.sharding_manager import ReshardReport, ShardingManager, State
+from hybrid_engine.report import ReshardReport
+from hybrid_engine.sharding_manager import ShardingManager, State
 from megatron_patches.arguments import ReshardingOptions
 from tests.hybrid_engine.sharding_fakes import Rig
 from tests.hybrid_engine.vllm_models import LLAMA, QWEN3_MOE

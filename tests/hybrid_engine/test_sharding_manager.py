@@ -10,7 +10,8 @@ import torch
 from hybrid_engine.errors import ReshardError, StateError, WeightError
 from hybrid_engine.memory.offloader import KINDS
 from hybrid_engine.ports import InferenceWeights, TrainingWeights
-from hybrid_engine.sharding_manager import InferenceCaches, ReshardReport, State
+from hybrid_engine.report import ReshardReport
+from hybrid_engine.sharding_manager import InferenceCaches, State
 from tests.hybrid_engine.sharding_fakes import FORWARD, IDLE, INFER, TRAIN, TRAINING_NBYTES, Rig
 
 # States.

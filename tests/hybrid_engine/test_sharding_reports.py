@@ -11,7 +11,7 @@ import pytest
 
 from hybrid_engine.errors import ReshardError
 from hybrid_engine.memory.offloader import KINDS
-from hybrid_engine.sharding_manager import ReshardReport
+from hybrid_engine.report import ReshardReport
 from tests.hybrid_engine.sharding_fakes import FORWARD, INFER, NBYTES, TRAIN, TRAINING_NBYTES, Rig
 
 FILL_PARTS = {"allocate", "read", "transfer", "write", "commit"}

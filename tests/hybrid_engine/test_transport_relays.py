@@ -330,6 +330,7 @@ def test_the_manager_relays_where_all_ranks_of_a_host_can(four_ranks: list[dict[
         for report in found.values():
             assert report["bytes_received"] == report["bytes_least"] == 3 * quarter
         relayed, apart, messages = (found[case] for case in ("relayed", "host a cannot", "collective"))
+        assert relayed["staging_bytes"] > 0  # of every switch anew: nothing is kept in between
         assert messages["bytes_by_transport"] == {"collective": 3 * quarter}
         assert messages["pairs_by_transport"] == {"collective": 3}
         is_on_a = HOSTS[rank] == "a"

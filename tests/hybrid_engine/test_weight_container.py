@@ -211,6 +211,30 @@ def test_errors_of_the_engine_pass_as_they_are():
         WeightContainer(FakeWeights(0), make_plan(), TransportSet(0, [broken], lambda _: broken.name)).fill({})
 
 
+class DeadTransport(InProcessTransport):
+    """Cannot tell anybody anything."""
+
+    def __init__(self) -> None:
+        super().__init__(0, {})
+        self.abandoned: list[int] = []
+
+    def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
+        self.abandoned.append(bucket)
+        raise TransportError("the group is dead")
+
+
+def test_a_dead_group_keeps_no_other_transport_and_no_bucket_from_being_told():
+    dead, other = DeadTransport(), InProcessTransport(0, {})
+    dead.name = "dead"
+    heard: list[int] = []
+    other.abandon = lambda bucket, transfers, reason: heard.append(bucket)
+    router = TransportSet(0, [dead, other], lambda _: other.name)
+    container = WeightContainer(FakeWeights(0, fail_in="allocate", fail_at="group0"), make_plan(), router)
+    with pytest.raises(ReshardError, match="no memory for allocate"):
+        container.fill({})
+    assert dead.abandoned == heard == [0, 1, 2]
+
+
 def test_plan_that_does_not_complete_every_group_once():
     plan = make_plan()
     missing = ReshardPlan(plan.buckets[:1], {}, (), "")
