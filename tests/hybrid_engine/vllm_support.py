@@ -84,6 +84,8 @@ def fill_by_records(
             for shard in (shard for group in batch for shard in shards.get(group, ())):
                 view_of(buffers, shard).copy_(weights[shard.region.tensor][region_slices(shard)])
         adaptor.commit(batch)
+        del buffers
+    adaptor.settle()
     adaptor.observer = None
     return seen
 
