@@ -13,8 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_engine import ActorHybridWorker, ReferenceModel, sharding_manager
-from hybrid_engine import worker as worker_module
+from hybrid_engine import ActorHybridWorker, ReferenceModel, assembly, sharding_manager
 from hybrid_engine.errors import ConfigError, HybridEngineError, StateError
 from hybrid_engine.worker import share_of
 from tests.hybrid_engine import jobs
@@ -123,7 +122,7 @@ def test_training_is_bitwise_the_same_with_switches(outcomes: Callable[[int], An
 def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> dict[str, Any]:
     """A pipeline stage on two ranks each, whole models for generation; `hosts` is where each rank takes itself to be.
     What vLLM holds after a switch, an update and another switch, and what that switch moved."""
-    modules = sharding_manager, worker_module
+    modules = sharding_manager, assembly
     host_ids = [module.host_id for module in modules]
     for module in modules:
         module.host_id = lambda: hosts[int(os.environ["RANK"])]

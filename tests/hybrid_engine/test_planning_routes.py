@@ -41,14 +41,14 @@ def test_holders_of_a_box_have_equal_shares(case: Case, start: int, num_laps: in
                         host = case.hosts[dst] if piece.link is Link.HOST else ""
                         asked[piece.source, piece.link, host] += piece.link is not Link.SELF
                         sent[piece.source, piece.link, host, src] += 1
-            of_hosts: dict[tuple[int, tuple[int, ...]], Arrival] = {}  # boxes of one source share the turns of a host
-            for arrival in routes.arrivals:
-                of_hosts.setdefault((arrival.source, tuple(arrival.turns.tolist())), arrival)
-            for (number, _), arrival in of_hosts.items():
-                for index in range(num_laps):
-                    for src in routes.arrival_senders(arrival, Lap(start, index)).tolist():
-                        asked[number, Link.NETWORK, ""] += 1
-                        sent[number, Link.NETWORK, "", src] += 1
+        of_hosts: dict[tuple[int, tuple[int, ...]], Arrival] = {}  # boxes of one source share the turns of a host
+        for arrival in routes.arrivals:
+            of_hosts.setdefault((arrival.source, tuple(arrival.turns.tolist())), arrival)
+        for (number, _), arrival in of_hosts.items():
+            for index in range(num_laps):
+                for src in routes.arrival_senders(arrival, Lap(start, index)).tolist():
+                    asked[number, Link.NETWORK, ""] += 1
+                    sent[number, Link.NETWORK, "", src] += 1
         for (number, link, host), count in asked.items():
             holders = [rank for rank in set(sources[number].ranks.tolist()) if host in ("", case.hosts[rank])]
             shares = [sent[number, link, host, rank] for rank in holders] if link is not Link.SELF else []
