@@ -95,19 +95,22 @@ class ScriptEngine:
                 completions = self._generate(iteration)
                 in_training = self._call(self.settings.callback, self.inference)
             reports.append(self._enter(State.TRAIN, TIMERS[2]))
-            self._call(in_training or (lambda chunks: None), self.hybrid.train.chunks)
+            self._call(in_training, self.hybrid.train.chunks)
             with self._agreement.phase("journal"):
                 self._journal.note_samples(iteration, self.settings.prompts, self._tokens, completions)
                 self._journal.note_reports(iteration, reports)
             self._journal.log(iteration, reports, completions)
 
     def _call(self, callback: Callable[[Any], Any] | None, argument: Any) -> Any:
-        """What the user's function returns; all ranks fail when it fails on one. It draws from no generator of ours."""
+        """What the user's function, if there is one, returns; all ranks fail when it fails on one.
+
+        It draws from no generator of training's.
+        """
         if self.settings.callback is None:
             return None
         with self._agreement.phase("callback"), random_state_kept():
             try:
-                return callback(argument)
+                return None if callback is None else callback(argument)
             except SystemExit as error:  # of one rank alone it would leave the others waiting
                 raise StateError(f"--resharding-callback asked to exit: {error}") from error
 

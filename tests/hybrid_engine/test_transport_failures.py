@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import pickle
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.errors import ConfigError, HybridEngineError, PeerTransportError, RemoteError, TransportError
+from hybrid_engine.errors import ConfigError, PeerTransportError, RemoteError, TransportError
 from hybrid_engine.memory.elastic import ElasticBuffer, allocate_elastic
 from hybrid_engine.planning.layout import Buffer, BufferId, Place
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
@@ -22,6 +21,7 @@ from hybrid_engine.transports import (
     choose_transport,
     export_handles,
 )
+from tests.hybrid_engine.transport_cases import outcome_of
 from tests.launch import launch
 
 NUMEL = 1000
@@ -55,16 +55,6 @@ class Peers:
 
     def is_right(self) -> bool:
         return all(bool((self.destination[f"dst{rank}"] == rank + 1).all()) for rank in (0, 1))
-
-
-def outcome_of(action: Callable[[], object]) -> str:
-    start = time.monotonic()
-    try:
-        action()
-        return "ok"
-    except HybridEngineError as error:
-        pickle.loads(pickle.dumps(error))  # errors travel between ranks
-        return f"{time.monotonic() - start:.3f} {type(error).__name__} {error}"
 
 
 def peer_never_shows_up() -> list[object]:

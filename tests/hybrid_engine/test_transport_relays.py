@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine import sharding_manager
-from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.planning.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan
@@ -26,6 +25,7 @@ from hybrid_engine.planning.regions import Region
 from hybrid_engine.transports import RelayBuffers, TransportSet, export_handles
 from tests.hybrid_engine.planning_cases import NOT_WRITTEN, filled_buffers
 from tests.hybrid_engine.sharding_fakes import INFER, NBYTES, TRAIN, Rig
+from tests.hybrid_engine.transport_cases import outcome_of
 from tests.launch import launch
 
 HOSTS = ("a", "a", "b", "b")
@@ -142,15 +142,6 @@ class Rank:
             for name, flat in self.destination.items()
             if (not tensors or name.split()[1] in tensors) and not torch.equal(flat, self.expected[name])
         ]
-
-
-def outcome_of(action: Callable[[], object]) -> str:
-    start = time.monotonic()
-    try:
-        action()
-        return "ok"
-    except HybridEngineError as error:
-        return f"{time.monotonic() - start:.3f} {type(error).__name__} {error}"
 
 
 # What goes right.

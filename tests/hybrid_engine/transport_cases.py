@@ -1,4 +1,4 @@
-"""Random buckets of transfers for the transport tests, and an oracle that knows no strided view.
+"""Random buckets of transfers for the transport tests, an oracle that knows no strided view, and outcomes to compare.
 
 A case is made from its seed alone, so every rank of a launch builds the same one and knows every rank's sources.
 """
@@ -6,12 +6,15 @@ A case is made from its seed alone, so every rank of a launch builds the same on
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.planning.layout import DTYPE_NBYTES, Buffer, BufferId, Place
 from hybrid_engine.planning.plan import Bucket, Link, Transfer
 
@@ -158,3 +161,14 @@ def _filled(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _bytes(flat: torch.Tensor) -> torch.Tensor:
     return flat.contiguous().view(torch.uint8)
+
+
+def outcome_of(action: Callable[[], object]) -> str:
+    """ "ok", or the seconds it took to fail with the error's type and message."""
+    start = time.monotonic()
+    try:
+        action()
+        return "ok"
+    except HybridEngineError as error:
+        pickle.loads(pickle.dumps(error))  # errors travel between ranks
+        return f"{time.monotonic() - start:.3f} {type(error).__name__} {error}"
