@@ -33,7 +33,7 @@ from model_provider import model_provider
 from examples.gpt_rl import grpo, rollouts
 from examples.gpt_rl.rollouts import Batch, Demonstrations, Rollouts, RolloutSettings
 from hybrid_engine.backends.megatron.build import Actor
-from hybrid_engine.backends.megatron.train_engine import TrainEngine
+from hybrid_engine.backends.megatron.train_engine import TrainEngine, causal_inputs
 from hybrid_engine.models import table_for
 from megatron_patches import script
 from megatron_patches.arguments import ReshardingOptions
@@ -190,10 +190,7 @@ def forward_step(iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[tor
     """What Megatron's schedules call for every micro batch."""
     batch = {name: tensor.to(_device()) for name, tensor in next(iterator).items()}
     tokens = batch["tokens"]
-    length = tokens.shape[1]
-    position_ids = torch.arange(length, device=tokens.device).expand_as(tokens)
-    future = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
-    output = model(tokens, position_ids, future, labels=batch["labels"])
+    output = model(tokens, *causal_inputs(tokens), labels=batch["labels"])
     return output, partial(loss_function, batch)
 
 

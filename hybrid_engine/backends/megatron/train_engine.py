@@ -198,15 +198,20 @@ class TrainEngine(LiveModel):
         return result
 
 
+def causal_inputs(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For tokens [B, S]: position ids [B, S], and the attention mask [1, 1, S, S], True where a token may not look."""
+    length = tokens.shape[1]
+    position_ids = torch.arange(length, device=tokens.device).expand_as(tokens)
+    return position_ids, torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
+
+
 def _forward_step(loss_function: LossFunction) -> Callable[[Iterator[Batch], torch.nn.Module], Any]:
     """The function Megatron's schedules call for each micro batch. Without labels the model gives logits."""
 
     def forward_step(iterator: Iterator[Batch], model: torch.nn.Module):
         micro_batch = next(iterator)
         tokens = micro_batch["tokens"]
-        length = tokens.shape[1]
-        position_ids = torch.arange(length, device=tokens.device).expand_as(tokens)
-        future = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
+        position_ids, future = causal_inputs(tokens)
         labels, mask = micro_batch.get("labels"), micro_batch.get("mask")
         # Megatron divides by its sum, which must not be 0
         mask = None if mask is None else mask.float().clamp_min(1e-8)
