@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import os
+import selectors
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 _SECONDS_BETWEEN_LOOKS = 0.05
+_PIPE_BYTES = 65536  # what a pipe holds
 _SECONDS_FOR_THE_OTHERS = 10.0
 """Time that the others have to say why they fail too, once one rank has failed."""
 
@@ -28,7 +29,7 @@ class Ended:
     Attributes:
         status: 0 when every rank ended well; the first other exit status otherwise, negative for a signal; None when
             the time was over.
-        output: all that the ranks wrote, both streams, in the order of writing.
+        output: all that the ranks wrote, both streams, whole lines, in the order in which they came.
     """
 
     status: int | None
@@ -53,15 +54,15 @@ def run_ranks(
 
     Without torchrun's own process, which takes seconds to start. The store through which ranks meet is here, so it
     outlives their process groups. Afterwards, also after an interrupt, no rank is alive, nor what a rank started; but
-    for what took a session of its own and outlived its rank. The output goes through a file, so it is whole even if a
-    rank is killed while it writes.
+    for what took a session of its own and outlived its rank. Ranks write without buffers, so what one said is there
+    even if it was killed; each through a pipe of its own, so no rank's words stand in another's line.
     """
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {}), **_job(num_ranks, store.port)}
     processes: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryFile(prefix="ranks-") as output:
+    with _Lines() as lines:
         try:
             for rank in range(num_ranks):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
@@ -70,19 +71,67 @@ def run_ranks(
                     env={**shared, **own},
                     cwd=directory,
                     stdin=subprocess.DEVNULL,
-                    stdout=output,
+                    stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     preexec_fn=_die_with_parent,
                 )
+                lines.add(process.stdout)
                 processes.append(process)
-            status = _wait(processes, timeout)
+            status = _wait(processes, lines, timeout)
         finally:
             for process in processes:
                 kill_tree(process)
                 _send_to_group(process.pid, signal.SIGKILL)
-        output.seek(0)
-        return Ended(status, output.read().decode(errors="replace"))
+        return Ended(status, lines.rest())
+
+
+class _Lines:
+    """Gathers the lines of several pipes."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._pipes: list[IO[bytes]] = []
+        self._whole = bytearray()
+
+    def __enter__(self) -> _Lines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._selector.close()
+        for pipe in self._pipes:
+            pipe.close()
+
+    def add(self, pipe: IO[bytes] | None) -> None:
+        assert pipe is not None
+        self._pipes.append(pipe)
+        self._selector.register(pipe, selectors.EVENT_READ, bytearray())
+
+    def read(self, seconds: float) -> None:
+        """Wait for at most `seconds` until a rank writes, and read what each has written."""
+        for key, _ in self._selector.select(seconds):
+            came, line = os.read(key.fd, _PIPE_BYTES), key.data
+            if not came:  # all who could write have closed it
+                self._selector.unregister(key.fileobj)
+                self._end(line)
+            line += came
+            self._whole += line[: (end := line.rfind(b"\n") + 1)]
+            del line[:end]
+
+    def rest(self) -> str:
+        """All that came, with what is still in the pipes and with lines that have no end.
+
+        A pipe that a process outside our reach holds open is read as far as it is filled now, not waited for.
+        """
+        self.read(0)
+        for key in self._selector.get_map().values():
+            self._end(key.data)
+        return self._whole.decode(errors="replace")
+
+    def _end(self, line: bytearray) -> None:
+        if line:
+            self._whole += line + b"\n"
+            line.clear()
 
 
 def _job(num_ranks: int, port: int) -> dict[str, str]:
@@ -106,7 +155,7 @@ def _die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int | None:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], lines: _Lines, timeout: float) -> int | None:
     """Until all have ended well, one has failed and the others had their time, or the time is over."""
     deadline, failed = time.monotonic() + timeout, 0
     while True:
@@ -117,7 +166,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> int |
             return failed
         if time.monotonic() > deadline:
             return failed or None
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        lines.read(_SECONDS_BETWEEN_LOOKS)
 
 
 def kill_tree(process: subprocess.Popen[Any]) -> None:

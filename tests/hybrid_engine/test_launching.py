@@ -43,6 +43,12 @@ for count in range(2):
     dist.destroy_process_group()
 print("sums", sums)
 """
+MANY_LINES = """
+import os
+for number in range(2000):
+    print("rank", os.environ["RANK"], "says", number)
+print("the last line of rank", os.environ["RANK"], "has no end", end="")
+"""
 ONE_FAILS = """
 import os, sys, time
 if os.environ["RANK"] == "1":
@@ -63,6 +69,18 @@ def test_status_and_all_of_the_output_come_back(tmp_path: Path, status: int) -> 
     for rank in range(2):
         assert f"out of rank {rank} " in ended.output and f"err of rank {rank} 1 here" in ended.output
     assert ended.output.count("x" * 100_000) == ended.output.count(f"{tmp_path}\n") == 2
+
+
+def test_lines_of_ranks_that_write_at_once_stay_whole(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(MANY_LINES)
+    ended = run_ranks([str(program)], 2, 100)
+    for rank in range(2):
+        own = [line for line in ended.output.splitlines() if f"rank {rank} " in line]
+        assert own == [
+            *(f"rank {rank} says {number}" for number in range(2000)),
+            f"the last line of rank {rank} has no end",
+        ]
 
 
 def test_ranks_meet_more_than_once(tmp_path: Path) -> None:
