@@ -32,8 +32,8 @@ from megatron_patches import cpu_torch
 SECONDS_FOR_A_PEER = 40
 
 GROUPS = os.environ["MEGATRON_LM_GROUPS"].split(",")
-NUM_RANKS = int(os.environ["WORLD_SIZE"])
-OUTCOMES = Path(os.environ["MEGATRON_LM_OUTCOMES"]) / f"rank{os.environ['RANK']}.jsonl"
+NUM_RANKS, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+OUTCOMES = Path(os.environ["MEGATRON_LM_OUTCOMES"]) / f"rank{RANK}.jsonl"
 
 _GROUPS_OF: Counter[tuple[int, ...]] = Counter()
 
@@ -57,7 +57,7 @@ def pytest_load_initial_conftests() -> None:
         megatron_patches.add_post_step_hook(lambda optimizer, version: megatron_patches.optimizer_tensors(optimizer))
     _download_nothing()
     _say_that_transformer_engine_is_missing()
-    _take_no_learning_rate()
+    _replace_adam()
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -88,7 +88,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, None, None]:
-    """Groups do not outlive their test or class: gloo's would hold threads, and what a failed test left in them."""
+    """Groups do not outlive their test or class: gloo's would hold threads, and what a failed test left in them.
+
+    A test that seeds nothing has a rank's own random numbers, whatever ran before it.
+    """
+    torch.manual_seed(RANK)
     with CudaIsCpu():
         yield
     if nextitem is None or nextitem.parent is not item.parent or not isinstance(item.parent, pytest.Class):
@@ -116,8 +120,15 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 
 class AdamW(torch.optim.AdamW):
+    """As NVIDIA's: with no learning rate until the scheduler sets one, and with a count of steps before the first."""
+
     def __init__(self, params: Any, lr: float | None = None, **kwargs: Any) -> None:
         super().__init__(params, 1e-3 if lr is None else lr, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        for state in self.state.values():
+            state.setdefault("step", torch.zeros(()))
+        return super().state_dict()
 
 
 def _device(value: Any) -> Any:
@@ -156,8 +167,7 @@ def _say_that_transformer_engine_is_missing() -> None:
     megatron.core.utils.is_te_min_version = lambda version, check_equality=True: False
 
 
-def _take_no_learning_rate() -> None:
-    """NVIDIA's Adam takes None for one that the scheduler sets; torch's, which Megatron takes without it, refuses."""
+def _replace_adam() -> None:
     import megatron.core.optimizer
 
     namespace = megatron.core.optimizer.torch  # ours, since group "cpu" is applied
