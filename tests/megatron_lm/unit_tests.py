@@ -73,7 +73,7 @@ def run(
             },
             directory=source,
         )
-        by_rank = [_read(Path(directory, f"rank{rank}.jsonl")) for rank in range(num_ranks)]
+        by_rank = [read_outcomes(Path(directory, f"rank{rank}.jsonl")) for rank in range(num_ranks)]
     differ = any(found.keys() != by_rank[0].keys() for found in by_rank)
     if differ or all(outcome.kind == "unfinished" for outcome in by_rank[0].values()):
         raise RuntimeError(f"{num_ranks} ranks with {groups} ended with {ended.status}:\n{ended.output[-20000:]}")
@@ -97,7 +97,7 @@ def _python_path() -> list[str]:
     return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 
-def _read(path: Path) -> dict[str, Outcome]:
+def read_outcomes(path: Path) -> dict[str, Outcome]:
     """The worst of each test's phases, of which the first line, "unfinished", is none."""
     found: dict[str, Outcome] = {}
     for line in path.read_text().splitlines() if path.exists() else ():

@@ -35,7 +35,8 @@ GROUPS = os.environ["MEGATRON_LM_GROUPS"].split(",")
 NUM_RANKS, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
 OUTCOMES = Path(os.environ["MEGATRON_LM_OUTCOMES"]) / f"rank{RANK}.jsonl"
 
-_GROUPS_OF: Counter[tuple[int, ...]] = Counter()
+_NUM_MADE_OF: Counter[tuple[int, ...]] = Counter()
+"""Ranks -> process groups made of them since torch.distributed was initialized."""
 
 
 class CudaIsCpu(cpu_torch.CudaSpelling):
@@ -170,7 +171,7 @@ def _say_that_transformer_engine_is_missing() -> None:
 def _replace_adam() -> None:
     import megatron.core.optimizer
 
-    namespace = megatron.core.optimizer.torch  # ours, since group "cpu" is applied
+    namespace = megatron.core.optimizer.torch  # that of group "cpu", which is applied
     vars(namespace)["optim"] = cpu_torch.Namespace(torch.optim, {"AdamW": AdamW})
 
 
@@ -190,7 +191,7 @@ def _init_process_group(backend: str | None = None, **kwargs: Any) -> None:
     if "store" in kwargs:
         kwargs["store"] = dist.PrefixStore(os.environ["PYTEST_CURRENT_TEST"], kwargs["store"])
     kwargs["timeout"] = datetime.timedelta(seconds=SECONDS_FOR_A_PEER)
-    _GROUPS_OF.clear()
+    _NUM_MADE_OF.clear()
     dist.init_process_group("gloo", **kwargs)
 
 
@@ -205,8 +206,8 @@ def _init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh
 
 def _name_group(ranks: Sequence[int]) -> str:
     """A name on which the members agree. torch counts all groups of a rank, of which each may have others."""
-    _GROUPS_OF[tuple(ranks)] += 1
-    return f"{list(ranks)}, the {_GROUPS_OF[tuple(ranks)]}. of these"
+    _NUM_MADE_OF[tuple(ranks)] += 1
+    return f"{list(ranks)}, the {_NUM_MADE_OF[tuple(ranks)]}. of these"
 
 
 def _redirect(module: ModuleType, namespace: ModuleType) -> None:
