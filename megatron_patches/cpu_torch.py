@@ -60,7 +60,7 @@ class CudaSpelling(TorchFunctionMode):
     """While active, CPU tensors pass for CUDA tensors where only the spelling matters.
 
     ``tensor.cuda(...)`` returns the tensor itself and ``tensor.type()`` says ``torch.cuda.…Tensor``.
-    Active in the current thread, between enter and exit.
+    Active in the current thread, between enter and exit; within itself it changes nothing more.
     """
 
     def __torch_function__(
@@ -70,7 +70,7 @@ class CudaSpelling(TorchFunctionMode):
             return args[0]
         result = func(*args, **(kwargs or {}))
         if func is torch.Tensor.type and isinstance(result, str):
-            return result.replace("torch.", "torch.cuda.", 1)
+            return f"torch.cuda.{result.rpartition('.')[2]}"
         return result
 
 

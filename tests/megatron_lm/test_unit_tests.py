@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.megatron_lm.unit_tests import FILES, PATH_VARIABLE, checkout, passed, run
+from tests.megatron_lm.unit_tests import FILES, PATH_VARIABLE, by_ranks, checkout, of_file, passed, run
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,10 +24,11 @@ def source() -> Path:
     return path
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_the_same_tests_pass_with_hooks_as_without(source: Path, file: str) -> None:
-    without = run(source, file, FILES[file], ["cpu"])
-    with_hooks = run(source, file, FILES[file], ["cpu", "hooks"])
-    assert passed(without), "nothing passed, so nothing was compared"
+@pytest.mark.parametrize(("num_ranks", "files"), by_ranks(FILES).items())
+def test_the_same_tests_pass_with_hooks_as_without(source: Path, num_ranks: int, files: list[str]) -> None:
+    without = run(source, files, num_ranks, ["cpu"])
+    with_hooks = run(source, files, num_ranks, ["cpu", "hooks"])
+    for file in files:
+        assert passed(of_file(file, without)), f"nothing passed in {file}, so nothing was compared"
     assert passed(with_hooks) == passed(without)
     assert with_hooks.keys() == without.keys()

@@ -82,6 +82,11 @@ def test_cuda_spelling_holds_only_inside() -> None:
     assert tensor.type() == "torch.BFloat16Tensor"
 
 
+def test_cuda_spelling_within_itself_is_the_same() -> None:
+    with cpu_torch.CudaSpelling(), cpu_torch.CudaSpelling():
+        assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
+
+
 def test_graph_safe_rng_is_refused() -> None:
     from megatron.core.tensor_parallel import random
 
