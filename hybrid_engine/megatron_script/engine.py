@@ -97,9 +97,9 @@ class ScriptEngine:
             reports.append(self._enter(State.TRAIN, TIMERS[2]))
             self._call(in_training, self.hybrid.train.chunks)
             with self._agreement.phase("journal"):
-                self._journal.note_samples(iteration, self.settings.prompts, self._tokens, completions)
-                self._journal.note_reports(iteration, reports)
-            self._journal.log(iteration, reports, completions)
+                samples = self._journal.samples(iteration, self.settings.prompts, self._tokens, completions)
+                self._journal.note(iteration, reports, samples)
+            self._journal.log_times(iteration)
 
     def _call(self, callback: Callable[[Any], Any] | None, argument: Any) -> Any:
         """What the user's function, if there is one, returns; all ranks fail when it fails on one.

@@ -360,21 +360,38 @@ def report(direction: str) -> ReshardReport:
     )
 
 
-def test_samples_and_reports_are_written_by_one_rank_and_scalars_by_megatrons_writers(tmp_path: Path) -> None:
+class StandInForWandb:
+    """The module `wandb`, which Megatron uses as its writer, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.logged: dict[int, dict[str, Any]] = {}
+
+    def Table(self, columns: list[str], data: list[list[str]]) -> list[list[str]]:
+        return [columns, *data]
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logged.setdefault(step, {}).update(values)
+
+
+def test_samples_and_reports_are_written_by_one_rank_and_by_megatrons_writers(tmp_path: Path) -> None:
     scalars: dict[str, float] = {}
+    texts: dict[str, str] = {}
+    wandb = StandInForWandb()
     script = SimpleNamespace(
         timers=Timers(),
         tokenizer=SimpleNamespace(detokenize=lambda ids: " ".join(map(str, ids))),
-        tensorboard_writer=SimpleNamespace(add_scalar=lambda name, value, at: scalars.update({name: value})),
-        wandb_writer=None,
+        tensorboard_writer=SimpleNamespace(
+            add_scalar=lambda name, value, at: scalars.update({name: value}),
+            add_text=lambda name, value, at: texts.update({name: value}),
+        ),
+        wandb_writer=wandb,
     )
     completions = [[Completion((4, 5), (-1.0, -3.0), "length")], [Completion((6,), (-2.0,), "stop")]]
     reports = [report("train->infer"), report("infer->train")]
     for is_writer in (True, False):
         notes = journal.Journal(script, tmp_path / str(is_writer), is_writer)
-        notes.note_samples(8, ["7 8", (1, 2)], [[7, 8], [1, 2]], completions)
-        notes.note_reports(8, reports)
-        notes.log(8, reports, completions)
+        notes.note(8, reports, notes.samples(8, ["7 8", (1, 2)], [[7, 8], [1, 2]], completions))
+        notes.log_times(8)
     written = tmp_path / "True"
     first, second = (json.loads(line) for line in (written / "samples.jsonl").read_text().splitlines())
     assert first == {
@@ -394,6 +411,17 @@ def test_samples_and_reports_are_written_by_one_rank_and_scalars_by_megatrons_wr
     assert scalars["resharding/peak gigabytes"] == 3.0
     assert scalars["resharding/mean log-probability"] == -2.0
     assert scalars["resharding/completion tokens"] == 1.5
+    assert texts == {"resharding/samples": "    7 8\n    => 4 5\n\n    [1, 2]\n    => [6]"}
+    table = [["prompt", "completion", "finish reason"], ["7 8", "4 5", "length"], ["[1, 2]", "[6]", "stop"]]
+    assert wandb.logged == {8: {**scalars, "resharding/samples": table}}
+    assert script.timers.calls == ["write", "write", "log"] * 2
+
+
+def test_without_prompts_there_are_no_samples_to_show() -> None:
+    wandb = StandInForWandb()
+    script = SimpleNamespace(tensorboard_writer=None, wandb_writer=wandb)
+    journal.Journal(script, None, True).note(2, [report("train->infer")], [])
+    assert "resharding/samples" not in wandb.logged[2] and "resharding/completion tokens" not in wandb.logged[2]
 
 
 def test_megatrons_interval_time_pauses_also_when_a_switch_fails() -> None:
