@@ -61,8 +61,11 @@ class ScriptEngine:
 
         move_loose_parameters(model_chunks)
 
-    def attach(self, model_chunks: Sequence[Any], optimizer: Any, iteration: int) -> None:
-        """Build vLLM and the plan. The weight version goes on from `iteration`."""
+    def attach(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> None:
+        """Build vLLM and the plan. The weight version goes on from `num_steps`.
+
+        What fails on one rank is raised on all of them, by the timeout of the configuration at the latest.
+        """
         from hybrid_engine.backends.megatron.build import keep_expert_bias_in_float32, move_published_buffers
         from hybrid_engine.backends.megatron.live_model import LiveModel
 
@@ -71,15 +74,16 @@ class ScriptEngine:
         with agreement.phase("looking at Megatron's model"):
             keep_expert_bias_in_float32(model_chunks)
             move_published_buffers(model_chunks, table)
-            set_weight_version(optimizer, iteration)
+            set_weight_version(optimizer, num_steps)
             live = LiveModel(model_chunks, optimizer, table)
             offloader = MegatronOffloader(live.offload_items, reachable=live.reachable_tensors)
             offloader.offload()  # vLLM looks at the memory that is free while it starts
         self.inference: InferenceEngine = build_inference_engine(config, table, live.weights, agreement)
-        verifies = self.settings.verify != "off"
-        self._checked = CheckedWeights(self.inference.adaptor, agreement) if verifies else None
+        with agreement.phase("looking at vLLM's weights"):
+            verifies = self.settings.verify != "off"
+            self._checked = CheckedWeights(self.inference.adaptor, agreement) if verifies else None
         self.hybrid = HybridEngine(live, self.inference, config, offloader, agreement, self._checked)
-        with agreement.phase("prompts"):
+        with agreement.phase("prompts and output"):
             self._tokens = [self._tokenize(prompt) for prompt in self.settings.prompts]
             self.inference.check_prompts(self._tokens, self.settings.sampling.max_tokens)
             self._journal = Journal(self._script, self.settings.output, dist.get_rank() == 0)
