@@ -31,6 +31,8 @@ from tests.hybrid_engine.vllm_models import LLAMA, QWEN3_MOE
 
 ARGS = {
     "world_size": 2,
+    "rank": 0,
+    "optimizer": "adam",
     "tensor_model_parallel_size": 2,
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
@@ -124,10 +126,12 @@ def test_everything_wrong_is_reported_at_once(files: dict[str, Path]) -> None:
         infer_tensor_parallel_size=3,
         callback="json:nothing",
     )
+    refused = {"use_torch_fsdp2": True, "nccl_ub": True, "optimizer": "dist_muon"}
     with pytest.raises(ConfigError) as caught:
-        read_settings(script_of(options, transformer_config(hidden_size=1), use_torch_fsdp2=True, nccl_ub=True))
+        read_settings(script_of(options, transformer_config(hidden_size=1), **refused))
     keys = [finding.key for finding in caught.value.findings]
-    assert {"--use-torch-fsdp2", "--use-nccl-ub", "--resharding-output", "--resharding-prompts"} <= set(keys)
+    assert {"--use-torch-fsdp2", "--use-nccl-ub", "--optimizer", "--resharding-output"} <= set(keys)
+    assert "--resharding-prompts" in keys
     assert {"--resharding-callback", "--hidden-size"} <= set(keys)
     assert "generate_config.infer_tensor_parallel_size" in keys
     assert "lines 2, 3 are no prompts" in str(caught.value)
@@ -154,6 +158,14 @@ def test_bad_files_are_named_with_a_remedy(tmp_path: Path, content: str | None, 
     with pytest.raises(ConfigError) as caught:
         read_settings(script_of(ReshardingOptions(enabled=True, config=path)))
     assert message in str(caught.value)
+
+
+def test_an_output_that_cannot_be_a_directory_is_refused_where_it_would_be_written(files: dict[str, Path]) -> None:
+    output = files["prompts"] / "below a file"
+    options = ReshardingOptions(enabled=True, config=files["config"], output=output)
+    with pytest.raises(ConfigError, match=f"--resharding-output: {output} cannot be written: {files['prompts']} is no"):
+        read_settings(script_of(options))
+    assert read_settings(script_of(options, rank=1)).output == output
 
 
 def test_a_model_that_differs_is_refused_with_the_rest(files: dict[str, Path]) -> None:
