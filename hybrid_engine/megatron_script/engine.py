@@ -26,6 +26,7 @@ from megatron_patches.engines import MegatronScript
 from megatron_patches.optimizers import set_weight_version
 
 if TYPE_CHECKING:
+    from hybrid_engine.backends.megatron.live_model import LiveModel
     from hybrid_engine.backends.vllm import InferenceEngine
 
 logger = logging.getLogger("hybrid_engine")
@@ -66,16 +67,10 @@ class ScriptEngine:
 
         What fails on one rank is raised on all of them, by the timeout of the configuration at the latest.
         """
-        from hybrid_engine.backends.megatron.build import keep_expert_bias_in_float32, move_published_buffers
-        from hybrid_engine.backends.megatron.live_model import LiveModel
-
         config, table = self.settings.config, self.settings.table
         agreement = self._agreement = Agreement(config.generate_config.timeout_seconds)
         with agreement.phase("looking at Megatron's model"):
-            keep_expert_bias_in_float32(model_chunks)
-            move_published_buffers(model_chunks, table)
-            set_weight_version(optimizer, num_steps)
-            live = LiveModel(model_chunks, optimizer, table)
+            live = self._live_model(model_chunks, optimizer, num_steps)
             offloader = MegatronOffloader(live.offload_items, reachable=live.reachable_tensors)
             offloader.offload()  # vLLM looks at the memory that is free while it starts
         self.inference: InferenceEngine = build_inference_engine(config, table, live.weights, agreement)
@@ -87,6 +82,15 @@ class ScriptEngine:
             self._tokens = [self._tokenize(prompt) for prompt in self.settings.prompts]
             self.inference.check_prompts(self._tokens, self.settings.sampling.max_tokens)
             self._journal = Journal(self._script, self.settings.output, dist.get_rank() == 0)
+
+    def _live_model(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> LiveModel:
+        from hybrid_engine.backends.megatron.build import keep_expert_bias_in_float32, move_published_buffers
+        from hybrid_engine.backends.megatron.live_model import LiveModel
+
+        keep_expert_bias_in_float32(model_chunks)
+        move_published_buffers(model_chunks, self.settings.table)
+        set_weight_version(optimizer, num_steps)
+        return LiveModel(model_chunks, optimizer, self.settings.table)
 
     def switch(self, iteration: int) -> None:
         """To inference, completions, callback, and back. Raises WeightError when --resharding-verify finds a bit.
