@@ -72,6 +72,7 @@ _REFUSED = {
     "nccl_ub": "it registers Megatron's own allocation of the buffers, which are ours here",
     "init_model_with_meta_device": "parameters have no memory yet when they are moved into shared buffers",
     "perform_rl_step": "Megatron's RL loop brings an inference engine of its own",
+    "async_save": "its worker process maps parameters by CUDA IPC, which cannot export the memory they lie in here",
     "skip_train": "switches happen between training steps",
     "inprocess_restart": "an inference engine cannot be restarted inside its process",
 }
