@@ -1,6 +1,6 @@
 """`pretrain_gpt.py` of Megatron-LM itself, with --enable-resharding and without: the same losses, the same checkpoint.
 
-MEGATRON_LM_PATH names a git checkout of core_v0.16.1; it is cloned, not touched.
+MEGATRON_LM_PATH names a git checkout of core_v0.16.1; it is cloned, not touched. A run takes half a minute to two.
 """
 
 from __future__ import annotations
