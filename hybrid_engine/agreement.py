@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import HybridEngineError, RemoteError, ReshardError
+from hybrid_engine.process_groups import end_groups
 
 
 class Agreement:
@@ -23,12 +24,19 @@ class Agreement:
     Args:
         timeout_seconds: longest wait for a peer, then RemoteError.
 
-    Creates a gloo group of its own, so that it works beside NCCL and never mixes with other traffic. Collective.
+    Creates a gloo group of its own, so that it works beside NCCL and never mixes with other traffic; `close` ends it.
+    Collective.
     """
 
     def __init__(self, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
-        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
+
+    def close(self) -> None:
+        """End the group, when there is nothing more to agree on; idempotent."""
+        group, self.group = self.group, None
+        end_groups(group)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -9,10 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Protocol
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
@@ -57,27 +57,58 @@ def run_ranks(
     for what took a session of its own and outlived its rank. Ranks write without buffers, so what one said is there
     even if it was killed; each through a pipe of its own, so no rank's words stand in another's line.
     """
+
+    def start(environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-u", *arguments],
+            env={**os.environ, **environment},
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+    return run_started(start, num_ranks, timeout, environment=environment)
+
+
+class Process(Protocol):
+    """What is asked of a rank: `pid`, and what subprocess.Popen says of these."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> object: ...
+
+
+def run_started(
+    start: Callable[[Mapping[str, str], int], Process],
+    num_ranks: int,
+    timeout: float,
+    *,
+    environment: Mapping[str, str] | None = None,
+) -> Ended:
+    """`run_ranks` with ranks that are not started as `python arguments`.
+
+    Args:
+        start: begins a rank in a session of its own, with these variables added to this process's; its output goes to
+            that file descriptor, unbuffered.
+    """
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {}), **_job(num_ranks, store.port)}
-    processes: list[subprocess.Popen[bytes]] = []
+    shared = {**(environment or {}), **_job(num_ranks, store.port)}
+    if "OMP_NUM_THREADS" not in os.environ:
+        shared.setdefault("OMP_NUM_THREADS", "1")
+    processes: list[Process] = []
     with _Lines() as lines:
         try:
             for rank in range(num_ranks):
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
-                process = subprocess.Popen(
-                    [sys.executable, "-u", *arguments],
-                    env={**shared, **own},
-                    cwd=directory,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=_die_with_parent,
-                )
-                lines.add(process.stdout)
-                processes.append(process)
+                with lines.writer() as output:
+                    processes.append(start({**shared, **own}, output.fileno()))
             status = _wait(processes, lines, timeout)
         finally:
             for process in processes:
@@ -102,10 +133,12 @@ class _Lines:
         for pipe in self._pipes:
             pipe.close()
 
-    def add(self, pipe: IO[bytes] | None) -> None:
-        assert pipe is not None
-        self._pipes.append(pipe)
-        self._selector.register(pipe, selectors.EVENT_READ, bytearray())
+    def writer(self) -> IO[bytes]:
+        """The end of a new pipe that is written to; to be closed here once the one who writes has it."""
+        reader, writer = os.pipe()
+        self._pipes.append(os.fdopen(reader, "rb"))
+        self._selector.register(self._pipes[-1], selectors.EVENT_READ, bytearray())
+        return os.fdopen(writer, "wb")
 
     def read(self, seconds: float) -> None:
         """Wait for at most `seconds` until a rank writes, and read what each has written."""
@@ -150,12 +183,12 @@ def _job(num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _die_with_parent() -> None:
-    """In a new rank: end when this process ends without a word, killed by a time limit for instance. Linux only."""
+def die_with_parent() -> None:
+    """In a new process: end when this process ends without a word, killed by a time limit for instance. Linux only."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], lines: _Lines, timeout: float) -> int | None:
+def _wait(processes: Sequence[Process], lines: _Lines, timeout: float) -> int | None:
     """Until all have ended well, one has failed and the others had their time, or the time is over."""
     deadline, failed = time.monotonic() + timeout, 0
     while True:
@@ -169,7 +202,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], lines: _Lines, timeout: 
         lines.read(_SECONDS_BETWEEN_LOOKS)
 
 
-def kill_tree(process: subprocess.Popen[Any]) -> None:
+def kill_tree(process: Process) -> None:
     """Kill a child, if it is alive, and all below it, also what has a session or a process group of its own.
 
     Each is stopped before its children are looked for, so none can start another one meanwhile.

@@ -47,6 +47,7 @@ from hybrid_engine.planning.plan import Link, ReshardPlan
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.planning.releases import releases
 from hybrid_engine.ports import InferenceWeights, TrainingWeights
+from hybrid_engine.process_groups import end_groups
 from hybrid_engine.report import ReshardReport
 from hybrid_engine.transports import LocalTransport, RelayBuffers, TransportSet, export_handles
 
@@ -166,6 +167,8 @@ class ShardingManager:
         self.config = config
         self.unserved = frozenset(unserved)
         self.agreement = agreement or Agreement(config.timeout_seconds)
+        self._owns_agreement = agreement is None
+        self._groups: list[dist.ProcessGroup] = []
         self.state = State.TRAIN
         self.last_report: ReshardReport | None = None
         self._start_hooks: list[Callable[[State, State], None]] = []
@@ -384,11 +387,17 @@ class ShardingManager:
 
     def _new_group(self, backend: str) -> dist.ProcessGroup:
         """A group for one purpose only: after a timeout it is dead."""
-        return dist.new_group(backend=backend, timeout=timedelta(seconds=self.config.timeout_seconds))
+        group = dist.new_group(backend=backend, timeout=timedelta(seconds=self.config.timeout_seconds))
+        self._groups.append(group)
+        return group
 
     def close(self) -> None:
-        """Give back the transports' mappings and staging memory; a later switch takes them again. Idempotent."""
+        """No switch any more: give back the transports' mappings and memory, and end the process groups. Idempotent."""
         self.router.close()
+        groups, self._groups = self._groups, []
+        end_groups(*groups)
+        if self._owns_agreement:
+            self.agreement.close()
 
     def _make_plan(self, setups: Sequence[_RankSetup]) -> ReshardPlan:
         """Plan, from what all ranks told each other. A host relays where all of its ranks can."""

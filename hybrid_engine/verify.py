@@ -14,6 +14,7 @@ The command starts the ranks; each runs `main` of this module on a list of cases
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import sys
@@ -169,6 +170,8 @@ def main(job: str, out: str) -> None:
     with Reference() as reference:
         for number, case in enumerate(cases):
             scratch = directory / str(number)
+            gc.collect()
+            gc.freeze()  # vLLM collects garbage many times per engine, and would go through all modules each time
             own = _verdict_of_rank(case, reference, scratch)
             everyone: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(everyone, own)

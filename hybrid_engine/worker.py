@@ -51,7 +51,8 @@ class ActorHybridWorker:
         self.adapter: str | None = None  # what completions are drawn with, where adapters are delivered apart
         self._created_process_group = _initialize_process_group(config.generate_config.timeout_seconds)
         try:
-            self._build(Agreement(config.generate_config.timeout_seconds))
+            self._agreement = Agreement(config.generate_config.timeout_seconds)
+            self._build(self._agreement)
         except BaseException:
             self.shutdown()
             raise
@@ -173,7 +174,8 @@ class ActorHybridWorker:
     def shutdown(self) -> None:
         """End vLLM, Megatron's groups, and the process group if it was created here; idempotent.
 
-        Another worker may be built afterwards. This one keeps its configuration and Megatron's weights, nothing else.
+        Another worker may be built afterwards. This one keeps its configuration and Megatron's weights, nothing else;
+        they go with it.
         """
         if "engine" in vars(self):
             self.engine.sharding.close()
@@ -183,7 +185,10 @@ class ActorHybridWorker:
         if "train" in vars(self) and dist.is_initialized():
             from hybrid_engine.backends.megatron import build
 
+            build.end_training(self.actor)
             build.destroy_parallel_state()
+        if "_agreement" in vars(self):
+            self._agreement.close()
         if self._created_process_group and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -1,52 +1,51 @@
 """Run one function on several real ranks, as torchrun would, and bring back what each rank returned.
 
-Tests call `launch`; the ranks run this module. A rank that fails or outlives the timeout
-takes the whole launch down, so no test leaves a process behind.
+Ranks are forked from a server that has imported torch, transformers and vLLM, for importing them costs more than most
+tests do. A rank that fails or outlives the timeout takes the whole launch down, so no test leaves a process behind.
 """
 
 from __future__ import annotations
 
-import importlib
+import atexit
+import gc
+import multiprocessing
 import os
 import pickle
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.launching import run_ranks
+from hybrid_engine.launching import die_with_parent, run_started
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
+_SERVER = multiprocessing.get_context("forkserver")
+# Those that are not installed are left out: megatron-core's other versions are tested without vLLM.
+_SERVER.set_forkserver_preload(
+    ["pytest", "torch.distributed", "transformers", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"]
+)
 
 
-def launch(
-    function: Callable[..., Any],
-    num_ranks: int,
-    *args: Any,
-    timeout: float = 300,
-    env: dict[str, str] | None = None,
-) -> list[Any]:
+def launch(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 300) -> list[Any]:
     """Run `function(*args)` on `num_ranks` processes; return the results by rank.
 
     `function` is a top-level function of an importable module under tests/; it finds RANK, WORLD_SIZE,
     LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment and creates its own process group.
     Arguments and results travel by pickle. Raises AssertionError with the ranks' output when any fails.
     """
+    ranks: list[_Rank] = []
     with tempfile.TemporaryDirectory(prefix="launch-") as directory:
-        Path(directory, "args.pickle").write_bytes(pickle.dumps(args))
-        ended = run_ranks(
-            ["-m", "tests.launch", f"{function.__module__}:{function.__qualname__}", directory],
-            num_ranks,
-            timeout,
-            environment={
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": f"{REPO_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
-                **(env or {}),
-            },
-            directory=REPO_ROOT,
-        )
+
+        def start(environment: Mapping[str, str], output: int) -> _Rank:
+            ranks.append(_Rank(environment, output, Path(directory), function, args))
+            return ranks[-1]
+
+        ended = run_started(start, num_ranks, timeout)
+        for rank in ranks:
+            rank.close()
         if ended.status is None:
             raise AssertionError(f"{function.__qualname__} on {num_ranks} ranks outlived {timeout} s:\n{ended.output}")
         if ended.status != 0:
@@ -55,9 +54,41 @@ def launch(
         return [pickle.loads(Path(directory, f"result{rank}.pickle").read_bytes()) for rank in range(num_ranks)]
 
 
+class _Rank:
+    """A forked process, as `launching` takes it."""
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        output: int,
+        directory: Path,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+    ) -> None:
+        with Connection(os.dup(output), readable=False) as writer:
+            self._process = _SERVER.Process(target=_run_rank, args=(environment, writer, directory, function, args))
+            self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self) -> None:
+        self._process.join()
+
+    def close(self) -> None:
+        """Of one that has ended: its descriptors."""
+        self._process.close()
+
+
 def in_turn(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
     """Rank function of several: what each returned. Starting ranks and importing costs more than most of them do."""
-    return [function(*args) for function, args in calls]
+    results = []
+    for function, args in calls:
+        gc.collect()
+        gc.freeze()  # vLLM collects garbage many times per engine, and would go through all modules each time
+        results.append(function(*args))
+    return results
 
 
 def launch_in_turn(
@@ -87,18 +118,28 @@ def remembered(launched: Callable[[int], Any]) -> Callable[[int], Any]:
     return recall
 
 
-def _run_rank() -> None:
-    target, directory = sys.argv[1:]
-    module_name, function_name = target.split(":")
-    function = getattr(importlib.import_module(module_name), function_name)
+def _run_rank(
+    environment: Mapping[str, str],
+    output: Connection,
+    directory: Path,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    """A rank, from its first line to its end."""
+    die_with_parent()
+    os.setsid()
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(output.fileno(), stream.fileno())
+        stream.reconfigure(write_through=True)
+    output.close()
+    os.environ.update(environment)
+    os.chdir(REPO_ROOT)
+    rank = os.environ["RANK"]
     try:
-        result = function(*pickle.loads(Path(directory, "args.pickle").read_bytes()))
+        result = function(*args)
+        (directory / f"result{rank}.pickle").write_bytes(pickle.dumps(result))
     except BaseException:
-        error_file = Path(directory, f"error{os.environ['RANK']}.txt")
-        error_file.write_text(f"rank {os.environ['RANK']}:\n{traceback.format_exc()}")
+        (directory / f"error{rank}.txt").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         raise
-    Path(directory, f"result{os.environ['RANK']}.pickle").write_bytes(pickle.dumps(result))
-
-
-if __name__ == "__main__":
-    _run_rank()
+    finally:
+        atexit._run_exitfuncs()

@@ -71,6 +71,7 @@ def facts_of_rank(plan: RankPlan) -> dict[str, Any]:
         "buckets": len(plan.buckets),
         "received": {link.value: plan.received(link) for link in Link},
         "sent": {link.value: plan.sent(link) for link in Link if link is not Link.SELF},
+        "staging": plan.staging_nbytes,
         "peers": len({each.src_rank for each in transfers} | {each.dst_rank for each in transfers}) - 1,
     }
 

@@ -19,7 +19,7 @@ from hybrid_engine.planning.layout import DTYPE_NBYTES, Buffer, BufferId, Shard
 from hybrid_engine.planning.plan import Bucket, Link, Transfer
 from hybrid_engine.planning.planner import DEFAULT_BUCKET_NBYTES, fill_buckets, transfer_order
 from hybrid_engine.planning.regions import Region
-from hybrid_engine.planning.relays import RelayPlanner, Shipment, wire_dtype
+from hybrid_engine.planning.relays import RelayPlanner, Shipment, staging_nbytes, wire_dtype
 from hybrid_engine.planning.routes import Arrival, Askers, Hosts, Lap, Piece, Routes, Spread
 
 
@@ -49,6 +49,11 @@ class RankPlan:
     def sent(self, link: Link) -> int:
         """Bytes that go over a link to other ranks."""
         return sum(each.nbytes for each in self.transfers() if each.dst_rank != self.rank and each.link is link)
+
+    @property
+    def staging_nbytes(self) -> int:
+        """See `planning.relays.staging_nbytes`."""
+        return staging_nbytes(self.buckets, self.relays, self.rank)
 
 
 def plan_of_rank(

@@ -123,9 +123,10 @@ class ScriptEngine:
                 raise StateError(f"--resharding-callback asked to exit: {error}") from error
 
     def detach(self) -> None:
-        """End vLLM and give up the transports; Megatron's groups and model stay."""
+        """End vLLM, the transports and our process groups; Megatron's groups and model stay."""
         self.hybrid.sharding.close()
         self.inference.shutdown()
+        self._agreement.close()
 
     def _enter(self, state: State, timer: str) -> ReshardReport:
         is_checked = self._checked is not None and state is State.INFER

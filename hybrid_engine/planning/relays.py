@@ -11,11 +11,11 @@ one bucket can be filled while another's are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hybrid_engine.planning.layout import DTYPE_NBYTES, Buffer, BufferId, Place
-from hybrid_engine.planning.plan import Link, Transfer
+from hybrid_engine.planning.plan import Bucket, Link, Transfer
 from hybrid_engine.planning.regions import Region, contiguous_strides
 
 NUM_SLOTS = 2
@@ -50,6 +50,29 @@ def wire_dtype(source: str, destinations: Iterable[str]) -> str:
     """In which dtype elements cross to places of these dtypes: a narrower one, unless the narrower ones differ."""
     narrowest = {other if DTYPE_NBYTES[other] < DTYPE_NBYTES[source] else source for other in destinations}
     return narrowest.pop() if len(narrowest) == 1 else source
+
+
+def staging_nbytes(buckets: Iterable[Bucket], relays: Mapping[BufferId, Buffer], rank: int) -> int:
+    """Memory of a rank for messages on their way to and from other hosts, with its relay buffers, without headers.
+
+    On the device with NCCL, on the host with gloo. Each of NUM_SLOTS slots takes what its largest bucket needs; those
+    of relay buffers are alike.
+    """
+    most: dict[tuple[int, str], int] = {}
+    for bucket in buckets:
+        across = [each for each in bucket.transfers if each.link is Link.NETWORK]
+        for side, nbytes in (
+            ("send", sum(each.nbytes for each in across if each.src_rank == rank)),
+            ("receive", sum(each.nbytes for each in across if each.dst_rank == rank and each.dst.buffer not in relays)),
+        ):
+            slot = bucket.index % NUM_SLOTS, side
+            most[slot] = max(most.get(slot, 0), nbytes)
+    own: dict[str, int] = {}  # by bucket
+    for buffer_id, buffer in relays.items():
+        if buffer_id.rank == rank:
+            own[buffer.group] = own.get(buffer.group, 0) + buffer.nbytes
+    num_slots = len({int(bucket) % NUM_SLOTS for bucket in own})
+    return sum(most.values()) + num_slots * max(own.values(), default=0)
 
 
 @dataclass

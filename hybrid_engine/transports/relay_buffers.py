@@ -22,7 +22,7 @@ class RelayBuffers:
     Attributes:
         buffers: all that it has to do with (`ReshardPlan.relays`).
         tensors: those on this rank, flat, by name; those of every NUM_SLOTS-th bucket over the same bytes. They take
-            NUM_SLOTS times what the fullest bucket brings, from the first buckets on until `release`.
+            NUM_SLOTS times what the fullest bucket brings (once, if there is one bucket), until `release`.
     """
 
     def __init__(self, rank: int, buffers: Mapping[BufferId, Buffer], device: torch.device | str = "cpu") -> None:
@@ -36,10 +36,11 @@ class RelayBuffers:
             starts[name] = ends.get(buffer.group, 0)
             ends[buffer.group] = -(-(starts[name] + buffer.nbytes) // _ALIGNMENT) * _ALIGNMENT
         slot_nbytes = max(ends.values(), default=0)
-        arena = self._arena = allocate_elastic(NUM_SLOTS * slot_nbytes, torch.uint8, device, "relay")
+        slots = sorted({int(bucket) % NUM_SLOTS for bucket in ends})
+        arena = self._arena = allocate_elastic(len(slots) * slot_nbytes, torch.uint8, device, "relay")
         self.tensors: dict[str, torch.Tensor] = {}
         for name, buffer in own.items():
-            start = int(buffer.group) % NUM_SLOTS * slot_nbytes + starts[name]
+            start = slots.index(int(buffer.group) % NUM_SLOTS) * slot_nbytes + starts[name]
             self.tensors[name] = arena[start : start + buffer.nbytes].view(getattr(torch, buffer.dtype))
 
     def release(self) -> int:

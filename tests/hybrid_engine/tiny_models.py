@@ -154,12 +154,15 @@ class Run:
 def running(path: Path, config: ActorConfig) -> Iterator[Run]:
     """Megatron's parallel state, model, DDP and optimizer on this rank. Several may follow one another."""
     with parallel_state_of(config):
-        from hybrid_engine.backends.megatron.build import build_actor
+        from hybrid_engine.backends.megatron.build import build_actor, end_training
         from hybrid_engine.backends.megatron.train_engine import TrainEngine
 
         table = table_for(read_config(path))
         actor = build_actor(config, table, read_config(path))
-        yield Run(actor, table, config, TrainEngine(actor, table, config.micro_batch_size))
+        try:
+            yield Run(actor, table, config, TrainEngine(actor, table, config.micro_batch_size))
+        finally:
+            end_training(actor)
 
 
 @contextlib.contextmanager
@@ -170,15 +173,13 @@ def parallel_state_of(config: ActorConfig) -> Iterator[None]:
     megatron_patches.apply()
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    from megatron.core import parallel_state
-
-    from hybrid_engine.backends.megatron.build import initialize_parallel_state
+    from hybrid_engine.backends.megatron.build import destroy_parallel_state, initialize_parallel_state
 
     initialize_parallel_state(config, timeout_seconds=120)
     try:
         yield
     finally:
-        parallel_state.destroy_model_parallel()
+        destroy_parallel_state()
 
 
 def load_canonical(run: Run, path: Path) -> None:

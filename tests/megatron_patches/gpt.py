@@ -38,6 +38,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_patches
+from hybrid_engine.process_groups import end_groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -181,6 +182,7 @@ def start(spec: GptSpec) -> None:
 
 def stop() -> None:
     """Undo `start`'s parallel state; the process group stays for the next `start` of this process."""
+    end_groups(*parallel_state._global_process_group_list)
     parallel_state.destroy_model_parallel()
 
 
@@ -374,7 +376,9 @@ def running(spec: GptSpec) -> Iterator[Gpt]:
     """`start`, `build`, and `stop` at the end. Several may follow one another in one process."""
     start(spec)
     try:
-        yield build(spec)
+        gpt = build(spec)
+        yield gpt
+        gpt.config.grad_scale_func = None  # refers to the optimizer, in a circle that no collector sees
     finally:
         stop()
 

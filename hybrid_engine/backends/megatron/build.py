@@ -36,6 +36,7 @@ from hybrid_engine.constraints import Job, broken_rules
 from hybrid_engine.errors import ConfigError, ModelError, Violation
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.process_groups import end_groups
 from megatron_patches.buffers import buffer_allocator, iter_buffers
 
 ACTIVATIONS = {
@@ -98,8 +99,18 @@ def _mtp_stage(actor: ActorConfig) -> int | None:
     return found[0] % actor.pipeline_model_parallel_size if found else None
 
 
+def end_training(actor: Actor) -> None:
+    """Part model and optimizer, so that both can be freed.
+
+    The model refers to the optimizer by its configuration, the optimizer to the model by slices of float32 parameters
+    and the hooks that autograd keeps for them: a circle that Python's collector does not see.
+    """
+    actor.transformer_config.grad_scale_func = None
+
+
 def destroy_parallel_state() -> None:
-    """End Megatron's process groups."""
+    """End Megatron's process groups, which Megatron itself only forgets but for those of gloo beside NCCL."""
+    end_groups(*(parallel_state._global_process_group_list or ()))
     parallel_state.destroy_model_parallel()
 
 

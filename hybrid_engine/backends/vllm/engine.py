@@ -70,6 +70,7 @@ class InferenceEngine:
         if not dist.is_initialized():
             raise StateError("no process group: call torch.distributed.init_process_group (or Megatron's) first")
         self._agreement = agreement or Agreement(_SECONDS_TO_BUILD)
+        self._owns_agreement = agreement is None
         self.settings = settings
         self.rank = rank
         self._adaptor: VllmAdaptor | None = None
@@ -246,6 +247,8 @@ class InferenceEngine:
         del core, llm
         gc.unfreeze()  # vLLM froze the collector's generations at start-up
         destroy_groups()
+        if self._owns_agreement:
+            self._agreement.close()
         gc.collect()
 
     # -- inside -------------------------------------------------------------------------------------------------------
