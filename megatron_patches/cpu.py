@@ -108,6 +108,16 @@ def _build_move_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return maybe_move_tensor_to_cpu
 
 
+def _build_keeping_what_is_sent(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
+        if out is not None and deallocate_pipeline_outputs:
+            out.kept_for_sending = out.data  # gloo reads this memory, of which `out` lets go
+        original(out, deallocate_pipeline_outputs)
+
+    return deallocate_output_tensor
+
+
 _CUDA_SPELLED = (
     "optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__",
     "optimizer.optimizer:MegatronOptimizer.restore_from_cpu",
@@ -207,6 +217,13 @@ PATCHES: tuple[Patch, ...] = (
         f"{_CORE}.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
         "turns split sizes into numpy only when they come from CUDA; all_to_all_single takes no tensors for sizes",
         _build_move_to_cpu,
+    ),
+    _cpu_patch(
+        "pipeline_outputs",
+        f"{_CORE}.pipeline_parallel.schedules:deallocate_output_tensor",
+        "frees outputs that are still being sent: CUDA keeps their memory till then, gloo sends what comes there next",
+        _build_keeping_what_is_sent,
+        remove_when="interleaved schedules wait for a send before they free what is sent",
     ),
     *(_spelling_patch(target) for target in _CUDA_SPELLED),
     *(_eager_patch(target, since) for target, since in _COMPILED.items()),

@@ -3,7 +3,7 @@
     validate_args        engine = factory(script)          checks everything; nothing has been built
     get_model            with engine.building(): ...       DDP's flat buffers are allocated
                          engine.model_built(chunks)        before the optimizer is made
-    train                engine.attach(chunks, optimizer, iteration)    checkpoint loaded, all is on the device
+    train                engine.attach(chunks, optimizer, num_steps)    checkpoint loaded, all is on the device
       every N steps      engine.switch(iteration)          to inference and back
                          engine.detach()                   also on sys.exit
     (then Megatron evaluates and saves as ever)
@@ -88,8 +88,8 @@ class ReshardingEngine(Protocol):
         """The DDP-wrapped chunks are there, without an optimizer; parameters may still be moved."""
         ...
 
-    def attach(self, model_chunks: Sequence[Any], optimizer: Any, iteration: int) -> None:
-        """Training is about to start after `iteration` iterations."""
+    def attach(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> None:
+        """Training is about to start; the optimizer has taken `num_steps` steps before, skipped ones not counted."""
         ...
 
     def switch(self, iteration: int) -> None:

@@ -41,7 +41,7 @@ _MARK = "_enters_resharding"
 class _Run:
     """This process's run of a script.
 
-    num_steps: optimizer steps taken, skipped ones not counted; goes on from a checkpoint's iteration.
+    num_steps: optimizer steps taken, skipped ones not counted; goes on from a checkpoint.
     starts: no step was begun since the engine was attached.
     attached: the engine is, since training runs.
     """
@@ -150,24 +150,25 @@ def with_buffers(get_model: Function) -> Function:
 
 @_decorator
 def with_engine(train: Function) -> Function:
-    """Of `train(…, model, optimizer, …)`."""
+    """Of `train(…, model, optimizer, opt_param_scheduler, …)`."""
 
     def train_with_engine(*args: Any, **kwargs: Any) -> Any:
         if not _run.options.enabled:
             return train(*args, **kwargs)
-        model, optimizer = (_argument(train, name, args, kwargs) for name in ("model", "optimizer"))
-        with _attached(_required_engine(), model, optimizer):
+        model, optimizer, scheduler = (
+            _argument(train, name, args, kwargs) for name in ("model", "optimizer", "opt_param_scheduler")
+        )
+        with _attached(_required_engine(), model, optimizer, _steps_taken(_megatron_args(), scheduler)):
             return train(*args, **kwargs)
 
     return train_with_engine
 
 
 @contextlib.contextmanager
-def _attached(engine: ReshardingEngine, model: Any, optimizer: Any) -> Iterator[None]:
+def _attached(engine: ReshardingEngine, model: Any, optimizer: Any, num_steps: int) -> Iterator[None]:
     """Detached at the end and when Megatron exits, which all ranks do; after an error ranks may be anywhere."""
-    iteration = _megatron_args().iteration
-    engine.attach(model, optimizer, iteration)
-    _run.num_steps, _run.starts, _run.attached = iteration, True, True
+    engine.attach(model, optimizer, num_steps)
+    _run.num_steps, _run.starts, _run.attached = num_steps, True, True
     try:
         yield
     except SystemExit:
@@ -179,6 +180,13 @@ def _attached(engine: ReshardingEngine, model: Any, optimizer: Any) -> Iterator[
     finally:
         _run.attached = False
     engine.detach()
+
+
+def _steps_taken(args: Any, scheduler: Any) -> int:
+    """Optimizer steps behind a checkpoint: Megatron counts iterations, skipped ones too, but its scheduler counts the
+    samples of steps that were taken. Exact as long as a step always has the same number of samples."""
+    skipped_samples = args.consumed_train_samples - scheduler.num_steps
+    return max(0, args.iteration - skipped_samples // args.global_batch_size)
 
 
 @_decorator

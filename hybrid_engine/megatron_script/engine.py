@@ -26,6 +26,7 @@ from megatron_patches.engines import MegatronScript
 from megatron_patches.optimizers import set_weight_version
 
 if TYPE_CHECKING:
+    from hybrid_engine.backends.megatron.live_model import LiveModel
     from hybrid_engine.backends.vllm import InferenceEngine
 
 logger = logging.getLogger("hybrid_engine")
@@ -61,28 +62,35 @@ class ScriptEngine:
 
         move_loose_parameters(model_chunks)
 
-    def attach(self, model_chunks: Sequence[Any], optimizer: Any, iteration: int) -> None:
-        """Build vLLM and the plan. The weight version goes on from `iteration`."""
-        from hybrid_engine.backends.megatron.build import keep_expert_bias_in_float32, move_published_buffers
-        from hybrid_engine.backends.megatron.live_model import LiveModel
+    def attach(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> None:
+        """Build vLLM and the plan. The weight version goes on from `num_steps`.
 
+        What fails on one rank is raised on all of them, by the timeout of the configuration at the latest.
+        """
         config, table = self.settings.config, self.settings.table
         agreement = self._agreement = Agreement(config.generate_config.timeout_seconds)
         with agreement.phase("looking at Megatron's model"):
-            keep_expert_bias_in_float32(model_chunks)
-            move_published_buffers(model_chunks, table)
-            set_weight_version(optimizer, iteration)
-            live = LiveModel(model_chunks, optimizer, table)
+            live = self._live_model(model_chunks, optimizer, num_steps)
             offloader = MegatronOffloader(live.offload_items, reachable=live.reachable_tensors)
             offloader.offload()  # vLLM looks at the memory that is free while it starts
         self.inference: InferenceEngine = build_inference_engine(config, table, live.weights, agreement)
-        verifies = self.settings.verify != "off"
-        self._checked = CheckedWeights(self.inference.adaptor, agreement) if verifies else None
+        with agreement.phase("looking at vLLM's weights"):
+            verifies = self.settings.verify != "off"
+            self._checked = CheckedWeights(self.inference.adaptor, agreement) if verifies else None
         self.hybrid = HybridEngine(live, self.inference, config, offloader, agreement, self._checked)
-        with agreement.phase("prompts"):
+        with agreement.phase("prompts and output"):
             self._tokens = [self._tokenize(prompt) for prompt in self.settings.prompts]
             self.inference.check_prompts(self._tokens, self.settings.sampling.max_tokens)
             self._journal = Journal(self._script, self.settings.output, dist.get_rank() == 0)
+
+    def _live_model(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> LiveModel:
+        from hybrid_engine.backends.megatron.build import keep_expert_bias_in_float32, move_published_buffers
+        from hybrid_engine.backends.megatron.live_model import LiveModel
+
+        keep_expert_bias_in_float32(model_chunks)
+        move_published_buffers(model_chunks, self.settings.table)
+        set_weight_version(optimizer, num_steps)
+        return LiveModel(model_chunks, optimizer, self.settings.table)
 
     def switch(self, iteration: int) -> None:
         """To inference, completions, callback, and back. Raises WeightError when --resharding-verify finds a bit.
@@ -97,9 +105,9 @@ class ScriptEngine:
             reports.append(self._enter(State.TRAIN, TIMERS[2]))
             self._call(in_training, self.hybrid.train.chunks)
             with self._agreement.phase("journal"):
-                self._journal.note_samples(iteration, self.settings.prompts, self._tokens, completions)
-                self._journal.note_reports(iteration, reports)
-            self._journal.log(iteration, reports, completions)
+                samples = self._journal.samples(iteration, self.settings.prompts, self._tokens, completions)
+                self._journal.note(iteration, reports, samples)
+            self._journal.log_times(iteration)
 
     def _call(self, callback: Callable[[Any], Any] | None, argument: Any) -> Any:
         """What the user's function, if there is one, returns; all ranks fail when it fails on one.

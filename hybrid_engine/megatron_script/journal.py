@@ -3,13 +3,14 @@
 <output>/samples.jsonl     a line per completion: iteration, prompt, tokens, log-probabilities, text where there is any
 <output>/switches.jsonl    a line per switch: the report of rank 0
 
-and, through Megatron's own means: timers on the console, scalars in TensorBoard and W&B.
+and, through Megatron's own means: timers on the console, scalars and the samples' text in TensorBoard and W&B.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 
 TIMERS = ("resharding-to-inference", "resharding-generate", "resharding-to-training")
 """Names of Megatron's timers, in the order of a switch."""
+
+_SAMPLES = "resharding/samples"
+_COLUMNS = ("prompt", "completion", "finish reason")
+
+Sample = dict[str, Any]
+"""A line of samples.jsonl."""
 
 
 class Journal:
@@ -60,62 +67,77 @@ class Journal:
         finally:
             timer.stop()
 
-    def note_samples(
+    def samples(
         self, iteration: int, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]], found: Sequence[Sequence[Any]]
-    ) -> None:
-        """Completions of every prompt; `tokens` are the prompts' token ids."""
-        records = (
+    ) -> list[Sample]:
+        """A record of every completion; `tokens` are the prompts' token ids, `found` their `Completion`s."""
+        return [
             self._sample(iteration, prompt, ids, completion)
             for prompt, ids, completions in zip(prompts, tokens, found, strict=True)
             for completion in completions
-        )
-        self._append("samples.jsonl", records)
+        ]
 
-    def _sample(self, iteration: int, prompt: Prompt, ids: Sequence[int], completion: Completion) -> dict[str, Any]:
-        is_text = isinstance(prompt, str)
-        text = {"prompt": prompt, "text": self._script.tokenizer.detokenize(list(completion.token_ids))}
+    def _sample(self, iteration: int, prompt: Prompt, ids: Sequence[int], completion: Completion) -> Sample:
+        text = {}
+        if isinstance(prompt, str):
+            text = {"prompt": prompt, "text": self._script.tokenizer.detokenize(list(completion.token_ids))}
         return {
             "iteration": iteration,
-            **(text if is_text else {}),
+            **text,
             "prompt_token_ids": list(ids),
             "token_ids": list(completion.token_ids),
             "log_probs": list(completion.logprobs),
             "finish_reason": completion.finish_reason,
         }
 
-    def note_reports(self, iteration: int, reports: Sequence[ReshardReport]) -> None:
-        """The switches of one round trip."""
+    def note(self, iteration: int, reports: Sequence[ReshardReport], samples: Sequence[Sample]) -> None:
+        """One round trip, in the files and where Megatron writes: each on the one rank that has it."""
+        self._append("samples.jsonl", samples)
         self._append("switches.jsonl", ({"iteration": iteration, **report.as_dict()} for report in reports))
-
-    def log(
-        self, iteration: int, reports: Sequence[ReshardReport], completions: Sequence[Sequence[Completion]]
-    ) -> None:
-        """Timings of one round trip, everywhere where Megatron logs. Collective."""
-        timers, writer = self._script.timers, self._script.tensorboard_writer
-        for one in (writer, self._script.wandb_writer):
-            timers.write(list(TIMERS), one, iteration, reset=False)
-        timers.log(list(TIMERS))
-        scalars = _scalars(reports, [one for many in completions for one in many])
-        if writer is not None:
+        scalars = _scalars(reports, samples)
+        if (writer := self._script.tensorboard_writer) is not None:
             for name, value in scalars.items():
                 writer.add_scalar(name, value, iteration)
-        if self._script.wandb_writer is not None:
-            self._script.wandb_writer.log(scalars, iteration)
+            if samples:
+                writer.add_text(_SAMPLES, _markdown(samples), iteration)
+        if (wandb := self._script.wandb_writer) is not None:
+            rows = [_row(sample) for sample in samples]
+            table = {_SAMPLES: wandb.Table(columns=list(_COLUMNS), data=rows)} if rows else {}
+            wandb.log({**scalars, **table}, iteration)
 
-    def _append(self, name: str, records: Iterator[Mapping[str, Any]] | Any) -> None:
+    def log_times(self, iteration: int) -> None:
+        """Megatron's timers of one round trip, to the console and its writers. Collective."""
+        timers = self._script.timers
+        for writer in (self._script.tensorboard_writer, self._script.wandb_writer):
+            timers.write(list(TIMERS), writer, iteration, reset=False)
+        timers.log(list(TIMERS))
+
+    def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         if self._output is None:
             return
         with (self._output / name).open("a") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
 
 
-def _scalars(reports: Sequence[ReshardReport], completions: Sequence[Completion]) -> dict[str, float]:
+def _row(sample: Sample) -> list[str]:
+    """Of _COLUMNS: text, or token ids where the prompt was given so."""
+    prompt = sample.get("prompt", sample["prompt_token_ids"])
+    return [str(prompt), str(sample.get("text", sample["token_ids"])), sample["finish_reason"]]
+
+
+def _markdown(samples: Sequence[Sample]) -> str:
+    """Indented, so that Markdown leaves the text as it is."""
+    texts = (f"{prompt}\n=> {completion}" for prompt, completion, _ in map(_row, samples))
+    return "\n\n".join(textwrap.indent(text, "    ", lambda line: True) for text in texts)
+
+
+def _scalars(reports: Sequence[ReshardReport], samples: Sequence[Sample]) -> dict[str, float]:
     scalars = {f"resharding/{report.direction} seconds": report.seconds for report in reports}
     scalars["resharding/gigabytes received"] = sum(report.bytes_received for report in reports) / 1e9
     scalars["resharding/peak gigabytes"] = max(report.peak_bytes for report in reports) / 1e9
-    log_probs = [value for completion in completions for value in completion.logprobs]
-    if completions:
-        scalars["resharding/completion tokens"] = sum(len(one.token_ids) for one in completions) / len(completions)
+    log_probs = [value for sample in samples for value in sample["log_probs"]]
+    if samples:
+        scalars["resharding/completion tokens"] = sum(len(one["token_ids"]) for one in samples) / len(samples)
     if log_probs:
         scalars["resharding/mean log-probability"] = sum(log_probs) / len(log_probs)
     return scalars

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -71,6 +72,7 @@ _REFUSED = {
     "nccl_ub": "it registers Megatron's own allocation of the buffers, which are ours here",
     "init_model_with_meta_device": "parameters have no memory yet when they are moved into shared buffers",
     "perform_rl_step": "Megatron's RL loop brings an inference engine of its own",
+    "async_save": "its worker process maps parameters by CUDA IPC, which cannot export the memory they lie in here",
     "skip_train": "switches happen between training steps",
     "inprocess_restart": "an inference engine cannot be restarted inside its process",
 }
@@ -111,6 +113,8 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
     sampling = values.of(lambda: _read_sampling(content.get("sampling") or {}), Sampling())
     prompts = values.of(lambda: _read_prompts(options), ())
     callback = values.of(lambda: _import_callback(options.callback), None)
+    if args.rank == 0:  # it alone writes
+        values.of(lambda: _require_writable(options.output), None)
     config = values.of(lambda: _read_config(content, options, args), None)
     table = _table_of(content)
     if table is not None:
@@ -153,6 +157,9 @@ def _refused(args: Namespace) -> Iterator[Violation]:
         if getattr(args, name, None):
             flag = _REFUSED_FLAGS.get(name, "--" + name.replace("_", "-"))
             yield Violation(flag, reason, "Leave it out, or leave out --enable-resharding")
+    if args.optimizer == "dist_muon":
+        problem = "dist_muon: which tensors Megatron's layer-wise optimizer holds is not known"
+        yield Violation("--optimizer", problem, "Use another one, or leave out --enable-resharding")
 
 
 def _read_yaml(path: Path | None) -> dict[str, Any]:
@@ -239,6 +246,15 @@ def _prompt_of(line: str) -> Prompt | None:
         return prompt
     is_tokens = isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt)
     return tuple(prompt) if is_tokens else None
+
+
+def _require_writable(directory: Path | None) -> None:
+    if directory is None:
+        return
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        problem = f"{directory} cannot be written: {existing} is no directory that lets this process write"
+        raise ConfigError([Violation("--resharding-output", problem, "Name another directory")])
 
 
 def _import_callback(reference: str | None) -> Callback | None:

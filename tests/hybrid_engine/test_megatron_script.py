@@ -31,6 +31,8 @@ from tests.hybrid_engine.vllm_models import LLAMA, QWEN3_MOE
 
 ARGS = {
     "world_size": 2,
+    "rank": 0,
+    "optimizer": "adam",
     "tensor_model_parallel_size": 2,
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
@@ -124,10 +126,12 @@ def test_everything_wrong_is_reported_at_once(files: dict[str, Path]) -> None:
         infer_tensor_parallel_size=3,
         callback="json:nothing",
     )
+    refused = {"use_torch_fsdp2": True, "nccl_ub": True, "optimizer": "dist_muon"}
     with pytest.raises(ConfigError) as caught:
-        read_settings(script_of(options, transformer_config(hidden_size=1), use_torch_fsdp2=True, nccl_ub=True))
+        read_settings(script_of(options, transformer_config(hidden_size=1), **refused))
     keys = [finding.key for finding in caught.value.findings]
-    assert {"--use-torch-fsdp2", "--use-nccl-ub", "--resharding-output", "--resharding-prompts"} <= set(keys)
+    assert {"--use-torch-fsdp2", "--use-nccl-ub", "--optimizer", "--resharding-output"} <= set(keys)
+    assert "--resharding-prompts" in keys
     assert {"--resharding-callback", "--hidden-size"} <= set(keys)
     assert "generate_config.infer_tensor_parallel_size" in keys
     assert "lines 2, 3 are no prompts" in str(caught.value)
@@ -154,6 +158,14 @@ def test_bad_files_are_named_with_a_remedy(tmp_path: Path, content: str | None, 
     with pytest.raises(ConfigError) as caught:
         read_settings(script_of(ReshardingOptions(enabled=True, config=path)))
     assert message in str(caught.value)
+
+
+def test_an_output_that_cannot_be_a_directory_is_refused_where_it_would_be_written(files: dict[str, Path]) -> None:
+    output = files["prompts"] / "below a file"
+    options = ReshardingOptions(enabled=True, config=files["config"], output=output)
+    with pytest.raises(ConfigError, match=f"--resharding-output: {output} cannot be written: {files['prompts']} is no"):
+        read_settings(script_of(options))
+    assert read_settings(script_of(options, rank=1)).output == output
 
 
 def test_a_model_that_differs_is_refused_with_the_rest(files: dict[str, Path]) -> None:
@@ -360,21 +372,38 @@ def report(direction: str) -> ReshardReport:
     )
 
 
-def test_samples_and_reports_are_written_by_one_rank_and_scalars_by_megatrons_writers(tmp_path: Path) -> None:
+class StandInForWandb:
+    """The module `wandb`, which Megatron uses as its writer, as far as it is used."""
+
+    def __init__(self) -> None:
+        self.logged: dict[int, dict[str, Any]] = {}
+
+    def Table(self, columns: list[str], data: list[list[str]]) -> list[list[str]]:
+        return [columns, *data]
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logged.setdefault(step, {}).update(values)
+
+
+def test_samples_and_reports_are_written_by_one_rank_and_by_megatrons_writers(tmp_path: Path) -> None:
     scalars: dict[str, float] = {}
+    texts: dict[str, str] = {}
+    wandb = StandInForWandb()
     script = SimpleNamespace(
         timers=Timers(),
         tokenizer=SimpleNamespace(detokenize=lambda ids: " ".join(map(str, ids))),
-        tensorboard_writer=SimpleNamespace(add_scalar=lambda name, value, at: scalars.update({name: value})),
-        wandb_writer=None,
+        tensorboard_writer=SimpleNamespace(
+            add_scalar=lambda name, value, at: scalars.update({name: value}),
+            add_text=lambda name, value, at: texts.update({name: value}),
+        ),
+        wandb_writer=wandb,
     )
     completions = [[Completion((4, 5), (-1.0, -3.0), "length")], [Completion((6,), (-2.0,), "stop")]]
     reports = [report("train->infer"), report("infer->train")]
     for is_writer in (True, False):
         notes = journal.Journal(script, tmp_path / str(is_writer), is_writer)
-        notes.note_samples(8, ["7 8", (1, 2)], [[7, 8], [1, 2]], completions)
-        notes.note_reports(8, reports)
-        notes.log(8, reports, completions)
+        notes.note(8, reports, notes.samples(8, ["7 8", (1, 2)], [[7, 8], [1, 2]], completions))
+        notes.log_times(8)
     written = tmp_path / "True"
     first, second = (json.loads(line) for line in (written / "samples.jsonl").read_text().splitlines())
     assert first == {
@@ -394,6 +423,17 @@ def test_samples_and_reports_are_written_by_one_rank_and_scalars_by_megatrons_wr
     assert scalars["resharding/peak gigabytes"] == 3.0
     assert scalars["resharding/mean log-probability"] == -2.0
     assert scalars["resharding/completion tokens"] == 1.5
+    assert texts == {"resharding/samples": "    7 8\n    => 4 5\n\n    [1, 2]\n    => [6]"}
+    table = [["prompt", "completion", "finish reason"], ["7 8", "4 5", "length"], ["[1, 2]", "[6]", "stop"]]
+    assert wandb.logged == {8: {**scalars, "resharding/samples": table}}
+    assert script.timers.calls == ["write", "write", "log"] * 2
+
+
+def test_without_prompts_there_are_no_samples_to_show() -> None:
+    wandb = StandInForWandb()
+    script = SimpleNamespace(tensorboard_writer=None, wandb_writer=wandb)
+    journal.Journal(script, None, True).note(2, [report("train->infer")], [])
+    assert "resharding/samples" not in wandb.logged[2] and "resharding/completion tokens" not in wandb.logged[2]
 
 
 def test_megatrons_interval_time_pauses_also_when_a_switch_fails() -> None:

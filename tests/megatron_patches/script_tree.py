@@ -30,12 +30,14 @@ def parse_args(extra_args_provider=None, ignore_unknown_args=False):
     parser.add_argument("--train-iters", type=int, default=4)
     parser.add_argument("--exit-at", type=int)
     parser.add_argument("--skipped", type=int, nargs="*", default=[])
+    parser.add_argument("--load", type=int, nargs=2, default=[0, 0])
     if extra_args_provider is not None:
         parser = extra_args_provider(parser)
     return parser.parse_args()
 
 def validate_args(args, defaults={}):
-    args.iteration, args.validated = 0, True
+    args.iteration, args.global_batch_size, args.validated = args.load[0], 8, True
+    args.consumed_train_samples = args.iteration * 8
     return args
 """,
     "megatron/training/initialize.py": """
@@ -65,6 +67,7 @@ def load(args):
 """,
     "megatron/training/training.py": """
 import sys
+import types
 import torch
 from megatron.training.global_vars import get_args
 from megatron.training.initialize import initialize_megatron
@@ -85,7 +88,7 @@ def train_step(iterator, model, iteration):
     model[0]["weight"] += 0 if skipped else float(get_batch_on_this_tp_rank(iterator))
     return {"loss": model[0]["weight"]}, int(skipped), False, False, 0
 
-def train(model, optimizer):
+def train(model, optimizer, opt_param_scheduler):
     args = get_args()
     iterator = build_train_valid_test_data_iterators(lambda: torch.ones(100))
     for args.curr_iteration in range(args.iteration, args.train_iters):
@@ -98,7 +101,7 @@ def pretrain(provider):
     initialize_megatron()
     model = get_model(provider)
     get_model(provider, wrap_with_ddp=False)
-    return train(model, "optimizer")
+    return train(model, "optimizer", types.SimpleNamespace(num_steps=get_args().load[1]))
 """,
     "pretrain_tiny.py": """
 import json, sys
@@ -115,20 +118,24 @@ if __name__ == "__main__":
     "engine_that_notes.py": """
 import contextlib, json, os
 
+FAILS = os.environ.get("FAILS")
+
 class Engine:
     def __init__(self, script):
         self.note("made", script.options.interval, script.args.validated)
     def note(self, *what):
         with open(os.environ["NOTES"], "a") as file:
             file.write(json.dumps(what) + "\\n")
+        if what[0] == FAILS:
+            raise OSError(f"{FAILS} and failed")
     @contextlib.contextmanager
     def building(self):
         self.note("building")
         yield
     def model_built(self, chunks):
         self.note("model built", len(chunks))
-    def attach(self, chunks, optimizer, iteration):
-        self.note("attached", optimizer, iteration)
+    def attach(self, chunks, optimizer, num_steps):
+        self.note("attached", optimizer, num_steps)
     def switch(self, iteration):
         self.note("switched", iteration)
     def detach(self):

@@ -22,6 +22,21 @@ def namespace() -> cpu_torch.Namespace:
     return cpu_torch.torch_on_cpu(torch)
 
 
+def test_an_output_that_is_freed_keeps_its_memory_while_it_may_be_sent() -> None:
+    """Gloo has only the address."""
+
+    from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
+
+    output = torch.arange(4.0)
+    address = output.data_ptr()
+    free = cpu._build_keeping_what_is_sent(deallocate_output_tensor)
+    free(output, deallocate_pipeline_outputs=False)
+    assert output.numel() == 4
+    free(output, deallocate_pipeline_outputs=True)
+    assert output.numel() == 1 and output.kept_for_sending.data_ptr() == address
+    free(None, deallocate_pipeline_outputs=True)
+
+
 def test_a_namespace_hands_reads_and_writes_to_its_base() -> None:
     base = types.ModuleType("base")
     base.kept, base.hidden = 1, 2

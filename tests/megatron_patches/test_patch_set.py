@@ -121,6 +121,32 @@ def test_changes_of_ones_own_are_refused(checkout: Path) -> None:
     assert "resharding" not in path.read_text()
 
 
+def test_an_applied_tree_keeps_its_further_changes(checkout: Path) -> None:
+    apply(checkout)
+    path = checkout / "megatron" / "training" / "training.py"
+    path.write_text(path.read_text() + "# mine\n")
+    before = path.read_text()
+    again = apply(checkout)
+    assert (again.returncode, again.stdout.startswith("already applied")) == (0, True)
+    assert path.read_text() == before
+    assert apply(checkout, "--reverse").returncode == 0
+    added = [line for line in git(checkout, "diff", "-U0").splitlines() if line.startswith(("+", "-"))]
+    assert added == ["--- a/megatron/training/training.py", "+++ b/megatron/training/training.py", "+# mine"]
+
+
+def test_an_applied_tree_that_was_edited_in_a_hunk_is_left_alone(checkout: Path) -> None:
+    apply(checkout)
+    path = checkout / "megatron" / "training" / "training.py"
+    path.write_text(path.read_text().replace("@resharding.with_engine\n", ""))
+    before = git(checkout, "diff")
+    again, reverse = apply(checkout), apply(checkout, "--reverse")
+    assert (again.returncode, reverse.returncode) == (1, 1)
+    assert "the tree has changes of its own" in again.stderr
+    assert "nothing was changed" in reverse.stderr and "0002-training.patch: error: patch failed" in reverse.stderr
+    assert "0001" not in reverse.stderr
+    assert git(checkout, "diff") == before
+
+
 def test_reverse_of_what_was_not_applied_changes_nothing(checkout: Path) -> None:
     assert apply(checkout, "--reverse").returncode == 1
     assert git(checkout, "status", "--porcelain") == ""

@@ -86,8 +86,8 @@ def test_without_the_flag_the_script_is_as_python_runs_it(tree: Path) -> None:
     found = last_line(python("-m", "megatron_patches", str(tree), "--train-iters", "3", cwd=tree.parents[1]))
     assert found == {
         "loss": {"loss": 3.0},
-        "args": {"train_iters": 3, "exit_at": None, "skipped": [], "iteration": 0, "validated": True}
-        | {"curr_iteration": 2},
+        "args": {"train_iters": 3, "exit_at": None, "skipped": [], "load": [0, 0], "iteration": 0, "validated": True}
+        | {"global_batch_size": 8, "consumed_train_samples": 0, "curr_iteration": 2},
         "argv": [str(tree), "--train-iters", "3"],
         "path": str(tree.parent),
         "file": str(tree),
@@ -103,7 +103,7 @@ def test_both_ways_call_the_engine_at_the_same_points(tree: Path, capsys: Captur
     flags = (*ENGINE, "--resharding-interval", "2", "--train-iters", "5", "--skipped", "2")
     found = run(capsys, tree, *flags, launcher=not is_patched)
     assert found["loss"] == {"loss": 4.0}
-    assert set(found["args"]) == {"train_iters", "exit_at", "skipped", "iteration", "validated", "curr_iteration"}
+    assert not [name for name in found["args"] if "reshard" in name or "infer" in name or "offload" in name]
     assert notes(tree) == [
         ["made", 2, True],
         ["building"],
@@ -127,11 +127,41 @@ def test_a_patched_source_without_the_flag_calls_nothing(tree: Path, capsys: Cap
     assert notes(tree) == []
 
 
+def test_a_resumed_run_counts_the_steps_that_were_taken(tree: Path, capsys: Capture) -> None:
+    """Six iterations are behind it, two of them skipped: so steps 5, 6 and 7 follow."""
+    run(capsys, tree, *ENGINE, "--resharding-interval", "2", "--load", "6", "32", "--train-iters", "9")
+    assert notes(tree)[3:] == [["attached", "optimizer", 4], ["switched", 8], ["detached"]]
+
+
 def test_an_exit_detaches_and_keeps_its_status(tree: Path, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
         run(capsys, tree, *ENGINE, "--exit-at", "2")
     assert caught.value.code == 7
     assert notes(tree)[-2:] == [["switched", 2], ["detached"]]
+
+
+def test_an_exit_survives_an_engine_that_cannot_be_ended(
+    tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without an exit on its way the error is the script's own."""
+    monkeypatch.setenv("FAILS", "detached")
+    with pytest.raises(SystemExit) as caught:
+        run(capsys, tree, *ENGINE, "--exit-at", "2")
+    assert caught.value.code == 7
+    assert "could not be ended" in caplog.text and "OSError: detached and failed" in caplog.text
+    sys.path[0] = ""
+    with pytest.raises(OSError, match="detached and failed"):
+        run(capsys, tree, *ENGINE)
+
+
+@pytest.mark.parametrize("call", ["model built", "attached", "switched"])
+def test_an_error_of_the_engine_is_the_scripts_own_and_nothing_is_called_after_it(
+    tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setenv("FAILS", call)
+    with pytest.raises(OSError, match=f"{call} and failed"):
+        run(capsys, tree, *ENGINE)
+    assert notes(tree)[-1][0] == call
 
 
 def test_help_has_the_group(tree: Path, capsys: Capture) -> None:

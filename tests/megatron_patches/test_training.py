@@ -47,6 +47,12 @@ ONE_RANK = {
 
 OVERLAP = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
 
+FREED = {
+    "overlap_p2p_comm": True,
+    "batch_p2p_comm": False,
+    "deallocate_pipeline_outputs": True,
+}  # as Megatron's scripts
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -72,6 +78,7 @@ TWO_RANKS = {
     "pp2": Layout("dense", replace(DENSE, pp=2)),
     "pp2 tied": Layout("tied", replace(TIED, pp=2)),
     "pp2 vpp2": Layout("deep", replace(DEEP, pp=2, vpp=2)),
+    "pp2 vpp2, outputs freed while they are sent": Layout("deep", replace(DEEP, pp=2, vpp=2, config_overrides=FREED)),
     "pp2 vpp2 overlap": Layout("deep", replace(DEEP, pp=2, vpp=2, **OVERLAP)),
     "ep2": Layout("moe", replace(MOE, ep=2)),
     "ep2 distributed optimizer": Layout("mixed", replace(MIXED, ep=2, distributed_optimizer=True)),
