@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.errors import HybridEngineError, RemoteError, ReshardError
+from hybrid_engine.errors import HybridEngineError, RemoteError, ReshardError, StateError
 from hybrid_engine.process_groups import end_groups
 
 
@@ -48,6 +48,11 @@ class Agreement:
             error = caught
         self.settle(name, error)
 
+    def _open_group(self) -> dist.ProcessGroup:
+        if self.group is None:
+            raise StateError("there is nothing to agree on any more: what used this was shut down")
+        return self.group
+
     def settle(self, phase: str, error: Exception | None) -> None:
         """Return when no rank failed. Otherwise raise on all of them.
 
@@ -71,9 +76,10 @@ class Agreement:
 
     def gather(self, value: object, phase: str = "gather") -> list:
         """`value` of every rank, by rank; for set-up and results, not for switches. Raises RemoteError."""
-        values: list = [None] * dist.get_world_size(self.group)
+        group = self._open_group()
+        values: list = [None] * dist.get_world_size(group)
         with self._lost_rank(phase):
-            dist.all_gather_object(values, value, group=self.group)
+            dist.all_gather_object(values, value, group=group)
         return values
 
     def total(self, value: int) -> int:
@@ -83,9 +89,9 @@ class Agreement:
     def _reduce(
         self, phase: str, value: int, operation: dist.ReduceOp.RedOpType, error: Exception | None = None
     ) -> int:
-        tensor = torch.tensor([value], dtype=torch.int64)
+        tensor, group = torch.tensor([value], dtype=torch.int64), self._open_group()
         with self._lost_rank(phase, error):
-            dist.all_reduce(tensor, op=operation, group=self.group)
+            dist.all_reduce(tensor, op=operation, group=group)
         return int(tensor)
 
     @contextmanager

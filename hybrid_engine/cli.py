@@ -322,6 +322,6 @@ def _rank_table(facts: dict[str, Any]) -> Table:
         for link, nbytes in facts[way].items():
             name = "copied on the rank" if link == Link.SELF else f"{way}, {link}"
             table.add_row(f"{name}, GiB", _gib(nbytes))
-    table.add_row("messages on their way, GiB of memory", _gib(facts["staging"]))
+    table.add_row("messages between hosts, GiB of memory", _gib(facts["staging"]))
     table.add_row("planned in, seconds", f"{facts['planning_seconds']:.2f}")
     return table

@@ -17,7 +17,7 @@ from typing import IO, Protocol
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
 _SECONDS_BETWEEN_LOOKS = 0.05
-_PIPE_BYTES = 65536  # what a pipe holds
+_PIPE_BYTES = 1 << 20  # what a pipe holds at most
 _SECONDS_FOR_THE_OTHERS = 10.0
 """Time that the others have to say why they fail too, once one rank has failed."""
 
@@ -67,7 +67,7 @@ def run_ranks(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=die_with_parent,
+            preexec_fn=_die_with_parent,
         )
 
     return run_started(start, num_ranks, timeout, environment=environment)
@@ -183,8 +183,8 @@ def _job(num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def die_with_parent() -> None:
-    """In a new process: end when this process ends without a word, killed by a time limit for instance. Linux only."""
+def _die_with_parent() -> None:
+    """In a new rank: end when this process ends without a word, killed by a time limit for instance. Linux only."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 
 def end_groups(*groups: dist.ProcessGroup | None) -> None:
-    """End groups, with their connections and threads, of which gloo has three for each. None is no group.
+    """End groups; None is no group, and those of a job that has ended are gone already. On all ranks of a group.
 
-    On all ranks of a group. Those of a job that has ended are gone already.
+    Their connections and threads, of which gloo has three for each, go once nothing refers to them. Never run on NCCL.
     """
     for group in groups:
-        if group is not None and dist.is_initialized():
+        if group in dist.distributed_c10d._world.pg_map:
             dist.destroy_process_group(group)

@@ -169,6 +169,7 @@ class ShardingManager:
         self.agreement = agreement or Agreement(config.timeout_seconds)
         self._owns_agreement = agreement is None
         self._groups: list[dist.ProcessGroup] = []
+        self._is_closed = False
         self.state = State.TRAIN
         self.last_report: ReshardReport | None = None
         self._start_hooks: list[Callable[[State, State], None]] = []
@@ -177,6 +178,15 @@ class ShardingManager:
         self._tally = _Tally()
         self._num_prefetched = 0  # bytes, for the report of the next switch
         self.rank = dist.get_rank()
+        try:
+            self._set_up()
+        except BaseException:
+            self.close()
+            raise
+
+    def _set_up(self) -> None:
+        """Agree on a plan with all ranks, and connect."""
+        training, inference, config = self.training, self.inference, self.config
         devices = [tensor.device for tensor in training.buffers().values()]
         self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
         self.transfer_group = self._new_group("nccl" if self._device.type == "cuda" else "gloo")
@@ -240,6 +250,7 @@ class ShardingManager:
         were lost on the way, or when the message says that restoring failed too); every later switch starts from what
         is really there. When only an end hook failed, the switch itself stands.
         """
+        self._require_open()
         if target is self.state:
             return None
         before, started = self.state, time.perf_counter()
@@ -269,6 +280,7 @@ class ShardingManager:
         Memory: theirs beside the inference weights', so name what fits ("optimizer", say). On CUDA the copies run on a
         side stream. Raises StateError in any other state, OffloadError when memory runs out; both lose nothing.
         """
+        self._require_open()
         if self.state is not State.INFER:
             raise StateError(f"training state is prefetched while vLLM generates; the state is {self.state.value}")
         with self.agreement.phase("prefetch"):
@@ -393,11 +405,21 @@ class ShardingManager:
 
     def close(self) -> None:
         """No switch any more: give back the transports' mappings and memory, and end the process groups. Idempotent."""
-        self.router.close()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if "router" in vars(self):
+            self.router.close()
+        for owner in ("router", "container", "transfer_group", "_fence_group"):
+            vars(self).pop(owner, None)
         groups, self._groups = self._groups, []
         end_groups(*groups)
         if self._owns_agreement:
             self.agreement.close()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise StateError("the switch was closed; build the engine anew")
 
     def _make_plan(self, setups: Sequence[_RankSetup]) -> ReshardPlan:
         """Plan, from what all ranks told each other. A host relays where all of its ranks can."""

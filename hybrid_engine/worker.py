@@ -6,7 +6,7 @@ import datetime
 import itertools
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,7 @@ class ActorHybridWorker:
         self.config = config
         self._weights_only = weights_only
         self.adapter: str | None = None  # what completions are drawn with, where adapters are delivered apart
+        self._is_shut_down = self._has_parallel_state = False
         self._created_process_group = _initialize_process_group(config.generate_config.timeout_seconds)
         try:
             self._agreement = Agreement(config.generate_config.timeout_seconds)
@@ -68,6 +69,7 @@ class ActorHybridWorker:
             from hybrid_engine.backends.megatron.train_engine import TrainEngine
 
             actor_config = self.config.actor_config
+            self._has_parallel_state = True
             build.initialize_parallel_state(actor_config, self.config.generate_config.timeout_seconds)
             self.actor = build.build_actor(actor_config, self.table, hf_config, weights_only=self._weights_only)
             adapters_apart = self.config.generate_config.lora_delivery == "adapter"
@@ -177,20 +179,27 @@ class ActorHybridWorker:
         Another worker may be built afterwards. This one keeps its configuration and Megatron's weights, nothing else;
         they go with it.
         """
-        if "engine" in vars(self):
-            self.engine.sharding.close()
-            del self.engine
-        if "inference" in vars(self):
-            self.inference.shutdown()
-        if "train" in vars(self) and dist.is_initialized():
-            from hybrid_engine.backends.megatron import build
+        if self._is_shut_down:
+            return
+        self._is_shut_down = True
+        with ExitStack() as steps:  # the last first, each even if another fails
+            if self._created_process_group:
+                steps.callback(_end_job)
+            if "_agreement" in vars(self):
+                steps.callback(self._agreement.close)
+            if self._has_parallel_state:
+                steps.callback(self._end_megatron)
+            if "inference" in vars(self):
+                steps.callback(self.inference.shutdown)
+            if "engine" in vars(self):
+                steps.callback(vars(self).pop("engine").sharding.close)
 
+    def _end_megatron(self) -> None:
+        from hybrid_engine.backends.megatron import build
+
+        if "actor" in vars(self):
             build.end_training(self.actor)
-            build.destroy_parallel_state()
-        if "_agreement" in vars(self):
-            self._agreement.close()
-        if self._created_process_group and dist.is_initialized():
-            dist.destroy_process_group()
+        build.destroy_parallel_state()
 
     def require(self, *states: State) -> None:
         """Raise StateError unless the present state is one of these."""
@@ -238,6 +247,11 @@ def _require_installed() -> None:
         megatron_patches.apply()
     except PatchSetError as error:
         raise DependencyError(str(error)) from error
+
+
+def _end_job() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def share_of(engine: TrainEngine, batch: Batch) -> Batch:

@@ -2,6 +2,9 @@
 
 Ranks are forked from a server that has imported torch, transformers and vLLM, for importing them costs more than most
 tests do. A rank that fails or outlives the timeout takes the whole launch down, so no test leaves a process behind.
+
+Unlike ranks of torchrun these have one hash seed, and vLLM before Megatron; `verify` (test_matrix.py) and the example
+start interpreters.
 """
 
 from __future__ import annotations
@@ -11,15 +14,17 @@ import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.launching import die_with_parent, run_started
+from hybrid_engine.launching import run_started
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
 _SERVER = multiprocessing.get_context("forkserver")
@@ -65,8 +70,9 @@ class _Rank:
         function: Callable[..., Any],
         args: tuple[Any, ...],
     ) -> None:
+        call = pickle.dumps((function, args))
         with Connection(os.dup(output), readable=False) as writer:
-            self._process = _SERVER.Process(target=_run_rank, args=(environment, writer, directory, function, args))
+            self._process = _SERVER.Process(target=_run_rank, args=(environment, writer, directory, call))
             self._process.start()
         self.pid = self._process.pid
 
@@ -118,24 +124,19 @@ def remembered(launched: Callable[[int], Any]) -> Callable[[int], Any]:
     return recall
 
 
-def _run_rank(
-    environment: Mapping[str, str],
-    output: Connection,
-    directory: Path,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+def _run_rank(environment: Mapping[str, str], output: Connection, directory: Path, call: bytes) -> None:
     """A rank, from its first line to its end."""
-    die_with_parent()
     os.setsid()
+    threading.Thread(target=_end_with_the_launcher, daemon=True).start()
     for stream in (sys.stdout, sys.stderr):
         os.dup2(output.fileno(), stream.fileno())
-        stream.reconfigure(write_through=True)
+        stream.reconfigure(line_buffering=True, write_through=True)
     output.close()
     os.environ.update(environment)
     os.chdir(REPO_ROOT)
     rank = os.environ["RANK"]
     try:
+        function, args = pickle.loads(call)
         result = function(*args)
         (directory / f"result{rank}.pickle").write_bytes(pickle.dumps(result))
     except BaseException:
@@ -143,3 +144,11 @@ def _run_rank(
         raise
     finally:
         atexit._run_exitfuncs()
+
+
+def _end_with_the_launcher() -> None:
+    """The server lives as long as one of its ranks, so nothing else ends a rank that hangs when pytest is killed."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    launcher.join()
+    os.killpg(0, signal.SIGKILL)

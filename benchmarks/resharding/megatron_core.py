@@ -76,6 +76,7 @@ def inference_layout(config: HybridConfig) -> ActorConfig:
 def second_parallel_state() -> Iterator[None]:
     """Megatron's module-wide groups as if not initialised; as they were at the end of the block."""
     kept = {name: value for name, value in vars(parallel_state).items() if name.startswith("_") and name.isupper()}
+    kept["_global_process_group_list"] = parallel_state._global_process_group_list
     parallel_state.destroy_model_parallel()
     try:
         yield

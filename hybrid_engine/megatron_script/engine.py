@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -124,9 +124,10 @@ class ScriptEngine:
 
     def detach(self) -> None:
         """End vLLM, the transports and our process groups; Megatron's groups and model stay."""
-        self.hybrid.sharding.close()
-        self.inference.shutdown()
-        self._agreement.close()
+        with ExitStack() as steps:  # the last first, each even if another fails
+            steps.callback(self._agreement.close)
+            steps.callback(self.inference.shutdown)
+            steps.callback(self.hybrid.sharding.close)
 
     def _enter(self, state: State, timer: str) -> ReshardReport:
         is_checked = self._checked is not None and state is State.INFER

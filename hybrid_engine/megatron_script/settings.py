@@ -251,7 +251,8 @@ def _prompt_of(line: str) -> Prompt | None:
 def _require_writable(directory: Path | None) -> None:
     if directory is None:
         return
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    # os.path: below a directory that may not be searched it says no, where Path.exists raises
+    existing = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         problem = f"{directory} cannot be written: {existing} is no directory that lets this process write"
         raise ConfigError([Violation("--resharding-output", problem, "Name another directory")])

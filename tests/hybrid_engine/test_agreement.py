@@ -42,6 +42,14 @@ def test_a_phase_that_succeeds_goes_on(alone: Agreement):
     assert alone.total(-7) == -7
 
 
+def test_a_closed_one_says_so(alone: Agreement):
+    alone.close()
+    alone.close()
+    for call in (lambda: alone.total(1), lambda: alone.gather(1), lambda: alone.settle("phase", None)):
+        with pytest.raises(StateError, match="nothing to agree on any more"):
+            call()
+
+
 @pytest.mark.parametrize("error", [StateError("not now"), WeightError(["a: NaN", "b: NaN"]), RemoteError("far away")])
 def test_errors_of_the_engine_pass_as_they_are(alone: Agreement, error: Exception):
     with pytest.raises(type(error)) as by_phase, alone.phase("check"):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine import ActorHybridWorker, ReferenceModel, assembly, sharding_manager
-from hybrid_engine.errors import ConfigError, HybridEngineError, StateError
+from hybrid_engine.errors import ConfigError, HybridEngineError, StateError, Violation
 from hybrid_engine.planning.relays import staging_nbytes
 from hybrid_engine.worker import share_of
 from tests.hybrid_engine import jobs
@@ -106,6 +106,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[s
         calls: dict[str, Any] = {}
         if num_ranks == 2:  # what makes and ends a process group of its own comes before what finds one
             calls["versions"] = (refuse_versions, (model,))
+            calls["half built"] = (fail_while_building, (model,))
             calls["failures"] = (fail_and_go_on, (model,))
             calls["gathers"] = (follow_overlapped_gathers, (model, directory / "checkpoint"))
         else:
@@ -134,8 +135,7 @@ def test_training_is_bitwise_the_same_with_switches(outcomes: Callable[[int], An
         assert other["version"] == plain["version"] == 5
         assert other["offloaded"] == {1.0}
         model_is_left, num_threads_more = other["left"]
-        if "overlap" not in name:  # something of Megatron's keeps a model that overlaps, and its groups
-            assert not model_is_left and num_threads_more <= 0
+        assert not model_is_left and num_threads_more <= 0  # less, where a former worker was just collected
     assert len({str(result["losses"]) for result in switched}) == 1
 
 
@@ -312,6 +312,33 @@ def test_untested_versions_are_refused_on_every_rank(outcomes: Callable[[int], A
     for megatron, vllm in results:
         assert "0.15.0" in megatron[1] and "0.16.1" in megatron[1]
         assert vllm[0] == "DependencyError" and "0.31.0" in vllm[1] and "0.32.0" in vllm[1]
+
+
+def fail_while_building(model: Path) -> list[tuple[str, bool]]:
+    """Workers whose construction fails once Megatron's groups are there, then in the plan: the error, and whether the
+    job is left."""
+    from hybrid_engine.backends.megatron import build
+
+    def fail(*_args: Any, **_kwargs: Any) -> Any:
+        raise ConfigError([Violation("actor_config", "it does not fit", "Take another")])
+
+    outcomes = []
+    for owner, name in ((build, "build_actor"), (sharding_manager, "plan")):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as error:
+            patch.setattr(owner, name, fail)
+            jobs.build_worker(model, TP2)
+        outcomes.append((str(error.value), dist.is_initialized()))
+    return outcomes
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_another_worker_can_be_built_after_one_that_failed(outcomes: Callable[[int], Any]) -> None:
+    """The tests that follow it on the same ranks build more."""
+    for result in outcomes(2)["half built"]:
+        assert len(result) == 2
+        assert all("it does not fit" in message and not job_is_left for message, job_is_left in result)
 
 
 def follow_overlapped_gathers(model: Path, directory: Path) -> dict[str, Any]:

@@ -64,6 +64,7 @@ def test_options_are_used(tmp_path: Path) -> None:
     assert one_host["bytes"]["received_across_hosts"]["max"] == 0
     assert one_host["seconds"]["max"] == pytest.approx(one_host["bytes"]["received"]["max"] / 1e3)
     assert one_host["rank"]["received"]["host"] == one_host["bytes"]["received"]["max"]
+    assert one_host["rank"]["staging"] == 0
     assert one_host["rank"]["transfers"] > 0 and one_host["rank"]["peers"] == 2
     apart = facts(*common, "--hosts-of", "1", "--dtype", "float32")
     assert apart["bytes"]["received_same_host"]["max"] == 0
@@ -238,6 +239,8 @@ app()
     assert found["bytes"]["received"] == found["bytes"]["least"]
     assert found["bytes"]["sent"]["mean"] == pytest.approx(found["bytes"]["received"]["mean"])
     assert found["rank"]["transfers"] > 1000
+    most_at_once = sum(found["rank"][way]["network"] for way in ("received", "sent"))
+    assert 0 < found["rank"]["staging"] < most_at_once
     assert found["planning"]["peak_memory"] < 2**30
     # a few seconds alone; the limits leave room for a busy machine
     assert found["rank"]["planning_seconds"] < 60 and found["planning"]["seconds"] < 120

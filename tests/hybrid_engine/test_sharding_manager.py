@@ -36,6 +36,14 @@ ALL_SWITCHES = [TRAIN, FORWARD, TRAIN, INFER, TRAIN, IDLE, FORWARD, INFER, FORWA
 OFFLOADS = [dict(zip(KINDS, flags, strict=True)) for flags in itertools.product([True, False], repeat=3)]
 
 
+def test_a_closed_one_switches_no_more(rig: Rig):
+    rig.manager.close()
+    rig.manager.close()
+    for call in (lambda: rig.manager.enter(INFER), lambda: rig.manager.enter(TRAIN), rig.manager.prefetch):
+        with pytest.raises(StateError, match="closed"):
+            call()
+
+
 def test_the_walk_takes_every_switch_once():
     assert sorted(itertools.pairwise(ALL_SWITCHES)) == sorted(itertools.permutations(State, 2))
 

@@ -38,7 +38,6 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_patches
-from hybrid_engine.process_groups import end_groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -182,7 +181,8 @@ def start(spec: GptSpec) -> None:
 
 def stop() -> None:
     """Undo `start`'s parallel state; the process group stays for the next `start` of this process."""
-    end_groups(*parallel_state._global_process_group_list)
+    for group in filter(None, parallel_state._global_process_group_list or ()):  # Megatron only forgets them
+        dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 
@@ -377,8 +377,10 @@ def running(spec: GptSpec) -> Iterator[Gpt]:
     start(spec)
     try:
         gpt = build(spec)
-        yield gpt
-        gpt.config.grad_scale_func = None  # refers to the optimizer, in a circle that no collector sees
+        try:
+            yield gpt
+        finally:
+            gpt.config.grad_scale_func = None  # refers to the optimizer, in a circle that no collector sees
     finally:
         stop()
 

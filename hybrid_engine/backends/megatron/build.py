@@ -100,12 +100,16 @@ def _mtp_stage(actor: ActorConfig) -> int | None:
 
 
 def end_training(actor: Actor) -> None:
-    """Part model and optimizer, so that both can be freed.
+    """Part model and optimizer, so that both can be freed; no step afterwards.
 
     The model refers to the optimizer by its configuration, the optimizer to the model by slices of float32 parameters
-    and the hooks that autograd keeps for them: a circle that Python's collector does not see.
+    and the hooks that autograd keeps for them: a circle that Python's collector does not see. Hooks of overlapped
+    gathers close another one.
     """
     actor.transformer_config.grad_scale_func = None
+    for chunk in actor.chunks:
+        if getattr(chunk, "remove_forward_pre_hook_handles", None):
+            chunk.disable_forward_pre_hook(param_sync=False)
 
 
 def destroy_parallel_state() -> None:

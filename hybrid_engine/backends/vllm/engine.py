@@ -75,19 +75,20 @@ class InferenceEngine:
         self.rank = rank
         self._adaptor: VllmAdaptor | None = None
         self._kv_cache_asleep = False
-        with self._agreement.phase("checking vLLM and the model"):
-            check_world(settings, rank)
-            self._place = settings.place_of(rank)
-            self._device_type = self._check_vllm()
-        with random_state_kept():
-            try:
+        with contextlib.ExitStack() as undo:
+            if self._owns_agreement:
+                undo.callback(self._agreement.close)
+            with self._agreement.phase("checking vLLM and the model"):
+                check_world(settings, rank)
+                self._place = settings.place_of(rank)
+                self._device_type = self._check_vllm()
+            undo.callback(destroy_groups)
+            with random_state_kept():
                 self._llm: Any = self._build(tensors, dtypes)
-            except BaseException:
-                destroy_groups()
-                raise
-            # At collection or exit vLLM would end the default process group, which is the caller's; see `shutdown`.
-            self._llm.llm_engine.engine_core._finalizer.detach()
-            self._generator_state = seeded_state(settings.seed + self.dp_rank)
+                # At collection or exit vLLM would end the default process group, which is the caller's; see `shutdown`.
+                self._llm.llm_engine.engine_core._finalizer.detach()
+                self._generator_state = seeded_state(settings.seed + self.dp_rank)
+            undo.pop_all()
         self._adapters: Adapters | None = Adapters(self._llm) if settings.max_loras else None
         if is_sleepy(settings, self._device_type):
             self.adaptor.memory = _SleepMode(self)

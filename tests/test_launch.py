@@ -1,0 +1,57 @@
+"""Ranks of tests: what they say comes back, and none outlives who launched it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launch import REPO_ROOT, launch
+
+LAUNCHER = """
+import pathlib, sys
+from tests import launch, test_launch
+launch._SERVER.set_forkserver_preload([])
+launch.launch(test_launch.wait_for_ever, 2, pathlib.Path(sys.argv[1]))
+"""
+
+
+def speak_and_die() -> None:
+    print("the last words of rank", os.environ["RANK"])
+    time.sleep(0.5 * int(os.environ["RANK"]))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_ever(directory: Path) -> None:
+    place = directory / os.environ["RANK"]
+    place.with_suffix(".new").write_text(str(os.getpid()))
+    place.with_suffix(".new").rename(place)
+    time.sleep(600)
+
+
+def test_the_last_words_of_a_killed_rank_come_back() -> None:
+    with pytest.raises(AssertionError) as failure:
+        launch(speak_and_die, 2, timeout=60)
+    assert all(f"the last words of rank {rank}\n" in str(failure.value) for rank in range(2))
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path)], cwd=REPO_ROOT)
+    places = [tmp_path / str(rank) for rank in range(2)]
+    _until(lambda: all(place.exists() for place in places), 120)
+    launcher.kill()
+    launcher.wait()
+    _until(lambda: not any(Path("/proc", place.read_text()).exists() for place in places), 20)
+
+
+def _until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
