@@ -27,6 +27,7 @@ FLOORS = {
     "hybrid_engine.reduced": 0,
     "hybrid_engine.report": 0,
     "hybrid_engine.ports": 1,
+    "hybrid_engine.process_groups": 1,
     "hybrid_engine.agreement": 1,
     "hybrid_engine.memory": 2,
     "hybrid_engine.transports": 2,
