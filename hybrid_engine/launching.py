@@ -99,9 +99,8 @@ def run_started(
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {**(environment or {}), **_job(num_ranks, store.port)}
-    if "OMP_NUM_THREADS" not in os.environ:
-        shared.setdefault("OMP_NUM_THREADS", "1")
+    num_threads = os.environ.get("OMP_NUM_THREADS", "1")
+    shared = {"OMP_NUM_THREADS": num_threads, **(environment or {}), **_job(num_ranks, store.port)}
     processes: list[Process] = []
     with _Lines() as lines:
         try:

@@ -42,10 +42,11 @@ def launch(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: fl
     Arguments and results travel by pickle. Raises AssertionError with the ranks' output when any fails.
     """
     ranks: list[_Rank] = []
+    call = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory(prefix="launch-") as directory:
 
         def start(environment: Mapping[str, str], output: int) -> _Rank:
-            ranks.append(_Rank(environment, output, Path(directory), function, args))
+            ranks.append(_Rank(environment, output, Path(directory), call))
             return ranks[-1]
 
         ended = run_started(start, num_ranks, timeout)
@@ -60,17 +61,9 @@ def launch(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: fl
 
 
 class _Rank:
-    """A forked process, as `launching` takes it."""
+    """A forked process, as `launching` takes it; `call` is a pickled function with its arguments."""
 
-    def __init__(
-        self,
-        environment: Mapping[str, str],
-        output: int,
-        directory: Path,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-    ) -> None:
-        call = pickle.dumps((function, args))
+    def __init__(self, environment: Mapping[str, str], output: int, directory: Path, call: bytes) -> None:
         with Connection(os.dup(output), readable=False) as writer:
             self._process = _SERVER.Process(target=_run_rank, args=(environment, writer, directory, call))
             self._process.start()
