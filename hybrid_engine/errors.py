@@ -9,6 +9,7 @@ HybridEngineError
 ├── PlanError            the two layouts do not fit together; lists every fault
 ├── WeightError          a weight's value is not usable (NaN)
 ├── StateError           a call is not allowed in the present state
+├── FileError            a file cannot be read or written; names it, and says what is wrong
 ├── DeviceMemoryError    the device's driver refused memory, or something else about it
 └── ReshardError         a switch failed; says in which phase, and what is where
     ├── OffloadError     state could not leave the device or come back
@@ -91,6 +92,13 @@ class WeightError(_ListedError):
 
 class StateError(HybridEngineError):
     """A call that the present state does not allow."""
+
+
+class FileError(HybridEngineError):
+    """A file cannot be read or written; the message names it, and says what is wrong and what to do.
+
+    See `durable_files.naming`, which makes most of them, and whose cause is the original error.
+    """
 
 
 class DeviceMemoryError(HybridEngineError):

@@ -19,6 +19,7 @@ ENGINE, PATCHES = "hybrid_engine", "megatron_patches"
 # Floor of a module: the longest prefix counts. Imports go downward or stay on their floor.
 FLOORS = {
     "hybrid_engine.errors": 0,
+    "hybrid_engine.durable_files": 0,
     "hybrid_engine.planning": 0,
     "hybrid_engine.layouts": 0,
     "hybrid_engine.models": 0,
@@ -45,7 +46,13 @@ FLOORS = {
     "hybrid_engine.__main__": 4,
     "hybrid_engine": 4,
 }
-PURE = ("hybrid_engine.errors", "hybrid_engine.planning", "hybrid_engine.layouts", "hybrid_engine.models")
+PURE = (
+    "hybrid_engine.errors",
+    "hybrid_engine.durable_files",
+    "hybrid_engine.planning",
+    "hybrid_engine.layouts",
+    "hybrid_engine.models",
+)
 PURE_PACKAGES = {"numpy"}
 ASSIGNMENT, ASSIGNMENT_PACKAGES = "hybrid_engine.layouts.placement", {"scipy"}
 CONFIG_PACKAGES = {"pydantic", "yaml"}

@@ -1,0 +1,283 @@
+"""Files that survive a kill, a power cut and a full disk, or say why they do not.
+
+    with naming("reading the settings", path):     # whatever is wrong with the file becomes a FileError that names it
+        settings = json.loads(path.read_text())
+    write_text(path, text)                          # the old contents or the new ones, on the disk when it returns
+
+A directory of several files is written under another name, flushed with `sync_tree`, and put in place by
+`replace_directory`; whoever reads or writes it asks `current_directory` or calls `recover_directory` first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import pickle
+import resource
+import shutil
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hybrid_engine.errors import FileError, HybridEngineError
+
+_DAMAGE = (EOFError, struct.error, ValueError, pickle.PickleError, zipfile.BadZipFile, zlib.error, RecursionError)
+"""What readers raise about contents; ValueError is also that of JSON, of UTF-8 and of a NUL in a path."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_REMEDIES = {
+    errno.ENOSPC: "Free some space there, or use another disk",
+    errno.EDQUOT: "Free some space there, or ask for a larger quota",
+    errno.EFBIG: "Raise the limit with `ulimit -f`",
+    errno.EMFILE: "Raise the limit with `ulimit -n`",
+    errno.EROFS: "Name a place that is not mounted read-only",
+    errno.EACCES: "Name another path, or give this user the right to it",
+    errno.EPERM: "Name another path, or give this user the right to it",
+    errno.ENAMETOOLONG: "Use a shorter name",
+    errno.ENOENT: "Check the path",
+    errno.ENOTDIR: "A part of the path is a file: name another path",
+    errno.EISDIR: "It is a directory: name a file",
+    errno.EIO: "The disk is failing: look into the kernel's log",
+    errno.ESTALE: "The network file system lost the file: mount it again",
+}
+_LIMITS = {errno.EFBIG: resource.RLIMIT_FSIZE, errno.EMFILE: resource.RLIMIT_NOFILE}
+
+_RENAME_EXCHANGE = 2
+_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+"""renameat2 where the kernel or the file system cannot exchange: NFS and Lustre among them."""
+_NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def naming(doing: str, path: str | Path, remedy: str = "Restore it from a copy, or remove it") -> Iterator[None]:
+    """Turn what is wrong with a file into a FileError: "<doing> <path>: <what is wrong>. <what to do>".
+
+    Args:
+        doing: e.g. "writing the checkpoint".
+        path: of the file or directory.
+        remedy: for contents that are damaged; the operating system's errors have remedies of their own.
+
+    The original error is the cause. Where an OSError lies behind it, that is the one told of: torch.save to a file that
+    Python opened reports a full disk as "[enforce fail at inline_container.cc] unexpected pos". Errors of this project
+    pass unchanged, as does what says nothing about files (KeyError, TypeError, KeyboardInterrupt).
+    """
+    try:
+        yield
+    except HybridEngineError:
+        raise
+    except (OSError, RuntimeError, *_DAMAGE) as error:
+        raise FileError(f"{doing} {path}: {_problem(error, Path(path), remedy)}".replace("\0", "\\0")) from error
+
+
+def _problem(error: Exception, path: Path, remedy: str) -> str:
+    if (system := _system_error_behind(error)) is not None:
+        return _system_problem(system, path)
+    if "\0" in str(path):
+        return "a path cannot contain a NUL. Name another path"
+    reason = (str(error).splitlines() or [""])[0][:200]
+    kind = "damaged or cut short" if isinstance(error, _DAMAGE) else "not usable"
+    return f"{kind} ({type(error).__name__}{': ' * bool(reason)}{reason}). {remedy}"
+
+
+def _system_error_behind(error: BaseException | None) -> OSError | None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _system_problem(error: OSError, path: Path) -> str:
+    code = error.errno
+    problem = os.strerror(code)
+    problem = problem[0].lower() + problem[1:]
+    if code in _FULL:
+        problem += f" ({_free_space(path)})"
+    elif code in _LIMITS:
+        problem += f" (limit {resource.getrlimit(_LIMITS[code])[0]:,})"
+    if error.filename is not None and Path(os.fsdecode(error.filename)) != path:
+        problem += f" ({os.fsdecode(error.filename)})"
+    return f"{problem}. {_REMEDIES.get(code, 'Name another path')}"
+
+
+def _free_space(path: Path) -> str:
+    """On the file system of `path`, which need not exist."""
+    place = path.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    found = os.statvfs(place)
+    while not place.is_mount() and place != place.parent:
+        place = place.parent
+    return f"{found.f_bavail * found.f_frsize / 1e6:,.1f} MB free on {place}"
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file in one step: whatever happens, it has the old contents or the new ones. Raises FileError.
+
+    On the disk when this returns. A failure leaves no temporary file; a kill may leave `<name>.incomplete`, which the
+    next call overwrites.
+    """
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.incomplete")
+    with naming("writing", path):
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            with suppress(OSError):  # what went wrong first is what counts
+                temporary.unlink(missing_ok=True)
+            raise
+        sync(path.parent)
+
+
+def append_text(path: str | Path, text: str) -> None:
+    """Append whole lines to a file, all of them or none. Raises FileError.
+
+    A last line that a kill cut short is removed first. Not flushed to the disk: a power cut may take the newest lines.
+    """
+    path = Path(path)
+    with naming("appending to", path), path.open("ab+", buffering=0) as file:
+        end = _end_of_last_line(file.fileno())
+        os.ftruncate(file.fileno(), end)
+        try:
+            rest = memoryview(text.encode())
+            while rest:
+                rest = rest[os.write(file.fileno(), rest) :]
+        except BaseException:
+            os.ftruncate(file.fileno(), end)
+            raise
+
+
+def _end_of_last_line(descriptor: int, step: int = 1 << 16) -> int:
+    stop = os.fstat(descriptor).st_size
+    while stop > 0:
+        start = max(0, stop - step)
+        found = os.pread(descriptor, stop - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        stop = start
+    return 0
+
+
+def sync(path: str | Path) -> None:
+    """Wait until a file's contents, or a directory's names, are on the disk.
+
+    Also what this host stored through a mapping. Other hosts that wrote to the file do the same for their part. File
+    systems that know no flushing of directories keep their names without.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_SYNC or not Path(path).is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(directory: str | Path) -> None:
+    """`sync` of every file and directory below, and of `directory` itself."""
+    for place, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            path = Path(place, name)
+            if path.is_file() and not path.is_symlink():
+                sync(path)
+        sync(place)
+
+
+def reserve(descriptor: int, nbytes: int) -> None:
+    """Make a file `nbytes` long with all of its space allocated, or raise OSError with the file as it was.
+
+    A later store through a mapping then finds its page: without one the kernel answers with SIGBUS, which no program
+    can turn into a message. Where the file system cannot allocate, the C library writes to every block instead. No
+    promise on file systems that never overwrite in place (ZFS, compressed btrfs), which may need space again.
+    """
+    before = os.fstat(descriptor).st_size
+    try:
+        if nbytes > 0:
+            os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError:
+        os.ftruncate(descriptor, before)
+        raise
+
+
+def replace_directory(new: str | Path, target: str | Path) -> None:
+    """Put directory `new`, complete and flushed, at `target`, and remove what was there. Raises OSError.
+
+    Both lie in one parent directory. In one step where kernel and file system can exchange two names; elsewhere (NFS,
+    Lustre) the old directory is called `<target>.replaced` between two renames, where `current_directory` finds it.
+    """
+    new, target = Path(new), Path(target)
+    if not target.exists():
+        _rename(new, target)
+    elif _exchange(new, target):
+        shutil.rmtree(new)
+    else:
+        replaced = _replaced(target)
+        _rename(target, replaced)
+        _rename(new, target)
+        _remove_replaced(replaced)
+
+
+def current_directory(target: str | Path) -> Path:
+    """Where the directory is that was last put at `target`: there, or beside it after a kill between two renames."""
+    target = Path(target)
+    replaced = _replaced(target)
+    return replaced if replaced.exists() and not target.exists() else target
+
+
+def recover_directory(target: str | Path) -> None:
+    """For the next writer: undo a `replace_directory` that a kill interrupted, or finish its removal."""
+    target = Path(target)
+    replaced = _replaced(target)
+    if replaced.exists():
+        if target.exists():
+            _remove_replaced(replaced)
+        else:
+            _rename(replaced, target)
+    shutil.rmtree(_removed(replaced), ignore_errors=True)
+
+
+def _replaced(target: Path) -> Path:
+    return target.with_name(f"{target.name}.replaced")
+
+
+def _removed(replaced: Path) -> Path:
+    return replaced.with_name(f"{replaced.name}.removed")
+
+
+def _remove_replaced(replaced: Path) -> None:
+    """Under another name first: what is called .replaced is complete."""
+    removed = _removed(replaced)
+    shutil.rmtree(removed, ignore_errors=True)
+    _rename(replaced, removed)
+    shutil.rmtree(removed)
+
+
+def _rename(source: Path, target: Path) -> None:
+    source.rename(target)
+    sync(target.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two names in one step; whether the system can."""
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "renameat2"):
+        return False
+    at_cwd = -100
+    if library.renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        sync(second.parent)
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), str(second))
