@@ -40,7 +40,7 @@ ENV_STARTS := $(shell $(PY) -c 'print("yes")' 2>/dev/null)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env rl test lint format docs matrix bench lock clean clean-env force
+.PHONY: help env rl test test-faults lint format docs matrix bench lock clean clean-env force
 .PHONY: core-tests core-tests-all core-tests-here
 
 help: ## Show this help
@@ -64,8 +64,11 @@ rl: $(ENV_READY) ## Train a GPT by RL, Megatron <-> vLLM (NPROC, CONFIG, OUT)
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 	    -m examples.gpt_rl.train --config $(CONFIG) --out $(OUT)
 
-test: lint ## Check style and formatting, then run every test
+test: lint ## Check style and formatting, then run the tests (but for test-faults)
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-faults: $(ENV_READY) ## Break real jobs on purpose: kills, stalls, full disks, random failures (FAULTS_JSON=file)
+	FAULTS_JSON='$(or $(FAULTS_JSON),runs/faults.json)' $(PY) -m pytest -m faults $(PYTEST_ARGS) tests/faults
 
 # The environment is the locked one with that megatron-core and without vLLM.
 core-tests: ## Run what needs megatron-core but not vLLM with version MEGATRON, in an environment of its own

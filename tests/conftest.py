@@ -51,7 +51,7 @@ def _shared_memory_files() -> set[Path]:
     return found
 
 
-def _is_mapped(path: Path) -> bool:
+def is_mapped(path: Path) -> bool:
     """Whether a live process has the file mapped: it then belongs to another run on this machine."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
@@ -71,5 +71,5 @@ def remove_shared_memory_leftovers() -> Iterator[None]:
     before = _shared_memory_files()
     yield
     for path in _shared_memory_files() - before:
-        if not _is_mapped(path):
+        if not is_mapped(path):
             path.unlink(missing_ok=True)

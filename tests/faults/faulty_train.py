@@ -1,0 +1,94 @@
+"""The example with a fault in it: `-m tests.faults.faulty_train` in place of `-m examples.gpt_rl.train`.
+
+On the rank that the fault names, the function that it names is wrapped as soon as its module has been imported, before
+anybody else can take the function from there. Product code is as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import typer
+
+from tests.faults.job import FAULT_VARIABLE, Fault, FaultError
+
+
+def install(fault: Fault, happened: Path) -> None:
+    """Wrap the function now if its module is there, else when it comes."""
+    if fault.module in sys.modules:
+        _wrap(sys.modules[fault.module], fault, happened)
+    else:
+        sys.meta_path.insert(0, _Finder(fault, happened))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds one module, by means of the other finders, and wraps its function when it was executed."""
+
+    def __init__(self, fault: Fault, happened: Path) -> None:
+        self._fault = fault
+        self._happened = happened
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != self._fault.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.loader is not None, f"there is no module {name}"
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _wrap(module, self._fault, self._happened)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _wrap(module: ModuleType, fault: Fault, happened: Path) -> None:
+    *owners, name = fault.function.split(".")
+    owner: Any = functools.reduce(getattr, owners, module)
+    function: Callable[..., Any] = getattr(owner, name)
+    calls = itertools.count(1)
+
+    @functools.wraps(function)
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == fault.call:
+            _happen(fault, happened)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, faulty)
+
+
+def _happen(fault: Fault, happened: Path) -> None:
+    happened.with_suffix(".new").write_text(str(time.monotonic()))
+    happened.with_suffix(".new").rename(happened)
+    if fault.kind == "raise":
+        raise FaultError(fault.text)
+    os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+
+
+def _install_from_environment() -> None:
+    fault, happened = json.loads(os.environ[FAULT_VARIABLE])
+    if fault is not None and fault["rank"] == int(os.environ["RANK"]):
+        install(Fault(**fault), Path(happened))
+
+
+if __name__ == "__main__":
+    _install_from_environment()
+    from examples.gpt_rl.train import main
+
+    typer.run(main)
