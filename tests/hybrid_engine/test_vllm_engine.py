@@ -48,7 +48,8 @@ def test_switches_release_and_a_process_left_as_it_was(outcomes: Callable[[int],
         resident, released = result["memory"]
         assert resident["weights"] == resident["weights_total"] > 0 and released["weights"] == 0
         assert result["random state kept"] and result["process as before"]
-        assert result["left in shm"] == []
+        assert result["shared with a name"] == [], "it would stay in /dev/shm if all ranks were killed"
+        assert result["shared"] == result["shared by computation"]
         never, prompts, gone, uncommitted, partly, shut = result["errors"]
         assert "hold no committed weights" in never and "hold no committed weights" in partly
         assert all(f"prompts[{index}]" in prompts for index in range(3))

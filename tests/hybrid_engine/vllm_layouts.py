@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import InferenceSettings, VllmAdaptor
 from hybrid_engine.backends.vllm.arguments import llm_arguments
-from hybrid_engine.backends.vllm.guest import destroy_groups, own_shared_memory, register_model_class, set_environment
+from hybrid_engine.backends.vllm.guest import destroy_groups, register_model_class, set_environment
 from hybrid_engine.backends.vllm.names import ENGINE_TOKEN
 from hybrid_engine.backends.vllm.placement import placed
+from hybrid_engine.backends.vllm.shared_memory import unnamed_shared_memory
 from hybrid_engine.layouts.inference import InferenceParallelism, inference_layout
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.layout import Layout
@@ -97,7 +98,7 @@ def vllm_groups(settings: InferenceSettings) -> Iterator[Host]:
     arguments = llm_arguments(settings, "cpu")
     del arguments["worker_cls"], arguments["load_format"]
     try:
-        with own_shared_memory(), placed(settings, rank):
+        with unnamed_shared_memory(), placed(settings, rank):
             config = EngineArgs(**arguments).create_engine_config()
             os.environ["VLLM_DIST_IDENT"] = os.environ[ENGINE_TOKEN]
             with set_current_vllm_config(config):

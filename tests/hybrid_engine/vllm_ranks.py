@@ -92,6 +92,7 @@ def _answers(engine: Any) -> tuple[list[Any], list[Any]]:
 def cycles(directory: str, num_tp: int) -> dict[str, Any]:
     """Three switches with changing weights on one engine, after a native engine lived in the same process."""
     from hybrid_engine.backends.vllm import Sampling
+    from hybrid_engine.backends.vllm.shared_memory import nbytes_needed
     from hybrid_engine.errors import ConfigError, StateError
 
     support.join_group()
@@ -104,7 +105,9 @@ def cycles(directory: str, num_tp: int) -> dict[str, Any]:
     random_state = torch.get_rng_state()
     # Against the order of the native engine: where gathers must follow the positions, not the ranks.
     order = tuple(reversed(range(num_tp)))
+    before = shared_mappings()  # of the native engine: vLLM keeps them as long as the process lives
     engine = _engine(checkpoints[0], config, tensor_parallel_size=num_tp, rank_order=order)
+    shared = {name: nbytes for name, nbytes in shared_mappings().items() if name not in before}
     result: dict[str, Any] = {"native": native, "differences": [], "errors": [], "tp_rank": engine.tp_rank}
 
     def expect(error: type[Exception], call: Any) -> None:
@@ -144,8 +147,22 @@ def cycles(directory: str, num_tp: int) -> dict[str, Any]:
     expect(StateError, lambda: engine.generate(PROMPTS, sampling))
     dist.barrier()
     result["process as before"] = dist.group.WORLD is world and torch.set_num_threads is set_num_threads
-    result["left in shm"] = [name for name in os.listdir("/dev/shm") if name.endswith(("cpushm_0", "cpushm_1"))]
+    result["shared with a name"] = [name for name in shared if not name.endswith("(deleted)")]
+    result["shared"] = sorted(nbytes for name, nbytes in shared.items() if "cpushm" in name)
+    result["shared by computation"] = [nbytes_needed(engine.settings, "cpu")] * num_tp if num_tp > 1 else []
+    dist.barrier()  # before the next function makes an engine
     return result
+
+
+def shared_mappings() -> dict[str, int]:
+    """What this process has mapped from /dev/shm: name -> bytes. The kernel adds "(deleted)" to a name taken away."""
+    mapped: dict[str, int] = {}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, name = line.split(maxsplit=5)
+        if name.startswith("/dev/shm/"):
+            start, end = (int(address, 16) for address in addresses.split("-"))
+            mapped[name] = mapped.get(name, 0) + end - start
+    return mapped
 
 
 def replicas(directory: str) -> dict[str, Any]:

@@ -27,13 +27,13 @@ from hybrid_engine.backends.vllm.arguments import check_arguments, is_eager, is_
 from hybrid_engine.backends.vllm.guest import (
     check_world,
     destroy_groups,
-    own_shared_memory,
     register_model_class,
     set_environment,
 )
 from hybrid_engine.backends.vllm.placement import placed
 from hybrid_engine.backends.vllm.random_state import get_state, random_state_kept, seeded_state, set_state
 from hybrid_engine.backends.vllm.settings import AdapterConfig, Completion, InferenceSettings, Sampling
+from hybrid_engine.backends.vllm.shared_memory import check_room, unnamed_shared_memory
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.errors import ConfigError, ModelError, StateError, Violation
 
@@ -82,6 +82,7 @@ class InferenceEngine:
                 check_world(settings, rank)
                 self._place = settings.place_of(rank)
                 self._device_type = self._check_vllm()
+            check_room(settings, self._device_type, self._agreement)
             undo.callback(destroy_groups)
             with random_state_kept():
                 self._llm: Any = self._build(tensors, dtypes)
@@ -265,7 +266,7 @@ class InferenceEngine:
         return current_platform.device_type
 
     def _build(self, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str] | None) -> Any:
-        with own_shared_memory(), placed(self.settings, self.rank), self._stance():
+        with unnamed_shared_memory(), placed(self.settings, self.rank), self._stance():
             from vllm import LLM
 
             from hybrid_engine.backends.vllm.loader import capturing

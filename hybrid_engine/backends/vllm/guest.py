@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch.distributed as dist
 
-from hybrid_engine.backends.vllm.names import ENGINE_TOKEN
 from hybrid_engine.backends.vllm.settings import InferenceSettings
 from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.errors import ConfigError, UnknownModelError, Violation
-
-_SHM = Path("/dev/shm")
 
 
 def set_environment(settings: InferenceSettings, rank: int) -> None:
@@ -52,24 +46,6 @@ def check_world(settings: InferenceSettings, rank: int) -> None:
         violations.append(Violation("rank", problem, "Launch with torchrun and pass dist.get_rank()"))
     if violations:
         raise ConfigError(violations)
-
-
-@contextlib.contextmanager
-def own_shared_memory() -> Iterator[None]:
-    """Give the shared memory that vLLM makes inside a name of this engine, and take the names away at the end.
-
-    All ranks have mapped it then. Without names nothing stays in /dev/shm, whatever becomes of the processes.
-    """
-    token = [secrets.token_hex(8)]
-    dist.broadcast_object_list(token)
-    os.environ[ENGINE_TOKEN] = token[0]
-    try:
-        yield
-        dist.barrier()
-    finally:
-        del os.environ[ENGINE_TOKEN]
-        for path in _SHM.glob(f"*{token[0]}*"):
-            path.unlink(missing_ok=True)
 
 
 def register_model_class(model_dir: str) -> None:
