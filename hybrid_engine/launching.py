@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import selectors
 import signal
@@ -36,6 +37,17 @@ class Ended:
     output: str
 
 
+def end_with_parent(parent: int) -> None:
+    """Have this process killed as soon as `parent`, its parent, has ended, however that ended. Linux only.
+
+    A launcher that is itself killed (out of memory, a time limit) ends none of its ranks. Call it early, with a pid
+    from earlier still: a parent that has ended before the call sends no signal.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def run_ranks(
     arguments: Sequence[str],
     num_ranks: int,
@@ -67,7 +79,7 @@ def run_ranks(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=functools.partial(end_with_parent, os.getpid()),
         )
 
     return run_started(start, num_ranks, timeout, environment=environment)
@@ -180,11 +192,6 @@ def _job(num_ranks: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "none",
     }
-
-
-def _die_with_parent() -> None:
-    """In a new rank: end when this process ends without a word, killed by a time limit for instance. Linux only."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait(processes: Sequence[Process], lines: _Lines, timeout: float) -> int | None:

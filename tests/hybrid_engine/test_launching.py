@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,6 +63,20 @@ time.sleep(100)
 print("rank 0 was left")
 """
 
+LAUNCHER = """
+import sys
+from hybrid_engine.launching import run_ranks
+run_ranks(sys.argv[1:], 2, 600)
+"""
+ORPHAN = """
+import os
+from hybrid_engine.launching import end_with_parent
+end_with_parent(os.getppid())
+print("the parent is there", flush=True)
+end_with_parent(os.getpid())  # as after the parent's end: somebody else is the parent
+print("the parent has ended")
+"""
+
 
 @pytest.mark.parametrize("status", [0, 3])
 def test_status_and_all_of_the_output_come_back(tmp_path: Path, status: int) -> None:
@@ -110,11 +128,36 @@ def test_nothing_outlives_its_time(tmp_path: Path) -> None:
     assert ended.status is None
     pids = [int(pid) for rank in range(2) for pid in (tmp_path / str(rank)).read_text().split()]
     assert len(set(pids)) == 4
-    deadline = time.monotonic() + 10  # init may take a moment to bury them
-    while any(map(_is_alive, pids)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(map(_is_alive, pids))
+    _wait_while(lambda: any(map(_is_alive, pids)), 10)  # init may take a moment to bury them
     assert all(f"the last words of rank {rank}" in ended.output for rank in range(2))
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(NEVER)
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(program), str(tmp_path)])
+    places = [tmp_path / str(rank) for rank in range(2)]
+    try:
+        _wait_while(lambda: not all(place.is_file() for place in places), 60)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    pids, children = zip(*(map(int, place.read_text().split()) for place in places), strict=True)
+    for child in children:
+        os.kill(child, signal.SIGKILL)  # what a rank starts is its own to end
+    _wait_while(lambda: any(map(_is_alive, pids)), 10)
+
+
+def test_a_parent_that_has_ended_before_is_noticed(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, "the parent is there\n"), ended.stderr
+
+
+def _wait_while(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def _run_until(directory: Path, arguments: list[str]) -> Ended:
