@@ -1,6 +1,7 @@
 """What a run leaves in its directory, so that the same command goes on where it stopped.
 
-    OUT/run.json                      configuration of the run
+    OUT/lock                          held by the job that writes here; see run_lock.py
+    OUT/run.json                      configuration of the run; what tells that the directory is one of ours
     OUT/metrics.jsonl                 one row per iteration; row 0 is the warm-up
     OUT/checkpoints/iteration-0000/   after the warm-up: also the frozen reference, so it stays
     OUT/checkpoints/iteration-0020/   the two newest of the others; weights/ by Megatron, progress.json by us
@@ -8,21 +9,34 @@
 
 A checkpoint counts once `latest` names it, and `latest` is replaced in one step. Rows of iterations after it are
 dropped when the run is taken up again: those iterations are done once more, with the same batches and samples.
+
+Nothing is deleted because a file is missing or damaged, and nothing that this program did not write: a directory that
+is not clearly a run, or a run whose progress cannot be told, is refused with what to do about it.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.durable_files import append_text, naming, write_text
+from hybrid_engine.errors import ConfigError, FileError, Violation
 
 NUM_KEPT = 2
+
+_TEMPORARY = r"(\.incomplete|\.replaced|\.replaced\.removed)?"  # see durable_files.py
+_CHECKPOINT_NAME = re.compile(r"iteration-(\d{4,9})")
+_IN_A_CHECKPOINT = re.compile(rf"(weights|progress\.json){_TEMPORARY}")
+_IN_CHECKPOINTS = re.compile(rf"{_CHECKPOINT_NAME.pattern}|latest{_TEMPORARY}")
+# What is there when the first attempt ended before it had anything to keep.
+_BEFORE_THE_FIRST_ROW = re.compile(rf"lock|log-rank\d+\.txt|run\.json{_TEMPORARY}")
+# Sections that every run.json has.
+_SECTIONS = {"world_size", "actor_config", "generate_config", "rl_config"}
 
 Row = dict[str, Any]
 
@@ -41,14 +55,18 @@ class Progress:
 
 
 class RunDirectory:
-    """The files of one run. Any rank may read; only rank 0 may call the methods that write."""
+    """The files of one run. Any rank may read; only rank 0 may call the methods that write.
+
+    What reads raises FileError about a file that is damaged or cannot be read, with the remedy.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.lock_file = path / "lock"
         self.metrics_file = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.latest_file = self.checkpoints / "latest"
         self._fingerprint_file = path / "run.json"
-        self._latest_file = self.checkpoints / "latest"
 
     def checkpoint(self, iteration: int) -> Path:
         """Directory of that iteration's checkpoint."""
@@ -58,25 +76,49 @@ class RunDirectory:
         """What `ActorHybridWorker.save_checkpoint` is given."""
         return self.checkpoint(iteration) / "weights"
 
-    def progress(self) -> Progress | None:
-        """Of the latest complete checkpoint; None when there is none."""
-        if not self._latest_file.is_file():
-            return None
-        name = self._latest_file.read_text().strip()
-        return Progress(**json.loads((self.checkpoints / name / "progress.json").read_text()))
+    # -- may a run start here? ----------------------------------------------------------------------------------------
 
-    def rows(self) -> list[Row]:
-        """The metrics written so far. A last line that was cut off does not count."""
-        if not self.metrics_file.is_file():
-            return []
-        lines = self.metrics_file.read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+    def require_ours(self) -> None:
+        """Raise ConfigError unless this is a run's directory, an empty one, or none yet. Writes nothing."""
+        if _exists(self._fingerprint_file):
+            self._fingerprint()
+            return
+        others = [name for name in _names(self.path) if not _BEFORE_THE_FIRST_ROW.fullmatch(name)]
+        if others:
+            problem = f"{self.path} holds {_listed(others)} but no {self._fingerprint_file.name}, so it is not a run"
+            remedy = f"Use another --out, put {self._fingerprint_file.name} back, or remove those files yourself"
+            raise ConfigError([Violation("--out", problem, remedy)])
+
+    def require_resumable(self, fingerprint: Mapping[str, Any]) -> None:
+        """Raise unless a run with this configuration can go on here, or start without a loss. Writes nothing."""
+        self.require_ours()
+        if self.progress() is not None:
+            self.require_same(fingerprint)
+            self.rows()
+            return
+        found = self._complete_iterations() or [number for number in self._iterations() if number > 0]
+        if not found and not self.rows():
+            return  # at most the first checkpoint was begun
+        what = f"{len(found)} checkpoint(s)" if found else f"rows in {self.metrics_file.name}"
+        raise FileError(f"{self.latest_file} is missing, though {self.path} holds {what}. {self._repair_of_latest()}")
+
+    def require_replaceable(self) -> None:
+        """Raise ConfigError unless what `start_over` would remove is all this program's. Writes nothing."""
+        self.require_ours()
+        foreign = [name for name in _names(self.checkpoints) if not _IN_CHECKPOINTS.fullmatch(name)]
+        for iteration in self._iterations():
+            directory = self.checkpoint(iteration)
+            names = [name for name in _names(directory) if not _IN_A_CHECKPOINT.fullmatch(name)]
+            foreign.extend(f"{directory.name}/{name}" for name in names)
+        if foreign:
+            problem = f"{self.checkpoints} holds {_listed(foreign)}, which no run has written"
+            raise ConfigError([Violation("--no-resume", problem, "Move it elsewhere, or use another --out")])
 
     def require_same(self, fingerprint: Mapping[str, Any]) -> None:
         """Raise ConfigError naming every setting in which the run found here differs from `fingerprint`."""
-        if not self._fingerprint_file.is_file():
+        if not _exists(self._fingerprint_file):
             return
-        before, now = (_flat(values) for values in (json.loads(self._fingerprint_file.read_text()), fingerprint))
+        before, now = _flat(self._fingerprint()), _flat(fingerprint)
         remedy = "Use the old value, another --out, or --no-resume to start over"
         violations = [
             Violation(key, f"the run in {self.path} has {before.get(key)!r}, this one {now.get(key)!r}", remedy)
@@ -86,45 +128,184 @@ class RunDirectory:
         if violations:
             raise ConfigError(violations)
 
+    def _fingerprint(self) -> dict[str, Any]:
+        path = self._fingerprint_file
+        remedy = "Put the run's own file back, use another --out, or remove the directory yourself"
+        values = _read_json(path, remedy)
+        if not isinstance(values, dict) or not values.keys() >= _SECTIONS:
+            raise FileError(f"{path} is not the configuration of a run ({_shown(values)}). {remedy}")
+        return values
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def progress(self) -> Progress | None:
+        """Of the latest complete checkpoint; None when there is none."""
+        path = self.latest_file
+        if not _exists(path):
+            return None
+        name = _read(path, self._repair_of_latest()).decode(errors="replace").strip()
+        iteration = _iteration_of(name)
+        if iteration is None:
+            raise FileError(f"{path} says {_shown(name)}, not a checkpoint's name. {self._repair_of_latest()}")
+        if not self.checkpoint(iteration).is_dir():
+            raise FileError(f"{path} names {name}, which does not exist. {self._repair_of_latest()}")
+        return self._progress_of(iteration)
+
+    def way_back(self, iteration: int) -> str:
+        """What to do when the checkpoint of that iteration is damaged."""
+        older = [number for number in self._complete_iterations() if number < iteration]
+        if not older:
+            return "No older checkpoint is left: start over with --no-resume"
+        name = self.checkpoint(older[-1]).name
+        return f"To go on from the checkpoint before it, write {name} into {self.latest_file}"
+
+    def rows(self) -> list[Row]:
+        """The metrics written so far. A last line that was cut off does not count."""
+        path = self.metrics_file
+        if not _exists(path):
+            return []
+        remedy = "Correct the line or remove it; the run goes on without that row"
+        rows = []
+        for number, line in enumerate(_read(path, remedy).split(b"\n")[:-1], start=1):
+            with naming(f"reading line {number} of", path, remedy):
+                rows.append(json.loads(line))
+            if (problem := _problem_of(rows[-1])) is not None:
+                raise FileError(f"reading line {number} of {path}: {problem}. {remedy}")
+        return rows
+
+    def _progress_of(self, iteration: int) -> Progress:
+        path, remedy = self.checkpoint(iteration) / "progress.json", self.way_back(iteration)
+        values = _read_json(path, remedy)
+        if not isinstance(values, dict) or not values.keys() >= {"iteration", "row"}:
+            raise FileError(f"{path} is not a checkpoint's progress ({_shown(values)}). {remedy}")
+        problem = _problem_of(values["row"])
+        if problem is None and not values["iteration"] == values["row"]["iteration"] == iteration:
+            problem = f"belongs to iteration {_shown(values['iteration'])}, not to {iteration}"
+        if problem is not None:
+            raise FileError(f"{path}: {problem}. {remedy}")
+        return Progress(iteration, values["row"])
+
+    def _repair_of_latest(self) -> str:
+        complete = self._complete_iterations()
+        if not complete:
+            return "No complete checkpoint is left: start over with --no-resume, or use another --out"
+        name = self.checkpoint(complete[-1]).name
+        return f"Write {name}, the newest complete checkpoint, into it, or start over with --no-resume"
+
+    def _iterations(self) -> list[int]:
+        """Of which there is a checkpoint, complete or not, in their order."""
+        numbers = (_iteration_of(name) for name in _names(self.checkpoints))
+        return sorted(number for number in numbers if number is not None)
+
+    def _complete_iterations(self) -> list[int]:
+        """progress.json is the last thing that is written into a checkpoint."""
+        return [number for number in self._iterations() if (self.checkpoint(number) / "progress.json").is_file()]
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
     def start_over(self, fingerprint: Mapping[str, Any]) -> None:
         """Remove what an earlier run left here, nothing else, and note the configuration of the new one."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(self.checkpoints, ignore_errors=True)
-        for path in [self.metrics_file, self.path / "reward.png", *self.path.glob("events.out.tfevents.*")]:
-            path.unlink(missing_ok=True)
-        _replace_text(self._fingerprint_file, json.dumps(fingerprint, indent=2) + "\n")
+        self.require_replaceable()
+        with naming("starting a run in", self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.latest_file.unlink(missing_ok=True)
+            for iteration in self._iterations():
+                _remove_checkpoint(self.checkpoint(iteration))
+            for path in [self.metrics_file, self.path / "reward.png", *self.path.glob("events.out.tfevents.*")]:
+                path.unlink(missing_ok=True)
+        write_text(self._fingerprint_file, json.dumps(fingerprint, indent=2) + "\n")
 
     def complete_checkpoint(self, progress: Progress) -> None:
         """Call when the weights are written: makes the checkpoint the latest one and removes old ones."""
         directory = self.checkpoint(progress.iteration)
         text = json.dumps({"iteration": progress.iteration, "row": progress.row})
-        _replace_text(directory / "progress.json", text + "\n")
-        _replace_text(self._latest_file, directory.name + "\n")
-        # Newest by iteration: one that a run left behind after `latest` is from a future that will come again.
-        others = sorted(path for path in self.checkpoints.glob("iteration-*") if path != self.checkpoint(0))
-        past = [path for path in others if path.name <= directory.name]
-        for path in [*past[:-NUM_KEPT], *(path for path in others if path.name > directory.name)]:
-            shutil.rmtree(path)
+        write_text(directory / "progress.json", text + "\n")
+        write_text(self.latest_file, directory.name + "\n")
+        # One that a run left behind after `latest` is from a future that will come again.
+        past = [number for number in self._complete_iterations() if 0 < number <= progress.iteration]
+        kept = {0, *past[-NUM_KEPT:]}
+        for iteration in self._iterations():
+            if iteration not in kept:
+                with naming("removing", self.checkpoint(iteration)):
+                    _remove_checkpoint(self.checkpoint(iteration))
 
     def append_row(self, row: Row) -> None:
         """Add a line to the metrics."""
-        with self.metrics_file.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_text(self.metrics_file, json.dumps(row) + "\n")
 
     def drop_rows_after(self, iteration: int) -> None:
         """Keep the rows up to `iteration`."""
         kept = [row for row in self.rows() if row["iteration"] <= iteration]
-        _replace_text(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
+        write_text(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
 
 
-def _replace_text(path: Path, text: str) -> None:
-    """Write a file in one step: it has the old contents or the new ones, whatever happens."""
-    temporary = path.with_name(f"{path.name}.incomplete")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+def _remove_checkpoint(directory: Path) -> None:
+    """Remove what a run writes into a checkpoint; the directory too, unless somebody has put more into it."""
+    if directory.is_symlink():
+        directory.unlink()
+        return
+    names = _names(directory)
+    # progress.json first: what is half removed does not count as complete
+    for path in sorted(directory / name for name in names if _IN_A_CHECKPOINT.fullmatch(name)):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    if all(_IN_A_CHECKPOINT.fullmatch(name) for name in names):
+        directory.rmdir()
+
+
+def _iteration_of(name: str) -> int | None:
+    """That a checkpoint of this name belongs to; None for other names."""
+    match = _CHECKPOINT_NAME.fullmatch(name)
+    return int(match[1]) if match and name == f"iteration-{int(match[1]):04d}" else None
+
+
+def _problem_of(row: Any) -> str | None:
+    """What is wrong with a row of metrics."""
+    if not isinstance(row, dict):
+        return f"not a row of metrics: {_shown(row)}"
+    iteration = row.get("iteration")
+    if type(iteration) is not int or iteration < 0:
+        return f"iteration is {_shown(iteration)}, not a number from 0 on"
+    wrong = {name: value for name, value in row.items() if value is not None and type(value) not in (int, float)}
+    return f"not numbers: {_shown(wrong)}" if wrong else None
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something of that name, if only a link to nowhere."""
+    with naming("looking for", path):
+        return path.exists() or path.is_symlink()
+
+
+def _names(directory: Path) -> list[str]:
+    """What is in a directory; nothing where it does not exist."""
+    with naming("listing", directory):
+        return sorted(path.name for path in directory.iterdir()) if _exists(directory) else []
+
+
+def _read(path: Path, remedy: str) -> bytes:
+    with naming("reading", path, remedy):
+        if not path.is_file():  # a pipe would never end
+            raise FileError(f"{path} is {'not a file' if _exists(path) else 'missing'}. {remedy}")
+        return path.read_bytes()
+
+
+def _read_json(path: Path, remedy: str) -> Any:
+    content = _read(path, remedy)
+    with naming("reading", path, remedy):
+        return json.loads(content)
+
+
+def _shown(value: object) -> str:
+    """A value in a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]} ..."
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - 3
+    return ", ".join(names[:3]) + (f" and {more} more" if more > 0 else "")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

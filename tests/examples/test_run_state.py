@@ -1,15 +1,23 @@
-"""The files of a run: what counts, what is dropped, what is kept."""
+"""The files of a run: what counts, what is dropped, what is kept, what is refused."""
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from examples.gpt_rl.run_state import Progress, RunDirectory
-from hybrid_engine.errors import ConfigError
+from hybrid_engine.errors import ConfigError, FileError
 
-FINGERPRINT = {"rl": {"seed": 0, "epochs": 1}, "engine": {"actor_config": {"lr": 0.1}}}
+FINGERPRINT = {
+    "world_size": 2,
+    "actor_config": {"lr": 0.1},
+    "generate_config": {"seed": 0},
+    "rl_config": {"seed": 0, "epochs": 1},
+}
 
 
 @pytest.fixture
@@ -19,8 +27,18 @@ def directory(tmp_path: Path) -> RunDirectory:
     return run
 
 
+@pytest.fixture
+def under_way(directory: RunDirectory) -> RunDirectory:
+    """A run with three checkpoints and their rows."""
+    for iteration in (0, 10, 20):
+        complete(directory, iteration)
+        directory.append_row({"iteration": iteration, "reward": 0.5, "accuracy": None})
+    return directory
+
+
 def complete(run: RunDirectory, iteration: int) -> None:
     run.weights(iteration).mkdir(parents=True)
+    (run.weights(iteration) / "rank0000.pt").write_text("weights")
     run.complete_checkpoint(Progress(iteration, {"iteration": iteration, "reward": 0.5}))
 
 
@@ -28,11 +46,20 @@ def names(run: RunDirectory) -> list[str]:
     return sorted(path.name for path in run.checkpoints.glob("iteration-*"))
 
 
+def contents(path: Path) -> dict[str, bytes | None]:
+    """Every file below and every directory (None)."""
+    return {str(p.relative_to(path)): p.read_bytes() if p.is_file() else None for p in sorted(path.rglob("*"))}
+
+
 def test_nothing_yet(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    assert run.progress() is None
-    assert run.rows() == []
-    run.require_same(FINGERPRINT)
+    for path in (tmp_path, tmp_path / "new" / "run"):
+        run = RunDirectory(path)
+        assert run.progress() is None
+        assert run.rows() == []
+        run.require_same(FINGERPRINT)
+        run.require_resumable(FINGERPRINT)
+        run.require_replaceable()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_progress_is_the_latest_complete_checkpoint(directory: RunDirectory) -> None:
@@ -77,10 +104,10 @@ def test_a_row_that_was_cut_off_does_not_count(directory: RunDirectory) -> None:
 
 def test_another_configuration_is_refused_key_by_key(directory: RunDirectory) -> None:
     directory.require_same(FINGERPRINT)
-    other = {"rl": {"seed": 1, "epochs": 1}, "engine": {"actor_config": {"lr": 0.2}}}
+    other = {**FINGERPRINT, "rl_config": {"seed": 1, "epochs": 1}, "actor_config": {"lr": 0.2}}
     with pytest.raises(ConfigError) as caught:
         directory.require_same(other)
-    assert [finding.key for finding in caught.value.findings] == ["engine.actor_config.lr", "rl.seed"]
+    assert [finding.key for finding in caught.value.findings] == ["actor_config.lr", "rl_config.seed"]
     assert "--no-resume" in str(caught.value)
 
 
@@ -88,8 +115,202 @@ def test_starting_over_removes_the_run_and_nothing_else(directory: RunDirectory)
     complete(directory, 0)
     directory.append_row({"iteration": 0})
     (directory.path / "notes.txt").write_text("mine")
-    directory.start_over({"rl": {"seed": 2}})
+    directory.start_over({**FINGERPRINT, "world_size": 4})
     assert directory.progress() is None
     assert directory.rows() == []
     assert (directory.path / "notes.txt").read_text() == "mine"
-    directory.require_same({"rl": {"seed": 2}})
+    directory.require_same({**FINGERPRINT, "world_size": 4})
+
+
+# -- numbers, not names ----------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_in_the_order_of_their_numbers(directory: RunDirectory) -> None:
+    for iteration in (0, 9980, 9990, 10000):
+        complete(directory, iteration)
+    assert names(directory) == ["iteration-0000", "iteration-10000", "iteration-9990"]
+    complete(directory, 10010)
+    assert names(directory) == ["iteration-0000", "iteration-10000", "iteration-10010"]
+
+
+# -- what a run may start in -----------------------------------------------------------------------------------------
+
+
+def test_an_attempt_that_kept_nothing_is_no_hindrance(tmp_path: Path) -> None:
+    for name in ("lock", "log-rank0.txt", "log-rank13.txt", "run.json.incomplete"):
+        (tmp_path / name).write_text("x")
+    run = RunDirectory(tmp_path)
+    run.require_resumable(FINGERPRINT)
+    run.start_over(FINGERPRINT)
+    run.require_resumable({**FINGERPRINT, "world_size": 4})  # nothing was trained yet
+    (run.weights(0).with_name("weights.incomplete")).mkdir(parents=True)
+    run.require_resumable(FINGERPRINT)
+    run.start_over(FINGERPRINT)
+    assert names(run) == []
+
+
+def test_a_run_goes_on(under_way: RunDirectory) -> None:
+    before = contents(under_way.path)
+    under_way.require_resumable(FINGERPRINT)
+    assert contents(under_way.path) == before
+    with pytest.raises(ConfigError, match="world_size"):
+        under_way.require_resumable({**FINGERPRINT, "world_size": 4})
+
+
+def test_checkpoints_without_latest_are_refused(under_way: RunDirectory) -> None:
+    under_way.latest_file.unlink()
+    check_refused(under_way, "latest is missing", "3 checkpoint(s)", "Write iteration-0020", "--no-resume")
+    shutil.rmtree(under_way.checkpoints)
+    check_refused(under_way, "latest is missing", "rows in metrics.jsonl", "--no-resume")
+
+
+def test_a_checkpoint_after_the_first_is_not_taken_for_a_beginning(directory: RunDirectory) -> None:
+    """Neither `latest` nor progress.json is there, but weights that somebody may want."""
+    directory.weights(30).mkdir(parents=True)
+    check_refused(directory, "latest is missing", "1 checkpoint(s)")
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_without_its_configuration_is_refused(under_way: RunDirectory, resume: bool) -> None:
+    (under_way.path / "run.json").unlink()
+    check_refused(under_way, "checkpoints, metrics.jsonl", "no run.json", "another --out", resume=resume)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_directory_of_something_else_is_refused(tmp_path: Path, resume: bool) -> None:
+    (tmp_path / "checkpoints" / "precious").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "precious" / "w.bin").write_text("weights")
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "events.out.tfevents.1").write_text("events")
+    check_refused(RunDirectory(tmp_path), "checkpoints", "no run.json", "another --out", resume=resume)
+    (tmp_path / "run.json").write_text('{"command": "sleep 1"}')
+    check_refused(RunDirectory(tmp_path), "run.json", "not the configuration of a run", resume=resume)
+
+
+FOREIGN = ("precious/w.bin", "iteration-best/w.bin", "iteration-0010/notes.txt", "iteration-010/w.bin", "readme")
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_starting_over_spares_what_others_put_below_checkpoints(under_way: RunDirectory, name: str) -> None:
+    path = under_way.checkpoints / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("mine")
+    shown = name if name.startswith("iteration-0010") else name.split("/")[0]
+    check_refused(under_way, shown, "no run has written", "another --out", resume=False)
+    under_way.require_resumable(FINGERPRINT)
+    for iteration in (30, 40, 50):  # nor does a run that goes on remove it
+        complete(under_way, iteration)
+    assert path.read_text() == "mine"
+    assert not under_way.weights(10).exists()
+
+
+def test_starting_over_follows_no_links(under_way: RunDirectory, tmp_path: Path) -> None:
+    """A checkpoint that was moved to an archive, and linked."""
+    archive = tmp_path / "archive"
+    under_way.checkpoint(10).rename(archive)
+    under_way.checkpoint(10).symlink_to(archive)
+    before = contents(archive)
+    under_way.start_over(FINGERPRINT)
+    assert contents(archive) == before
+    assert names(under_way) == []
+
+
+def check_refused(run: RunDirectory, *words: str, resume: bool = True) -> None:
+    """With these words; nothing has changed, nor does a later step change anything."""
+    before = contents(run.path)
+    with pytest.raises((ConfigError, FileError)) as caught:
+        if resume:
+            run.require_resumable(FINGERPRINT)
+        else:
+            run.start_over(FINGERPRINT)
+    for word in (str(run.path), *words):
+        assert word in str(caught.value)
+    assert contents(run.path) == before
+
+
+# -- damaged files ---------------------------------------------------------------------------------------------------
+
+DEEP = "[" * 100_000
+BINARY = bytes(range(256))
+PROGRESS = "checkpoints/iteration-0020/progress.json"
+ROW = b'{"iteration": 0, "reward": 0.5}\n'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", BINARY, b"iteration-0030\n", b"../../elsewhere\n", b"/etc\n", b"iteration-0020/..\n", b".\n",
+     b"iteration-20\n", b"iteration-0010\niteration-0020\n", b"iteration-" + b"9" * 5000, b"a\0b"],
+)  # fmt: skip
+def test_damaged_latest(under_way: RunDirectory, content: bytes) -> None:
+    under_way.latest_file.write_bytes(content)
+    check_damaged(under_way, under_way.latest_file, "Write iteration-0020, the newest complete checkpoint, into it")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", BINARY, b"{", b"3", b"null", b"[]", b"{}", DEEP.encode(), b'{"iteration": 20}', b'{"row": {}}',
+     b'{"iteration": "20", "row": {"iteration": 20}}', b'{"iteration": 20, "row": 5}',
+     b'{"iteration": 20, "row": {"iteration": true}}', b'{"iteration": 10, "row": {"iteration": 10}}',
+     b'{"iteration": 20, "row": {"iteration": 20, "loss": "small"}}', b'{"iteration": 20, "row": {}}'],
+)  # fmt: skip
+def test_damaged_progress(under_way: RunDirectory, content: bytes) -> None:
+    path = under_way.checkpoint(20) / "progress.json"
+    path.write_bytes(content)
+    check_damaged(under_way, path, f"write iteration-0010 into {under_way.latest_file}")
+
+
+def test_missing_progress(under_way: RunDirectory) -> None:
+    path = under_way.checkpoint(20) / "progress.json"
+    path.unlink()
+    check_damaged(under_way, path, f"write iteration-0010 into {under_way.latest_file}")
+    under_way.latest_file.write_text("iteration-0010\n")
+    under_way.require_resumable(FINGERPRINT)
+    assert under_way.progress().iteration == 10
+
+
+def test_the_way_back_ends(under_way: RunDirectory) -> None:
+    assert "start over with --no-resume" in under_way.way_back(0)
+
+
+@pytest.mark.parametrize("content", [b"", BINARY, b"{", b"3", b"null", b"{}", DEEP.encode(), b'{"rl_config": {}}'])
+def test_damaged_configuration(under_way: RunDirectory, content: bytes) -> None:
+    path = under_way.path / "run.json"
+    path.write_bytes(content)
+    check_damaged(under_way, path, "another --out")
+    check_refused(under_way, "run.json", resume=False)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"", BINARY.replace(b"\n", b""), b"{", b"3", b"null", b"{}", DEEP.encode(), b'{"iteration": "1"}',
+     b'{"iteration": -1}', b'{"iteration": 1, "reward": [1]}'],
+)  # fmt: skip
+def test_damaged_metrics(under_way: RunDirectory, line: bytes) -> None:
+    under_way.metrics_file.write_bytes(ROW + line + b"\n" + ROW)
+    check_damaged(under_way, under_way.metrics_file, "line 2", "the run goes on without that row")
+
+
+def test_without_metrics_a_run_goes_on(under_way: RunDirectory) -> None:
+    under_way.metrics_file.unlink()
+    under_way.require_resumable(FINGERPRINT)
+    assert under_way.rows() == []
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "checkpoints/latest", PROGRESS])
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["directory", "pipe"])
+def test_something_else_of_that_name(under_way: RunDirectory, name: str, make: Callable[[Path], None]) -> None:
+    """Nothing waits for a pipe."""
+    path = under_way.path / name
+    path.unlink()
+    make(path)
+    check_damaged(under_way, path, "not a file")
+
+
+def check_damaged(run: RunDirectory, path: Path, *words: str) -> None:
+    """A FileError of one line, short, with path and remedy."""
+    with pytest.raises(FileError) as caught:
+        run.require_resumable(FINGERPRINT)
+    message = str(caught.value)
+    for word in (str(path), *words):
+        assert word in message
+    assert "\n" not in message and len(message) < 600
