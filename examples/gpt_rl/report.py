@@ -11,6 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from examples.gpt_rl.run_state import Row, RunDirectory
+from hybrid_engine.durable_files import naming
 
 # heading, width, how a row shows it
 _COLUMNS: tuple[tuple[str, int, str, str], ...] = (
@@ -86,22 +87,24 @@ class Report:
 
     def finish(self) -> None:
         """Draw reward.png and print the summary of all rows."""
-        rows = self.directory.rows()
+        rows, picture = self.directory.rows(), self.directory.path / "reward.png"
         if not rows:
             return
-        plot(rows, self.directory.path / "reward.png")
+        with naming("writing", picture):
+            plot(rows, picture)
         self.console.print(summary_table(rows, self.directory.path))
 
     def _write_events(self, row: Row) -> None:
-        if self._events is None:
-            from torch.utils.tensorboard import SummaryWriter
+        with naming("writing TensorBoard events to", self.directory.path):
+            if self._events is None:
+                from torch.utils.tensorboard import SummaryWriter
 
-            # what an interrupted run wrote for this iteration and later ones is hidden
-            self._events = SummaryWriter(str(self.directory.path), purge_step=row["iteration"])
-        for name, value in row.items():
-            if isinstance(value, int | float) and name != "iteration":
-                self._events.add_scalar(name, value, row["iteration"])
-        self._events.flush()
+                # what an interrupted run wrote for this iteration and later ones is hidden
+                self._events = SummaryWriter(str(self.directory.path), purge_step=row["iteration"])
+            for name, value in row.items():
+                if isinstance(value, int | float) and name != "iteration":
+                    self._events.add_scalar(name, value, row["iteration"])
+            self._events.flush()
 
 
 def header_line() -> str:
@@ -115,27 +118,36 @@ def row_line(row: Row) -> str:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """What came out of a run: accuracies, their difference, and totals."""
-    measured = [row["accuracy"] for row in rows if row["accuracy"] is not None]
-    total_seconds = sum(row["iteration_seconds"] for row in rows)
-    reshard_seconds = sum(row["reshard_seconds"] for row in rows)
-    differences = [row["logprob_diff"] for row in rows if row["logprob_diff"] is not None]
+    """What came out of a run: accuracies, their difference, and totals; None for what no row has.
+
+    metrics.jsonl may have lost rows, the first ones too.
+    """
+    accuracies = _values(rows, "accuracy")
+    after_warm_up = rows[0].get("accuracy") if rows[0]["iteration"] == 0 else None
+    accuracy = accuracies[-1] if accuracies else None
+    total_seconds = sum(_values(rows, "iteration_seconds"))
+    reshard_seconds = sum(_values(rows, "reshard_seconds"))
     return {
         "iterations": rows[-1]["iteration"],
-        "accuracy_after_warm_up": rows[0]["accuracy"],
-        "accuracy": measured[-1],
-        "gain": measured[-1] - rows[0]["accuracy"],
-        "reward": rows[-1]["reward"],
-        "kl": rows[-1]["kl"],
+        "accuracy_after_warm_up": after_warm_up,
+        "accuracy": accuracy,
+        "gain": None if after_warm_up is None else accuracy - after_warm_up,
+        "reward": rows[-1].get("reward"),
+        "kl": rows[-1].get("kl"),
         "seconds": total_seconds,
         "reshard_seconds": reshard_seconds,
-        "reshard_share": reshard_seconds / total_seconds,
-        "bytes_received": sum(row["bytes_received"] for row in rows),
-        "bytes_least": sum(row["bytes_least"] for row in rows),
-        "peak_bytes": max(row["peak_bytes"] for row in rows),
-        "rss_bytes": max(row["rss_bytes"] for row in rows),
-        "logprob_diff": max(differences, default=None),
+        "reshard_share": reshard_seconds / total_seconds if total_seconds else None,
+        "bytes_received": sum(_values(rows, "bytes_received")),
+        "bytes_least": sum(_values(rows, "bytes_least")),
+        "peak_bytes": max(_values(rows, "peak_bytes"), default=None),
+        "rss_bytes": max(_values(rows, "rss_bytes"), default=None),
+        "logprob_diff": max(_values(rows, "logprob_diff"), default=None),
     }
+
+
+def _values(rows: Sequence[Row], key: str) -> list[float]:
+    """Of the rows that have one."""
+    return [row[key] for row in rows if row.get(key) is not None]
 
 
 def summary_table(rows: Sequence[Row], directory: Path) -> Table:
@@ -143,10 +155,10 @@ def summary_table(rows: Sequence[Row], directory: Path) -> Table:
     result = summary(rows)
     table = Table(title=f"{result['iterations']} iterations in {result['seconds']:.0f} s", show_header=False)
     lines = {
-        "held-out accuracy after warm-up": f"{result['accuracy_after_warm_up']:.3f}",
-        "held-out accuracy now": f"{result['accuracy']:.3f} ({result['gain']:+.3f})",
+        "held-out accuracy after warm-up": _shown(result["accuracy_after_warm_up"], ".3f"),
+        "held-out accuracy now": f"{_shown(result['accuracy'], '.3f')} ({_shown(result['gain'], '+.3f')})",
         "reward, KL to the reference": f"{_shown(result['reward'], '.3f')}, {_shown(result['kl'], '.3f')}",
-        "resharding": f"{result['reshard_seconds']:.2f} s, {result['reshard_share']:.1%} of the time",
+        "resharding": f"{result['reshard_seconds']:.2f} s, {_shown(result['reshard_share'], '.1%')} of the time",
         "bytes received / least possible": f"{result['bytes_received']:,} / {result['bytes_least']:,}",
         "peak of weights and training state": f"{_shown(result['peak_bytes'], 'MB')} MB a rank",
         "memory of the largest process": f"{_shown(result['rss_bytes'], 'MB')} MB",
@@ -168,14 +180,15 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(7, 8), sharex=True, layout="constrained")
     _draw(top, rows, "accuracy", "held-out accuracy (greedy)", "tab:blue", marker="o")
     _draw(top, rows, "reward", "reward (mean of samples)", "tab:orange")
-    top.axhline(rows[0]["accuracy"], color="tab:blue", linestyle=":", label="after warm-up")
+    if (after_warm_up := summary(rows)["accuracy_after_warm_up"]) is not None:
+        top.axhline(after_warm_up, color="tab:blue", linestyle=":", label="after warm-up")
     top.set_ylim(0, 1)
     top.legend(loc="lower right")
     _draw(middle, rows, "kl", "KL to the reference", "tab:green")
     middle.set_ylabel("nats per token")
     middle.legend(loc="upper left")
     timed = [row for row in rows if row["iteration"] > 0]
-    seconds = [[row.get(f"{phase}_seconds", 0.0) for row in timed] for phase in _PHASES]
+    seconds = [[row.get(f"{phase}_seconds") or 0.0 for row in timed] for phase in _PHASES]
     bottom.stackplot([row["iteration"] for row in timed], seconds, labels=_PHASES)
     bottom.set_ylabel("seconds")
     bottom.set_xlabel("iteration")
@@ -185,7 +198,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def _draw(axes: Any, rows: Sequence[Row], key: str, label: str, colour: str, marker: str = "") -> None:
-    points = [(row["iteration"], row[key]) for row in rows if row[key] is not None]
+    points = [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
     axes.plot([x for x, _ in points], [y for _, y in points], label=label, color=colour, marker=marker, markersize=3)
 
 

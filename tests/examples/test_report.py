@@ -88,6 +88,25 @@ def test_summary() -> None:
     assert result["logprob_diff"] == 1e-5
 
 
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row(2, accuracy=None), row(3)],  # the first ones were lost
+        [row(3, accuracy=None)],
+        [row(0, accuracy=None), row(1, accuracy=None, reshard_seconds=None, peak_bytes=None)],
+        [{"iteration": 4}],
+    ],
+)
+def test_rows_that_were_lost_or_lack_values(rows: list[dict[str, Any]], tmp_path: Path) -> None:
+    directory, screen = RunDirectory(tmp_path), io.StringIO()
+    for each in rows:
+        directory.append_row(each)
+    report.Report(Console(file=screen, width=80), directory, 3).finish()
+    assert "held-out accuracy now" in screen.getvalue()
+    assert (tmp_path / "reward.png").is_file()
+    assert report.summary(rows)["gain"] is None
+
+
 def switch(seconds: float, received: int, peak: int) -> ReshardReport:
     values: dict[str, Any] = dict.fromkeys(ReshardReport.__dataclass_fields__, 0)
     return ReshardReport(
