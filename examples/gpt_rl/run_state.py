@@ -229,6 +229,15 @@ class RunDirectory:
                 with naming("removing", self.checkpoint(iteration)):
                     _remove_checkpoint(self.checkpoint(iteration))
 
+    def discard_incomplete(self, iteration: int) -> None:
+        """Call when a checkpoint could not be written: what is there of it would keep a full disk full."""
+        directory, incomplete = self.checkpoint(iteration), self.weights(iteration).with_name("weights.incomplete")
+        with naming("removing", directory):
+            if iteration not in self._complete_iterations() and directory.exists():
+                _remove_checkpoint(directory)
+            elif incomplete.exists():
+                shutil.rmtree(incomplete)
+
     def append_row(self, row: Row) -> None:
         """Add a line to the metrics."""
         append_text(self.metrics_file, json.dumps(row) + "\n")

@@ -22,6 +22,7 @@ from examples.gpt_rl.measure import Tally, combine
 from examples.gpt_rl.run_state import Progress, Row, RunDirectory
 from examples.gpt_rl.settings import Settings
 from hybrid_engine import ActorHybridWorker, Completion, Sampling
+from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.worker import ReferenceModel
 
 OnProgress = Callable[[str, int, int], None]
@@ -114,14 +115,22 @@ class Trainer:
         self.tally = Tally()
         self.on_progress("loading checkpoint", 0, 1)
         with self.worker.train_context():
-            self.worker.load_checkpoint(self.directory.weights(0))
+            self._load(0)
             self._freeze_reference()
-            self.worker.load_checkpoint(self.directory.weights(progress.iteration))
+            self._load(progress.iteration)
         if self.worker.rank == 0:
             self.directory.drop_rows_after(progress.iteration)
         with self.worker.rollout_context():  # where every iteration ends
             pass
         return progress
+
+    def _load(self, iteration: int) -> None:
+        """Take up a checkpoint, or say which other one can be."""
+        try:
+            self.worker.load_checkpoint(self.directory.weights(iteration))
+        except HybridEngineError as error:
+            error.add_note(self.directory.way_back(iteration))
+            raise
 
     def _freeze_reference(self) -> None:
         self.reference = ReferenceModel(self.worker)
@@ -226,9 +235,14 @@ class Trainer:
     def _save(self, progress: Progress) -> None:
         """Checkpoint the actor. In the train context."""
         with self.worker.train_context(), self.tally.phase("checkpoint"):
-            self.worker.save_checkpoint(self.directory.weights(progress.iteration))
-            if self.worker.rank == 0:
-                self.directory.complete_checkpoint(progress)
+            try:
+                self.worker.save_checkpoint(self.directory.weights(progress.iteration))
+                if self.worker.rank == 0:
+                    self.directory.complete_checkpoint(progress)
+            except HybridEngineError:
+                if self.worker.rank == 0:
+                    self.directory.discard_incomplete(progress.iteration)
+                raise
 
     def _is_stopped(self) -> bool:
         """Whether any rank was asked to stop."""

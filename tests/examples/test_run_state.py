@@ -83,6 +83,21 @@ def test_what_a_killed_run_left_ahead_goes(directory: RunDirectory) -> None:
     assert names(directory) == ["iteration-0000", "iteration-0010", "iteration-0020"]
 
 
+def test_a_checkpoint_that_could_not_be_written_goes(directory: RunDirectory) -> None:
+    complete(directory, 0)
+    directory.discard_incomplete(10)
+    directory.weights(10).mkdir(parents=True)  # written, but then not progress.json
+    directory.discard_incomplete(10)
+    assert names(directory) == ["iteration-0000"]
+    for iteration in (0, 10):  # 0 is there already, and stays
+        incomplete = directory.checkpoint(iteration) / "weights.incomplete"
+        incomplete.mkdir(parents=True)
+        (incomplete / "rank0000.pt").write_text("half")
+        directory.discard_incomplete(iteration)
+    assert names(directory) == ["iteration-0000"]
+    assert directory.progress().iteration == 0 and directory.weights(0).is_dir()
+
+
 def test_rows_after_the_checkpoint_are_dropped(directory: RunDirectory) -> None:
     for iteration in range(4):
         directory.append_row({"iteration": iteration, "reward": None})
