@@ -8,6 +8,8 @@ PYTHON_ENV   ?=
 NPROC  ?= 2
 CONFIG ?= examples/gpt_rl/configs/tp2_to_dp2.yaml
 OUT    ?= runs/gpt_rl
+# Longer than an iteration takes: torchrun kills ranks that have not ended so long after Ctrl-C.
+STOP_SECONDS ?= 600
 
 PYTEST_ARGS ?=
 MEGATRON    ?= $(lastword $(CORE_VERSIONS))
@@ -51,6 +53,7 @@ help: ## Show this help
 	@echo '  NPROC         ranks of make rl ($(NPROC))'
 	@echo '  CONFIG        configuration of make rl ($(CONFIG))'
 	@echo '  OUT           where make rl writes ($(OUT))'
+	@echo '  STOP_SECONDS  given to the iteration under way after Ctrl-C ($(STOP_SECONDS))'
 	@echo '  MEGATRON      megatron-core of make core-tests ($(MEGATRON)); all: $(CORE_VERSIONS)'
 	@echo '  PYTEST_ARGS   more arguments for pytest, for example "-k planner -x"'
 	@echo '  VENV          environment to create and use ($(VENV))'
@@ -62,7 +65,7 @@ env: $(ENV_READY) ## Create the environment in VENV if it is missing or out of d
 
 rl: $(ENV_READY) ## Train a GPT by RL, Megatron <-> vLLM (NPROC, CONFIG, OUT)
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
-	    -m examples.gpt_rl.train --config $(CONFIG) --out $(OUT)
+	    --shutdown-timeout $(STOP_SECONDS) -m examples.gpt_rl.train --config $(CONFIG) --out $(OUT)
 
 test: lint ## Check style and formatting, then run the tests (but for test-faults)
 	$(PY) -m pytest $(PYTEST_ARGS)

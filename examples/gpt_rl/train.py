@@ -1,33 +1,35 @@
 """Start of a run, on every rank:
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m examples.gpt_rl.train \\
+    python -m torch.distributed.run --standalone --nproc-per-node 2 --shutdown-timeout 600 -m examples.gpt_rl.train \\
         --config examples/gpt_rl/configs/tp2_to_dp2.yaml --out runs/gpt_rl
 
-This file looks after processes: options, output, signals, errors, exit codes. The run itself is in trainer.py.
+`--shutdown-timeout`: seconds that torchrun gives the ranks after Ctrl-C until it kills them; longer than an iteration
+takes, or there is no checkpoint.
+
+This file looks after processes: options, errors, exit codes. The run itself is in trainer.py.
 """
 
+# ruff: noqa: E402 - the launcher may end while the other modules are imported
 from __future__ import annotations
 
-import logging
 import os
-import signal
+
+_LAUNCHER = os.getppid()
+
 import sys
-import time
-import traceback
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
-from rich.console import Console
 
+from examples.gpt_rl.output import Output
+from examples.gpt_rl.run_lock import take_lock, tell_others, wait_for_lock
 from examples.gpt_rl.run_state import RunDirectory
 from examples.gpt_rl.settings import Settings, load_settings
-from hybrid_engine.errors import ConfigError, HybridEngineError, RemoteError, Violation
-
-_SECONDS_FOR_OTHERS = 20  # to say what went wrong, before a rank that only heard of it does
+from examples.gpt_rl.stopping import StopRequest
+from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.launching import end_with_parent
 
 
 def main(
@@ -38,23 +40,49 @@ def main(
     seed: Annotated[int | None, typer.Option(min=0, help="In place of the file's.")] = None,
 ) -> None:
     """Train a small GPT by GRPO: Megatron trains, vLLM samples, weights are resharded between them."""
-    rank = int(os.environ.get("RANK", 0))
-    directory = RunDirectory(out)
-    with Output(rank, out) as output:
-        try:
-            settings = load_settings(config, _world_size(), iterations, seed)
-            if resume and _is_finished(directory, settings):
-                output.say(f"The run in {out} is finished: {settings.rl.iterations} iterations are done.")
-                output.say("Ask for more with --iterations, or start over with --no-resume.")
-                return
-            run(settings, directory, resume, output)
-        except Exception as error:
-            output.fail(error)
-            # Other ranks may wait for this one inside a library; a process that is gone ends their wait.
-            os._exit(1)
+    end_with_parent(_LAUNCHER)
+    output = Output(int(os.environ.get("RANK", 0)))
+    stop = StopRequest(output)
+    try:
+        settings = load_settings(config, _world_size(), iterations, seed)
+        directory = RunDirectory(out)
+        lock = claim(directory, settings, resume, output.rank)
+        output.log_to(out / f"log-rank{output.rank}.txt")
+        if resume and _is_finished(directory, settings):
+            output.say(f"The run in {out} is finished: {settings.rl.iterations} iterations are done.")
+            output.say("Ask for more with --iterations, or start over with --no-resume.")
+        else:
+            run(settings, directory, resume, output, stop)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except Exception as error:
+        output.fail(error, is_being_ended=stop.may_be_the_launchers)
+        # Other ranks may wait for this one inside a library; a process that is gone ends their wait.
+        os._exit(1)
+    if lock is not None:
+        lock.close()
 
 
-def run(settings: Settings, directory: RunDirectory, resume: bool, output: Output) -> None:
+def claim(directory: RunDirectory, settings: Settings, resume: bool, rank: int) -> TextIO | None:
+    """Return when this job may write in the run's directory; on rank 0 with the lock, to be kept.
+
+    Raises, before anything is written there and before engines are built, unless the directory is empty or a run of
+    this configuration that no other job has under way. Only rank 0 looks; if it ends, the others do.
+    """
+    if rank != 0:
+        wait_for_lock()
+        return None
+    directory.require_ours()
+    lock = take_lock(directory.lock_file)
+    if resume:
+        directory.require_resumable(settings.fingerprint())
+    else:
+        directory.require_replaceable()
+    tell_others(settings.world_size)
+    return lock
+
+
+def run(settings: Settings, directory: RunDirectory, resume: bool, output: Output, stop: StopRequest) -> None:
     """Build the engines and train until done or asked to stop."""
     from examples.gpt_rl.report import Report
 
@@ -70,8 +98,9 @@ def run(settings: Settings, directory: RunDirectory, resume: bool, output: Outpu
         worker.sharding.agreement.settle("preparing the run's directory", None)
         if report:
             report.begin(_rows_so_far(directory))
-        with stop_on_signals(output) as stop_requested:
-            trainer = Trainer(worker, settings, directory, stop_requested, *([report.show_progress] if report else []))
+        with stop:
+            on_progress = [report.show_progress] if report else []
+            trainer = Trainer(worker, settings, directory, lambda: stop.is_made, *on_progress)
             try:
                 for row in trainer.run():
                     if report:
@@ -86,82 +115,11 @@ def run(settings: Settings, directory: RunDirectory, resume: bool, output: Outpu
             output.say(f"Stopped after iteration {progress.iteration}; the same command goes on from there.")
 
 
-class Output:
-    """Keeps the terminal for what this program says; all else goes to OUT/log-rank<r>.txt.
-
-    What libraries print, from C++ too, is caught by putting the log file in the place of descriptors 1 and 2.
-    """
-
-    def __init__(self, rank: int, directory: Path) -> None:
-        self.rank = rank
-        self.log_file = directory / f"log-rank{rank}.txt"
-        directory.mkdir(parents=True, exist_ok=True)
-
-    def __enter__(self) -> Output:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._terminal = os.fdopen(os.dup(1), "w", buffering=1)
-        log = os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        for descriptor in (1, 2):
-            os.dup2(log, descriptor)
-        os.close(log)
-        self.console = Console(file=self._terminal)
-        # torch renames collectives that megatron-core calls in every step
-        warnings.filterwarnings("ignore", category=FutureWarning, message=r"`torch\.distributed\.\w+` is deprecated")
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        for name in ("hybrid_engine", "megatron_patches", "examples"):
-            logging.getLogger(name).addHandler(handler)
-            logging.getLogger(name).setLevel(logging.INFO)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._terminal.flush()
-
-    def say(self, text: str) -> None:
-        """A line for the user, from rank 0."""
-        if self.rank == 0:
-            self.console.print(text, highlight=False, soft_wrap=True, markup=False)
-
-    def fail(self, error: Exception) -> None:
-        """Say what went wrong here; the traceback goes to the log.
-
-        Where another rank says it (a wrong configuration is the same on all, a RemoteError is about a peer), wait for
-        that: the launcher ends all ranks as soon as one has failed.
-        """
-        traceback.print_exception(error, file=sys.stderr)
-        sys.stderr.flush()
-        if isinstance(error, RemoteError) or (isinstance(error, ConfigError) and self.rank != 0):
-            time.sleep(_SECONDS_FOR_OTHERS)
-        name = "" if isinstance(error, HybridEngineError) else f"{type(error).__name__}: "
-        text = f"rank {self.rank}: {name}{error}\nrank {self.rank}: more in {self.log_file} and the logs beside it"
-        self.console.print(text, style="red", highlight=False, soft_wrap=True, markup=False)
-
-
-@contextmanager
-def stop_on_signals(output: Output) -> Iterator[Callable[[], bool]]:
-    """Inside, SIGINT and SIGTERM only set a flag; gives a function that reads it."""
-    received: list[int] = []
-
-    def note(number: int, frame: object) -> None:
-        if not received:
-            output.say("Stopping after this iteration, with a checkpoint ...")
-        received.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(received)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _world_size() -> int:
-    if "WORLD_SIZE" not in os.environ:
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
         remedy = "Start with python -m torch.distributed.run --standalone --nproc-per-node N -m examples.gpt_rl.train"
-        raise ConfigError([Violation("environment", "WORLD_SIZE is not set", remedy)])
+        raise ConfigError([Violation("environment", f"{', '.join(missing)} not set", remedy)])
     return int(os.environ["WORLD_SIZE"])
 
 
