@@ -118,6 +118,11 @@ def _free_space(path: Path) -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
+    """`write_bytes` in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | Path, contents: bytes) -> None:
     """Write a file in one step: whatever happens, it has the old contents or the new ones. Raises FileError.
 
     On the disk when this returns. A failure leaves no temporary file; a kill may leave `<name>.incomplete`, which the
@@ -127,8 +132,8 @@ def write_text(path: str | Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.incomplete")
     with naming("writing", path):
         try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
+            with temporary.open("wb") as file:
+                file.write(contents)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)

@@ -149,9 +149,10 @@ class ActorHybridWorker:
     def load_hf_checkpoint(self, path: str | Path) -> None:
         """Take the weights from a Hugging Face checkpoint (safetensors), whatever the layout. In `train_context`.
 
-        Every rank reads only what it holds. Main parameters follow; moments and step count stay as they are; adapters
-        add nothing from then on, for a checkpoint holds sums. Raises
-        ConfigError, or ParameterMismatchError naming every tensor that is missing, unknown or of another shape.
+        Every rank reads only what it holds, and its share of the files to check their checksums. Main parameters
+        follow; moments and step count stay as they are; adapters add nothing from then on, for a checkpoint holds sums.
+        Raises, with nothing changed on any rank, ConfigError, FileError naming the file, or ParameterMismatchError
+        naming every tensor that is missing, unknown or of another shape.
         """
         self.require(State.TRAIN)
         from hybrid_engine.backends.huggingface import load_hf_checkpoint
@@ -163,7 +164,9 @@ class ActorHybridWorker:
         """Write the weights, adapters added, as a Hugging Face checkpoint with config and tokenizer of `config.model`.
 
         In `train_context`. `path` is on storage that all ranks share; every rank writes its part and nothing is
-        gathered. `dtype`: of the stored weights, e.g. "bfloat16"; default: the training weights' own.
+        gathered. `dtype`: of the stored weights, e.g. "bfloat16"; default: the training weights' own. Older weights of
+        this model there are replaced: whatever happens, readers find those or the new ones. Raises FileError naming the
+        file, and ConfigError where the weights are another model's.
         """
         self.require(State.TRAIN)
         from hybrid_engine.backends.huggingface import save_hf_checkpoint

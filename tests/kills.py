@@ -6,10 +6,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
-STEPS = frozenset({"open", "os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate", "ctypes.dlsym"})
-"""Audit events before calls that change a file system. Files that are only read count too; dlsym is for what Python
-itself cannot call (renameat2)."""
+STEPS = frozenset({"os.rename", "os.remove", "os.link", "os.mkdir", "os.rmdir", "os.truncate", "ctypes.dlsym"})
+"""Audit events before calls that change a file system; dlsym is for what Python itself cannot call (renameat2)."""
+
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 def kill_at_every_step(act: Callable[[], object], prepare: Callable[[], object]) -> Iterator[int]:
@@ -33,9 +35,9 @@ def _run_and_kill(act: Callable[[], object], step: int) -> int:
     if child == 0:
         left = step
 
-        def count(event: str, args: tuple[object, ...]) -> None:
+        def count(event: str, args: tuple[Any, ...]) -> None:
             nonlocal left
-            if event in STEPS:
+            if event in STEPS or (event == "open" and args[2] & _WRITING):
                 if left == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
                 left -= 1

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import resource
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,35 +26,9 @@ from hybrid_engine.durable_files import (
 )
 from hybrid_engine.errors import ConfigError, FileError, StateError, Violation
 from tests.kills import kill_at_every_step
+from tests.small_disks import file_size_limit, small_disk  # noqa: F401
 
 MIB = 1 << 20
-
-
-@contextmanager
-def file_size_limit(nbytes: int) -> Iterator[None]:
-    """What `ulimit -f` does; Python ignores its signal, so writes fail."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
-    try:
-        result = subprocess.run(mount, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command")
-    if result.returncode != 0:
-        pytest.skip(f"mounting is refused here: {result.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
 
 
 # name -> (what raises, part of the message)
@@ -111,7 +83,7 @@ def test_a_limit_is_told_and_the_old_text_stays(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk_is_told_and_the_old_text_stays(small_disk: Path) -> None:
+def test_a_full_disk_is_told_and_the_old_text_stays(small_disk: Path) -> None:  # noqa: F811
     path = small_disk / "text"
     write_text(path, "old")
     full = rf"writing {path}: no space left on device \(2\.\d MB free on {small_disk}\)\. Free some space"
@@ -121,7 +93,7 @@ def test_a_full_disk_is_told_and_the_old_text_stays(small_disk: Path) -> None:
     assert list(small_disk.iterdir()) == [path]
 
 
-def test_a_full_disk_under_torch_save_is_told(small_disk: Path) -> None:
+def test_a_full_disk_under_torch_save_is_told(small_disk: Path) -> None:  # noqa: F811
     """torch itself says "unexpected pos 704 vs 598"."""
     path = small_disk / "rank0000.pt"
     message = rf"writing the checkpoint {path}: no space left on device \(0\.0 MB free"
@@ -129,7 +101,7 @@ def test_a_full_disk_under_torch_save_is_told(small_disk: Path) -> None:
         torch.save({"a": torch.zeros(MIB)}, file)
 
 
-def test_a_reservation_is_real(small_disk: Path) -> None:
+def test_a_reservation_is_real(small_disk: Path) -> None:  # noqa: F811
     with (small_disk / "file").open("w+b") as file:
         reserve(file.fileno(), MIB)
         reserve(file.fileno(), 0)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+import torch.distributed as dist
 
 from hybrid_engine.agreement import Agreement
 from hybrid_engine.backends.huggingface import files, load_hf_checkpoint, save_hf_checkpoint
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.errors import ConfigError, ParameterMismatchError
+from hybrid_engine.errors import ConfigError, HybridEngineError, ParameterMismatchError
 from tests.hybrid_engine.tiny_models import (
     DENSE_FLOAT32,
     read_canonical,
@@ -70,6 +72,20 @@ BROKEN: dict[str, tuple[str, str, dict[str, Any] | None]] = {
         {"num_hidden_layers": 3},
     ),
     "no files": ("ConfigError", "has neither model.safetensors.index.json nor model.safetensors", None),
+}
+
+
+# name -> (error, part of its message, what happens to the last file of a saved checkpoint)
+DAMAGED: dict[str, tuple[str, str, Callable[[bytearray], object]]] = {
+    "cut": ("FileError", "bytes by its header", lambda contents: contents.__delitem__(slice(-9, None))),
+    "flipped": ("FileError", "its checksum is", lambda contents: contents.__setitem__(-9, contents[-9] ^ 1)),
+    "header": ("FileError", "a header of", lambda contents: contents.__setitem__(6, 255)),
+}
+
+# name -> (error, part of its message): saving where it cannot be
+REFUSED = {
+    "below a file": ("FileError", "config.json/below: not a directory. A part of the path is a file"),
+    "another model": ("ConfigError", "holds the weights of another model (model.layers.0.mlp.gate_proj.weight: shape"),
 }
 
 
@@ -138,6 +154,8 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path],
     calls = {
         "good": (load_and_save, (paths, directory / "out")),
         "broken": (load_what_is_wrong, (model, broken)),
+        "damaged": (load_what_is_damaged, (model, directory / "damaged")),
+        "refused": (save_where_it_cannot_be, (model, broken["other sizes"])),
     }
     return paths, directory / "out", launch_in_turn(2, calls)
 
@@ -209,23 +227,64 @@ def test_what_is_wrong_is_named_and_nothing_is_lost(launched: Any, name: str) ->
         assert results[name][2]
 
 
-def test_files_have_safetensors_own_format(tmp_path: Path) -> None:
-    """Mixed widths: every tensor is aligned, and safetensors itself reads what was written in place."""
-    wanted = {"a": ((3,), "bfloat16"), "b": ((2, 3), "float32"), "c": ((), "float32"), "d": ((5,), "uint8")}
-    stored = files.plan_files(wanted, max_file_nbytes=30)
-    assert len({tensor.file for tensor in stored.values()}) == 2
-    files.create_files(tmp_path, stored, ".new")
-    mapped = files.open_for_writing(tmp_path, stored, ".new")
-    for number, name in enumerate(wanted, start=1):
-        mapped[name].fill_(number)
-    files.publish_files(tmp_path, stored, ".new")
-    assert files.stored_tensors(tmp_path) == stored
-    for number, (name, (shape, dtype)) in enumerate(wanted.items(), start=1):
-        with safe_open(tmp_path / stored[name].file, framework="pt") as opened:
-            assert torch.equal(opened.get_tensor(name), torch.full(shape, number, dtype=getattr(torch, dtype)))
+def load_what_is_damaged(model: Path, directory: Path) -> dict[str, tuple[str, str, bool]]:
+    """(error, its message, are the weights as before) for every way to damage one of several files."""
+    results = {}
+    with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
+        agreement = Agreement(60)
+        save_hf_checkpoint(directory, run.engine.weights, run.table, agreement, model, file_nbytes=SMALL_FILES)
+        path = sorted(directory.glob("*.safetensors"))[-1]
+        whole = path.read_bytes()
+        for tensor in run.engine.weights.buffers().values():
+            tensor.fill_(7)
+        before = [tensor.clone() for tensor in run.engine.weights.buffers().values()]
+        for name, (_, _, damage) in DAMAGED.items():
+            agreement.gather(None)
+            contents = bytearray(whole)
+            damage(contents)
+            if dist.get_rank() == 0:
+                path.write_bytes(contents)
+            agreement.gather(None)
+            with pytest.raises(HybridEngineError) as caught:
+                load_hf_checkpoint(directory, run.engine.weights, run.table, agreement)
+            kept = all(map(torch.equal, before, run.engine.weights.buffers().values()))
+            results[name] = (type(caught.value).__name__, str(caught.value), kept)
+    return results
 
 
-def test_index_without_its_files(tmp_path: Path) -> None:
-    (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
-    with pytest.raises(ConfigError, match="files that are not there: model-00001-of-00002"):
-        files.stored_tensors(tmp_path)
+@pytest.mark.engines
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_is_damaged_is_named_and_nothing_is_changed(launched: Any, name: str) -> None:
+    """A rank either finds it or hears of it."""
+    error, message, _ = DAMAGED[name]
+    results = [results[name] for results in launched[2]["damaged"]]
+    assert error in {found for found, _, _ in results} <= {error, "RemoteError"}
+    for _, text, is_kept in results:
+        assert message in text
+        assert re.search(r"damaged/model-.*\.safetensors", text)
+        assert is_kept
+
+
+def save_where_it_cannot_be(model: Path, other: Path) -> dict[str, tuple[str, str, bool]]:
+    """(error, its message, is the directory as before) for every place."""
+    results = {}
+    with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
+        agreement = Agreement(60)
+        before = {path: path.read_bytes() for path in other.iterdir()}
+        for name, path in (("below a file", other / "config.json" / "below"), ("another model", other)):
+            with pytest.raises(HybridEngineError) as caught:
+                save_hf_checkpoint(path, run.engine.weights, run.table, agreement, model)
+            is_kept = before == {path: path.read_bytes() for path in other.iterdir()}
+            results[name] = (type(caught.value).__name__, str(caught.value), is_kept)
+    return results
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_in_the_way_is_said_on_all_ranks(launched: Any, name: str) -> None:
+    error, message = REFUSED[name]
+    results = [results[name] for results in launched[2]["refused"]]
+    assert [found for found, _, _ in results] == [error, "RemoteError"]
+    for _, text, is_kept in results:
+        assert message in text
+        assert is_kept

@@ -8,10 +8,11 @@ Every rank reads or writes its own boxes and nothing else; nothing is gathered.
 from __future__ import annotations
 
 import json
+import logging
 import math
-import shutil
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
@@ -19,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.agreement import Agreement
-from hybrid_engine.backends.huggingface import files
-from hybrid_engine.errors import ParameterMismatchError
+from hybrid_engine.backends.huggingface import files, writing
+from hybrid_engine.durable_files import naming, write_bytes, write_text
+from hybrid_engine.errors import ConfigError, HybridEngineError, ParameterMismatchError, Violation
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.planning.plan import Transfer
@@ -28,6 +30,8 @@ from hybrid_engine.planning.planner import plan
 from hybrid_engine.planning.regions import Region, contiguous_strides
 from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.transports.copies import strided
+
+logger = logging.getLogger(__name__)
 
 FILE_NBYTES = 5 * 10**9
 """Data per file of a saved checkpoint, as transformers has it."""
@@ -45,8 +49,6 @@ COMPANIONS = (
     "*.jinja",
 )
 """Files that belong to a model beside its weights."""
-
-_SUFFIX = ".incomplete"
 
 
 class LoadableWeights(TrainingWeights, Protocol):
@@ -71,8 +73,12 @@ def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelT
         agreement: of all ranks.
 
     Stored values are cast to the shards' dtype. Padding (of the vocabulary) becomes zero, and adapters add nothing.
-    Main parameters of an optimizer are not touched: see `ActorHybridWorker.load_hf_checkpoint`. Raises ConfigError, or
-    ParameterMismatchError naming every tensor that is missing, has another shape or is unknown to the table.
+    Main parameters of an optimizer are not touched: see `ActorHybridWorker.load_hf_checkpoint`.
+
+    All that can be wrong with the files is found before the first shard changes on any rank: names, shapes, lengths,
+    and contents where a file carries a checksum (those of `save_hf_checkpoint` do; safetensors has none). Ranks share
+    that reading, a file each. Raises ConfigError; FileError naming the file; or ParameterMismatchError naming every
+    tensor that is missing, has another shape or is unknown to the table.
     """
     directory = Path(path)
     with agreement.phase("reading the checkpoint's headers"):
@@ -80,20 +86,22 @@ def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelT
         _check_names(stored, table)
         known = {name: stored[name] for name in table.shapes}
         rank = dist.get_world_size()
-        transfers = plan(
-            _layout_of(known, rank, {}), weights.layout(), _hosts(), may_stay_unread=table.shapes
-        ).transfers()
-    with agreement.phase("preparing the weights"):
-        weights.prepare()
-    buffers = weights.buffers()
-    with agreement.phase("reading the checkpoint"), torch.no_grad(), files.SliceReader(directory) as reader:
-        for transfer in transfers:
-            strides = contiguous_strides(known[transfer.tensor].shape)
-            offsets = _unravel(transfer.src.offset, strides)
-            box = reader.read(transfer.tensor, known[transfer.tensor], offsets, transfer.lengths)
-            strided(buffers[transfer.dst.buffer.name], transfer.lengths, transfer.dst).copy_(box)
-        weights.zero_padding()
-        weights.zero_adapters()
+        source = _layout_of(known, rank, {})
+        transfers = list(plan(source, weights.layout(), _hosts(), may_stay_unread=table.shapes).transfers())
+    with agreement.phase("verifying the checkpoint"):
+        for file in _share_of_files(stored):
+            if not files.verify_checksum(directory / file):
+                logger.info("%s has no checksum: its contents are taken as they are", directory / file)
+    with ExitStack() as stack:
+        with agreement.phase("preparing the weights"):
+            weights.prepare()
+            buffers = weights.buffers()
+            names = sorted({known[transfer.tensor].file for transfer in transfers})
+            reader = stack.enter_context(files.SliceReader(directory, names))
+        with agreement.phase("reading the checkpoint"), torch.no_grad():
+            _read(transfers, buffers, known, reader)
+            weights.zero_padding()
+            weights.zero_adapters()
 
 
 def save_hf_checkpoint(
@@ -108,7 +116,7 @@ def save_hf_checkpoint(
     """Write the training shards as a checkpoint that transformers and vLLM load. Collective.
 
     Args:
-        path: directory on storage that all ranks share; made if missing. Weights of an older save are replaced.
+        path: directory on storage that all ranks share; made if missing.
         weights: the shards, on the device.
         table: the model's name table.
         agreement: of all ranks.
@@ -116,7 +124,9 @@ def save_hf_checkpoint(
         dtype: of the stored weights, e.g. "bfloat16"; default: that of the shards.
         file_nbytes: most bytes of data in one file.
 
-    Every rank writes its share of the replicas in place. Files appear under their names once all are complete.
+    An older set of weights of the same model is replaced: a kill at any moment leaves that one or the new one, see
+    writing.py. Only files that its index names are removed. Raises ConfigError where the directory holds another
+    model's weights, FileError naming the file (on a full disk before anything is written); what was there stays.
     """
     with agreement.phase("preparing the weights"):
         weights.prepare()
@@ -125,24 +135,73 @@ def save_hf_checkpoint(
     directory, rank = Path(path), dist.get_rank()
     with agreement.phase("planning the checkpoint"):
         source = Layout.merge(layouts)
-        stored = files.plan_files(_tensors_to_store(source, table, dtype), file_nbytes)
+        stored = writing.plan_files(_tensors_to_store(source, table, dtype), file_nbytes)
         destination = _layout_of(stored, dist.get_world_size(), table.copies)
         transfers = [part for part in plan(source, destination, _hosts()).transfers() if part.src_rank == rank]
+    publication = writing.Publication(directory, stored)
     try:
         with agreement.phase("creating the checkpoint's files"):
             if rank == 0:
-                directory.mkdir(parents=True, exist_ok=True)
-                files.create_files(directory, stored, _SUFFIX)
+                publication.abandon()  # what an earlier one left that was killed
+                older = older_weights(directory, table)
+                publication.begin()
         with agreement.phase("writing the checkpoint"), torch.no_grad():
-            _write(transfers, weights.buffers(), files.open_for_writing(directory, stored, _SUFFIX))
+            _write(transfers, weights.buffers(), stored, directory)
+        with agreement.phase("sealing the checkpoint"):
+            for file in _share_of_files(stored):
+                writing.seal(directory / (file + writing.SUFFIX))
         with agreement.phase("publishing the checkpoint"):
             if rank == 0:
-                _copy_companions(model_dir, directory, stored)
-                files.publish_files(directory, stored, _SUFFIX)
-    except BaseException:
+                publish(publication, directory, model_dir, stored, older)
+    except BaseException as error:
         if rank == 0:
-            files.remove_unpublished(directory, {tensor.file for tensor in stored.values()}, _SUFFIX)
+            _abandon(publication, error)
         raise
+
+
+def older_weights(directory: Path, table: ModelTable) -> dict[str, files.StoredTensor]:
+    """Those in the directory, which the new ones will replace. Raises ConfigError if they are of another model."""
+    if not any((directory / name).is_file() for name in (files.INDEX, files.SINGLE)):
+        return {}
+    remedy = "Name another directory, or remove its weights and their index"
+    try:
+        older = files.stored_tensors(directory)
+        _check_names(older, table)
+    except ParameterMismatchError as error:
+        problem = f"{directory} holds the weights of another model ({error.findings[0]})"
+        raise ConfigError([Violation("path", problem, remedy)]) from error
+    return older
+
+
+def publish(
+    publication: writing.Publication,
+    directory: Path,
+    model_dir: str | Path | None,
+    stored: Mapping[str, files.StoredTensor],
+    older: Mapping[str, files.StoredTensor],
+) -> None:
+    """The configuration comes in two steps: until the new weights are there, its dtype rounds neither set."""
+    dtype = _usual_dtype(stored)
+    if older:
+        wider = torch.promote_types(getattr(torch, dtype), getattr(torch, _usual_dtype(older)))
+        dtype = str(wider).removeprefix("torch.")
+    _copy_companions(model_dir, directory, dtype)
+    publication.publish()
+    if older:
+        _write_config(directory, directory, _usual_dtype(stored))
+
+
+def _abandon(publication: writing.Publication, error: BaseException) -> None:
+    """After `error`, which is what counts; what cannot be cleaned up is said with it."""
+    try:
+        publication.abandon()
+    except HybridEngineError as left:
+        error.add_note(f"The files of this save are still there: {left}")
+
+
+def _share_of_files(stored: Mapping[str, files.StoredTensor]) -> list[str]:
+    """Every file is some rank's to read through."""
+    return sorted({tensor.file for tensor in stored.values()})[dist.get_rank() :: dist.get_world_size()]
 
 
 def _check_names(stored: Mapping[str, files.StoredTensor], table: ModelTable) -> None:
@@ -181,10 +240,30 @@ def _layout_of(stored: Mapping[str, files.StoredTensor], rank: int, copies: Mapp
     return Layout(shapes, buffers, tuple(shards))
 
 
-def _write(transfers: list[Transfer], buffers: Mapping[str, torch.Tensor], mapped: Mapping[str, torch.Tensor]) -> None:
+def _read(
+    transfers: list[Transfer],
+    buffers: Mapping[str, torch.Tensor],
+    stored: Mapping[str, files.StoredTensor],
+    reader: files.SliceReader,
+) -> None:
     for transfer in transfers:
-        source = strided(buffers[transfer.src.buffer.name], transfer.lengths, transfer.src)
-        strided(mapped[transfer.dst.buffer.name], transfer.lengths, transfer.dst).copy_(source)
+        strides = contiguous_strides(stored[transfer.tensor].shape)
+        offsets = _unravel(transfer.src.offset, strides)
+        box = reader.read(transfer.tensor, stored[transfer.tensor], offsets, transfer.lengths)
+        strided(buffers[transfer.dst.buffer.name], transfer.lengths, transfer.dst).copy_(box)
+
+
+def _write(
+    transfers: list[Transfer],
+    buffers: Mapping[str, torch.Tensor],
+    stored: Mapping[str, files.StoredTensor],
+    directory: Path,
+) -> None:
+    with writing.BoxWriter(directory) as writer:
+        for transfer in transfers:
+            box = strided(buffers[transfer.src.buffer.name], transfer.lengths, transfer.src)
+            writer.write(stored[transfer.dst.buffer.name], transfer.dst, box)
+        writer.flush()
 
 
 def _unravel(position: int, strides: tuple[int, ...]) -> tuple[int, ...]:
@@ -200,18 +279,31 @@ def _hosts() -> list[str]:
     return [""] * dist.get_world_size() + ["files"]
 
 
-def _copy_companions(model_dir: str | Path | None, directory: Path, stored: Mapping[str, files.StoredTensor]) -> None:
-    """Configuration and tokenizer; the config says what is stored: the dtype of most weights, and no quantisation."""
-    if model_dir is None:
-        return
-    if Path(model_dir).resolve() != directory.resolve():
+def _usual_dtype(stored: Mapping[str, files.StoredTensor]) -> str:
+    """That of most tensors."""
+    return Counter(tensor.dtype for tensor in stored.values()).most_common(1)[0][0]
+
+
+def _copy_companions(model_dir: str | Path | None, directory: Path, dtype: str) -> None:
+    """Configuration and tokenizer."""
+    if model_dir is not None and Path(model_dir).resolve() != directory.resolve():
         for pattern in COMPANIONS:
             for path in Path(model_dir).glob(pattern):
-                shutil.copyfile(path, directory / path.name)
-    path = directory / "config.json"
-    if path.is_file():
-        config = json.loads(path.read_text())
-        config.pop("quantization_config", None)
-        dtypes = Counter(tensor.dtype for tensor in stored.values())
-        config["dtype" if "dtype" in config else "torch_dtype"] = dtypes.most_common(1)[0][0]
-        path.write_text(json.dumps(config, indent=2) + "\n")
+                if path.name != "config.json":
+                    with naming("copying", path):
+                        write_bytes(directory / path.name, path.read_bytes())
+    _write_config(directory if model_dir is None else Path(model_dir), directory, dtype)
+
+
+def _write_config(source: Path, directory: Path, dtype: str) -> None:
+    """That of `source`, saying what is stored: the dtype of most weights, and no quantisation."""
+    path = source / "config.json"
+    if not path.is_file():
+        return
+    with naming("reading", path):
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"a {type(config).__name__}, not a mapping")
+    config.pop("quantization_config", None)
+    config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    write_text(directory / path.name, json.dumps(config, indent=2) + "\n")

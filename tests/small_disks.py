@@ -1,0 +1,38 @@
+"""Places where writing soon fails: a file system of 2 MiB, and a limit on the size of files."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def file_size_limit(nbytes: int) -> Iterator[None]:
+    """What `ulimit -f` does; Python ignores its signal, so writes fail."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    try:
+        result = subprocess.run(mount, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if result.returncode != 0:
+        pytest.skip(f"mounting is refused here: {result.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
