@@ -8,7 +8,7 @@ without a verdict; their output is printed.
 from __future__ import annotations
 
 import json
-import tempfile
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -45,6 +45,9 @@ class Order(StrEnum):
     AUTO = "auto"
     SEQUENTIAL = "sequential"
 
+
+_RANKS_PER_CORE = 8  # of `verify`: with more, ranks that wait for each other run into their timeouts
+_GIB_PER_RANK = 1.0  # both engines' libraries and a small model
 
 _RATES = ",".join(f"{link.value}={rate:g}" for link, rate in LINK_GBPS.items())
 
@@ -120,13 +123,15 @@ def verify(
     order: Annotated[Order, typer.Option(help="Which rank takes which inference position.")] = Order.AUTO,
     dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+    oversubscribe: Annotated[bool, typer.Option(help="Start more processes than this machine has room for.")] = False,
 ) -> None:
     """Switch a small model of the same architecture between two layouts, with both real engines, and compare.
 
     Random weights; three switches with changing weights. Every vLLM parameter must be bitwise what vLLM itself loads,
     and Megatron and vLLM must compute the log-probabilities that transformers computes.
     """
-    from hybrid_engine.verify import case_of, run_cases
+    from hybrid_engine.scratch import scratch_directory, unwinding_on_sigterm
+    from hybrid_engine.verify import SCRATCH_PREFIX, case_of, run_cases
 
     found: list[Violation] = []
     if layers < 1:
@@ -142,8 +147,12 @@ def verify(
     if nproc is not None and nproc != world_size:
         problem = f"{nproc} processes, but the sizes make {world_size} ranks"
         _refuse([Violation("--nproc", problem, "Leave it out, or leave dp out")])
-    with tempfile.TemporaryDirectory(prefix="verify-") as directory:
-        case = case_of(f"{train} to {infer}", model, Path(directory), *sizes, layers, order.value, dtype)
+    if not oversubscribe:
+        _collect(found, _check_room_for_ranks, world_size)
+        if found:
+            _refuse(found)
+    with unwinding_on_sigterm(), scratch_directory(SCRATCH_PREFIX) as directory:
+        case = case_of(f"{train} to {infer}", model, directory, *sizes, layers, order.value, dtype)
         _collect(found, case.config, world_size)
         if found:
             _refuse(found)
@@ -159,6 +168,19 @@ def verify(
         for line in (*verdict.remarks, *verdict.faults):
             typer.echo(line)
     raise typer.Exit(1 if verdict.faults else 0)
+
+
+def _check_room_for_ranks(num_ranks: int) -> None:
+    """Raise ConfigError for more processes than can be expected to end on this machine."""
+    num_cores = len(os.sched_getaffinity(0))
+    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    most = max(1, min(_RANKS_PER_CORE * num_cores, int(memory_gib / _GIB_PER_RANK)))
+    if num_ranks > most:
+        problem = (
+            f"{num_ranks} processes of {_GIB_PER_RANK:g} GiB or more, on {num_cores} cores and {memory_gib:.0f} GiB; "
+            f"there is room for {most}"
+        )
+        raise ConfigError([Violation("--nproc", problem, "Use smaller sizes, or --oversubscribe to start them anyway")])
 
 
 def _verdict_table(verdict: Verdict) -> Table:

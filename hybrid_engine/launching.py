@@ -7,16 +7,21 @@ import functools
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1
+_LOOPBACK = "127.0.0.1"
 _SECONDS_BETWEEN_LOOKS = 0.05
 _PIPE_BYTES = 1 << 20  # what a pipe holds at most
 _SECONDS_FOR_THE_OTHERS = 10.0
@@ -65,9 +70,10 @@ def run_ranks(
         directory: where the ranks run; default: here.
 
     Without torchrun's own process, which takes seconds to start. The store through which ranks meet is here, so it
-    outlives their process groups. Afterwards, also after an interrupt, no rank is alive, nor what a rank started; but
-    for what took a session of its own and outlived its rank. Ranks write without buffers, so what one said is there
-    even if it was killed; each through a pipe of its own, so no rank's words stand in another's line.
+    outlives their process groups; it and the ranks' gloo groups listen on the loopback interface only. Afterwards, also
+    after an interrupt, no rank is alive, nor what a rank started; but for what took a session of its own and outlived
+    its rank. Ranks write without buffers, so what one said is there even if it was killed; each through a pipe of its
+    own, so no rank's words stand in another's line.
     """
 
     def start(environment: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
@@ -108,9 +114,7 @@ def run_started(
         start: begins a rank in a session of its own, with these variables added to this process's; its output goes to
             that file descriptor, unbuffered.
     """
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _store_on_loopback()
     num_threads = os.environ.get("OMP_NUM_THREADS", "1")
     shared = {"OMP_NUM_THREADS": num_threads, **(environment or {}), **_job(num_ranks, store.port)}
     processes: list[Process] = []
@@ -178,6 +182,15 @@ class _Lines:
             line.clear()
 
 
+def _store_on_loopback() -> TCPStore:
+    """By itself, a TCPStore listens on all interfaces, whatever host name it is given, and asks nobody who he is."""
+    from torch.distributed import TCPStore
+
+    listener = socket.create_server((_LOOPBACK, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
 def _job(num_ranks: int, port: int) -> dict[str, str]:
     """torchrun's variables that are the same on every rank."""
     sizes = {name: str(num_ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE")}
@@ -185,8 +198,9 @@ def _job(num_ranks: int, port: int) -> dict[str, str]:
         **sizes,
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": _LOOPBACK,
         "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",  # by itself that of the address that the host's name resolves to
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank makes a store of its own
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",

@@ -2,36 +2,99 @@
 
 from __future__ import annotations
 
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
+import os
+import subprocess
+import sys
+import traceback
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hybrid_engine.errors import ReshardError
+from hybrid_engine.launching import end_with_parent
+
 if TYPE_CHECKING:
+    import numpy
     import torch
+
+_SECONDS_TO_END = 10
 
 
 class Reference:
-    """Log-probabilities by transformers in float32, on the CPU. A context manager; its process ends with it."""
+    """Log-probabilities by transformers in float32, on the CPU. A context manager; its process ends with it.
+
+    And with this process, however that ends. The process is started by the first use. It is no pool of multiprocessing:
+    the semaphores of these have names, which stay in /dev/shm when everybody is killed.
+    """
 
     def __init__(self) -> None:
-        self._process = ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn"))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
 
     def __enter__(self) -> Reference:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.shutdown(cancel_futures=True)
+        process, connection, self._process, self._connection = self._process, self._connection, None, None
+        if process is None or connection is None:
+            return
+        connection.close()
+        try:
+            process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
     def log_probs(self, checkpoint: Path, tokens: torch.Tensor, timeout: float = 600) -> torch.Tensor:
-        """Of every token of the vocabulary after every position: [B, S] int64 -> [B, S, vocabulary] float32."""
+        """Of every token of the vocabulary after every position: [B, S] int64 -> [B, S, vocabulary] float32.
+
+        Raises ReshardError with what transformers said when it cannot, when its process ends, or after `timeout` s.
+        """
         import torch
 
-        values = self._process.submit(_log_probs, str(checkpoint), tokens.tolist()).result(timeout)
+        connection = self._connection or self._start()
+        connection.send((str(checkpoint), tokens.tolist()))
+        if not connection.poll(timeout):
+            raise ReshardError(f"transformers computed no log-probabilities of {checkpoint} within {timeout:g} s")
+        try:
+            values, error = connection.recv()
+        except EOFError:
+            assert self._process is not None
+            status = self._process.wait()
+            raise ReshardError(f"the process of transformers ended with status {status} at {checkpoint}") from None
+        if error is not None:
+            raise ReshardError(f"transformers cannot compute log-probabilities of {checkpoint}:\n{error}")
         return torch.from_numpy(values)
 
+    def _start(self) -> Connection:
+        self._connection, other_end = Pipe()
+        with other_end:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "hybrid_engine.reference", str(other_end.fileno()), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other_end.fileno()],
+            )
+        return self._connection
 
-def _log_probs(checkpoint: str, tokens: list[list[int]]):
+
+def main(descriptor: str, parent: str) -> None:
+    """Answer until the other end is closed."""
+    end_with_parent(int(parent))
+    with Connection(int(descriptor)) as connection:
+        while True:
+            try:
+                checkpoint, tokens = connection.recv()
+            except EOFError:
+                return
+            try:
+                answer = (_log_probs(checkpoint, tokens), None)
+            except Exception:
+                answer = (None, traceback.format_exc())
+            connection.send(answer)
+
+
+def _log_probs(checkpoint: str, tokens: list[list[int]]) -> numpy.ndarray:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -40,3 +103,7 @@ def _log_probs(checkpoint: str, tokens: list[list[int]]):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         return model(torch.tensor(tokens)).logits.log_softmax(-1).numpy()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -18,7 +18,6 @@ import gc
 import json
 import shutil
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -36,12 +35,14 @@ from hybrid_engine.layouts.training import TrainParallelism
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.reference import Reference
+from hybrid_engine.scratch import scratch_directory
 
 if TYPE_CHECKING:
     import torch
 
     from hybrid_engine.worker import ActorHybridWorker
 
+SCRATCH_PREFIX = "hybrid-engine-verify-"
 NUM_SWITCHES = 3
 SEQ_LENGTH = 32
 NUM_SEQUENCES = 8
@@ -142,8 +143,8 @@ def run_cases(cases: Sequence[Case], num_ranks: int, timeout: float = 1800) -> l
 
     Configurations are checked by the caller (`Case.config`), before anything is started.
     """
-    with tempfile.TemporaryDirectory(prefix="verify-") as directory:
-        job, out = Path(directory, "cases.json"), Path(directory, "verdicts.json")
+    with scratch_directory(SCRATCH_PREFIX) as directory:
+        job, out = directory / "cases.json", directory / "verdicts.json"
         job.write_text(json.dumps([asdict(case) for case in cases]))
         ended = run_ranks(
             ["-m", "hybrid_engine.verify", str(job), str(out)],

@@ -20,6 +20,7 @@ ENGINE, PATCHES = "hybrid_engine", "megatron_patches"
 FLOORS = {
     "hybrid_engine.errors": 0,
     "hybrid_engine.durable_files": 0,
+    "hybrid_engine.scratch": 0,
     "hybrid_engine.planning": 0,
     "hybrid_engine.layouts": 0,
     "hybrid_engine.models": 0,

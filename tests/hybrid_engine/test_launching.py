@@ -36,7 +36,7 @@ time.sleep(600)
 
 
 GROUPS = """
-import torch, torch.distributed as dist
+import contextlib, os, torch, torch.distributed as dist
 sums = []
 for count in range(2):
     store, rank, world_size = next(dist.rendezvous("env://"))
@@ -44,8 +44,21 @@ for count in range(2):
     one = torch.tensor(float(rank + 1))
     dist.all_reduce(one)
     sums.append(one.item())
+    listening = set()
+    inodes = set()
+    for descriptor in range(256):
+        with contextlib.suppress(OSError):
+            inodes.add(str(os.fstat(descriptor).st_ino))
+    for table in ("tcp", "tcp6"):
+        for line in open(f"/proc/net/{table}").read().splitlines()[1:]:
+            words = line.split()
+            address, port = words[1].split(":")
+            is_store = int(port, 16) == int(os.environ["MASTER_PORT"])
+            if words[3] == "0A" and (is_store or words[9] in inodes):
+                listening.add((table, address, "store" if is_store else "group"))
     dist.destroy_process_group()
 print("sums", sums)
+print("listening", sorted(listening))
 """
 MANY_LINES = """
 import os
@@ -101,13 +114,15 @@ def test_lines_of_ranks_that_write_at_once_stay_whole(tmp_path: Path) -> None:
         ]
 
 
-def test_ranks_meet_more_than_once(tmp_path: Path) -> None:
+def test_ranks_meet_more_than_once_on_the_loopback_interface(tmp_path: Path) -> None:
     """The store is not a rank's, so a group may end and another begin."""
     program = tmp_path / "program.py"
     program.write_text(GROUPS)
     ended = run_ranks([str(program)], 2, 100)
     assert ended.status == 0, ended.output
     assert ended.output.count("sums [3.0, 3.0]") == 2
+    on_loopback = [("tcp", "0100007F", "group"), ("tcp", "0100007F", "store")]
+    assert ended.output.count(f"listening {on_loopback}\n") == 2, ended.output
 
 
 def test_one_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

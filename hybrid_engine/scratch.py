@@ -1,0 +1,68 @@
+"""Temporary directories that go with their process: at its end, or by the next one's start if it was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def scratch_directory(prefix: str) -> Iterator[Path]:
+    """A new directory below the system's temporary one, removed at the end of the block.
+
+    Whoever has one holds a lock on it, which the kernel takes back however the process ends. So this also removes the
+    directories of this user and prefix whose processes were killed.
+    """
+    _remove_abandoned(prefix)
+    path, lock = _locked_directory(prefix)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def unwinding_on_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM (a time limit, for instance) raises SystemExit(143), so that `finally` blocks are run.
+
+    For the main thread. SIGINT does so anyway.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _locked_directory(prefix: str) -> tuple[Path, int]:
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix))
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.is_dir():  # else another process took it for abandoned before it was locked
+            return path, lock
+        os.close(lock)
+
+
+def _remove_abandoned(prefix: str) -> None:
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # it is gone already, locked (BlockingIOError) or another user's
+            if path.is_symlink() or path.stat().st_uid != os.getuid():
+                continue
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
