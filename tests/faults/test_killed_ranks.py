@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.gpt_rl.run_state import RunDirectory
 from tests.examples.test_train import RESULTS
-from tests.faults.job import Fault, Job, Outcome
+from tests.faults.job import Fault, Job
+from tests.faults.running import Outcome
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
@@ -37,9 +37,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 @pytest.mark.parametrize("where", KILLS)
 def test_a_killed_rank_ends_the_job(job: Job, where: str, record: Callable[..., None]) -> None:
-    before = len(RunDirectory(job.out).rows())
+    before = len(job.rows())
     outcome = job.run(KILLS[where])
-    after = len(RunDirectory(job.out).rows())
+    after = len(job.rows())
     record(fault=f"SIGKILL of rank 1: {where}", **outcome.row(), resumed=after > before)
     check_killed(outcome)
     assert after > before or KILLS[where].call == 1, outcome.terminal
@@ -47,15 +47,15 @@ def test_a_killed_rank_ends_the_job(job: Job, where: str, record: Callable[..., 
 
 def test_the_run_that_was_killed_is_finished(job: Job, tmp_path: Path, record: Callable[..., None]) -> None:
     """With the results of a run to which nothing happened."""
-    last = len(RunDirectory(job.out).rows()) + 1
+    last = len(job.rows()) + 1
     outcome = job.run(None, "--iterations", str(last))
     record(fault="none, after the kills", **outcome.row(), resumed=outcome.status == 0)
     assert outcome.status == 0 and outcome.leftovers == [], outcome.terminal
-    rows = RunDirectory(job.out).rows()
+    rows = job.rows()
     assert [row["iteration"] for row in rows] == list(range(last + 1))
     undisturbed = Job(tmp_path)
     assert undisturbed.run(None, "--iterations", str(last)).status == 0
-    for seen, expected in zip(rows, RunDirectory(undisturbed.out).rows(), strict=True):
+    for seen, expected in zip(rows, undisturbed.rows(), strict=True):
         assert {key: seen[key] for key in RESULTS} == {key: expected[key] for key in RESULTS}
 
 
@@ -63,7 +63,7 @@ def test_a_rank_killed_while_decoding_with_its_partner(tmp_path: Path, record: C
     """Tensor parallel 2: the other rank waits inside vLLM, for the memory that they share."""
     job = Job(tmp_path, generate={"infer_tensor_parallel_size": 2})
     outcome = job.run(Fault("kill", "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model", call=30))
-    again = job.run(None, "--iterations", str(len(RunDirectory(job.out).rows())))
+    again = job.run(None, "--iterations", str(len(job.rows())))
     record(fault="SIGKILL of rank 1: decoding with TP 2", **outcome.row(), resumed=again.status == 0)
     check_killed(outcome)
     assert again.status == 0 and again.leftovers == [], again.terminal

@@ -1,0 +1,56 @@
+"""`verify` that is ended from outside leaves no process and no shared memory, and its directory not for long."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_engine.errors import ReshardError
+from hybrid_engine.reference import Reference
+from hybrid_engine.scratch import scratch_directory
+from hybrid_engine.verify import SCRATCH_PREFIX
+from tests.faults.running import Running
+from tests.hybrid_engine.hf_configs import LLAMA_3_8B
+from tests.hybrid_engine.test_plan_cli import saved
+
+pytestmark = [pytest.mark.faults, pytest.mark.engines]
+
+MOST_SECONDS = 20
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_verify_that_is_ended_leaves_nothing(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, record: Callable[..., None]
+) -> None:
+    """While transformers computes in a process that a rank started."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    arguments = ["--model", saved(tmp_path, LLAMA_3_8B), "--train", "tp=2,dp=1", "--infer", "tp=2"]
+    command = ["-m", "hybrid_engine", "verify", *arguments]
+    with Running(command, tmp_path, {"TMPDIR": str(temporary)}) as running:
+        running.wait_for(lambda: any("hybrid_engine.reference" in line for line in running.processes().values()))
+        running.launcher.send_signal(number)
+        signalled = time.monotonic()
+        running.wait(MOST_SECONDS)
+        seconds = time.monotonic() - signalled
+    outcome = running.outcome()
+    left = list(temporary.iterdir())
+    record(fault=f"{number.name} to verify", **{**outcome.row(), "seconds": round(seconds, 1)}, resumed=None)
+    assert seconds < MOST_SECONDS and outcome.leftovers == []
+    if number is signal.SIGTERM:
+        assert outcome.status == 128 + number and left == []
+    else:
+        assert outcome.status == -number
+        monkeypatch.setattr("tempfile.tempdir", str(temporary))
+        with scratch_directory(SCRATCH_PREFIX) as own:
+            assert list(temporary.iterdir()) == [own]
+
+
+def test_what_transformers_cannot_do_is_said(tmp_path: Path) -> None:
+    with Reference() as reference, pytest.raises(ReshardError, match="transformers cannot compute"):
+        reference.log_probs(tmp_path, torch.zeros(1, 2, dtype=torch.int64))
