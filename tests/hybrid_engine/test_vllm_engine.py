@@ -56,6 +56,20 @@ def test_switches_release_and_a_process_left_as_it_was(outcomes: Callable[[int],
         assert "released" in gone and "before they were allocated" in uncommitted and "shut down" in shut
 
 
+@pytest.mark.parametrize("num_tp", [1, 2])
+def test_a_call_that_fails_half_way_leaves_nothing_to_later_ones(outcomes: Callable[[int], Any], num_tp: int) -> None:
+    for result in outcomes(num_tp)["cycles"]:
+        for place, seen in result["failures"].items():
+            assert seen["raised"] == ("KeyboardInterrupt" if place == "Ctrl-C" else "MemoryError"), place
+            assert seen["sample"] == result["sample"], f"{place}: another draw than without the failure"
+            assert seen["answers"] == result["native"] and seen["long"] == result["long"], place
+        left = result["left over"]
+        for call in ("generate", "reset_caches", "release"):
+            assert "1 unfinished requests (" in left[call] and "abandon_requests()" in left[call]
+        assert "2 blocks of the KV cache are in use" in left["blocks"]
+        assert "0 results for 3 prompts" in left["none"]
+
+
 def test_replicas_are_independent_and_no_rank_waits_for_a_failed_one(outcomes: Callable[[int], Any]) -> None:
     first, second = outcomes(2)["replicas"]
     for result in (first, second):
@@ -74,6 +88,7 @@ def test_replicas_are_independent_and_no_rank_waits_for_a_failed_one(outcomes: C
     assert first["counts"] == [1, 1] and second["counts"] == [3, 3]
     assert (first["none on rank 1"], second["none on rank 1"]) == (3, 0)
     assert first["sample"] != second["sample"], "replicas drew the same answers"
+    assert first["over replicas"] == ("RemoteError", True) and second["over replicas"] == ("ReshardError", True)
     assert first["seeded"] == second["seeded"]
     for taken, message in (*first["refused"], *second["refused"]):
         assert taken and "on CPU loads but cannot generate" in message

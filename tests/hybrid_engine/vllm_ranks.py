@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,11 @@ COMPUTABLE = {
         "mscale_all_dim": 1.0,
     },
 }
+SMALL_BLOCKS: dict[str, Any] = {"extra": {"block_size": 32}}
+"""Of the KV cache, so that each of LONG fills one and the prefix cache has something to keep."""
+
 PROMPTS = [[2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
+LONG = [list(range(index, index + 40)) for index in range(3)]
 
 
 def _engine(directory: str, config: dict[str, Any], **settings: Any) -> Any:
@@ -67,7 +74,7 @@ def _native_engine(directory: str, checkpoint: str, num_tp: int) -> Any:
     formats = _registered_formats()
     formats.pop(loader.LOAD_FORMAT, None)
     try:
-        return _engine(checkpoint, support.QWEN3, tensor_parallel_size=num_tp)
+        return _engine(checkpoint, support.QWEN3, tensor_parallel_size=num_tp, **SMALL_BLOCKS)
     finally:
         loader._loader_class = original
         formats.pop(loader.LOAD_FORMAT, None)
@@ -79,14 +86,118 @@ def _registered_formats() -> dict[str, Any]:
     return model_loader._LOAD_FORMAT_TO_MODEL_LOADER
 
 
+def after_failures(engine: Any, sampling: Any) -> dict[str, Any]:
+    """Calls that end half-way, at several depths of vLLM and by Ctrl-C; after each, what new calls answer.
+
+    Every rank fails at the same place; alone it would leave the others of its replica waiting.
+    """
+    core = engine.llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    places = {
+        "adding": (core, "add_request", MemoryError),
+        "step": (engine.llm.llm_engine, "step", MemoryError),
+        "forward": (runner.model, "forward", MemoryError),
+        "sampling": (runner, "sample_tokens", MemoryError),
+        "bookkeeping": (core.scheduler, "update_from_output", MemoryError),
+        "Ctrl-C": (core.scheduler, "schedule", KeyboardInterrupt),
+    }
+    result = {}
+    for name, (owner, method, error) in places.items():
+        engine.manual_seed(5)
+        with _failing(owner, method, error, after=2 if name != "forward" else 0):
+            raised = _error_of(lambda: engine.generate(LONG, sampling))
+        fresh = [[c.token_ids for c in row] for row in engine.generate(PROMPTS, sampling)]
+        same = _greedy(engine, LONG)  # not from blocks that the failed call was to compute
+        engine.reset_caches()
+        result[name] = {"raised": raised, "sample": fresh, "long": same, "answers": _answers(engine)}
+    return result
+
+
+@contextlib.contextmanager
+def _failing(owner: Any, method: str, error: type[BaseException], after: int) -> Iterator[None]:
+    """Inside, `method` does its work so many times; then it raises, or this process gets the signal of Ctrl-C."""
+    original, counted = getattr(owner, method), itertools.count()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(counted) >= after:
+            if error is KeyboardInterrupt:
+                signal.raise_signal(signal.SIGINT)
+            raise error("no memory")
+        return original(*args, **kwargs)
+
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    had_own = method in vars(owner)
+    setattr(owner, method, call)
+    try:
+        yield
+    finally:
+        setattr(owner, method, original) if had_own else delattr(owner, method)
+        signal.signal(signal.SIGINT, handler)
+
+
+def _error_of(call: Any) -> str | None:
+    try:
+        call()
+    except BaseException as error:
+        return type(error).__name__
+    return None
+
+
+def _one_fails(engine: Any, sampling: Any) -> tuple[str | None, bool]:
+    """One of two replicas fails half-way: the error here, and whether the next call draws as if there had been none."""
+
+    def drawn() -> list[Any]:
+        return [[c.token_ids for c in row] for row in engine.generate_over_replicas(PROMPTS, sampling)]
+
+    engine.manual_seed(5)
+    expected = drawn()
+    engine.manual_seed(5)
+    with _failing(engine.llm.llm_engine, "step", MemoryError, after=2 if engine.dp_rank == 1 else 1000):
+        raised = _error_of(drawn)
+    return raised, drawn() == expected
+
+
+def _left_over(engine: Any, sampling: Any) -> dict[str, str]:
+    """What the engine says to a request that somebody added to vLLM past it; then it is gone."""
+    from vllm import SamplingParams
+
+    from hybrid_engine.backends.vllm.requests import require_answers
+    from hybrid_engine.errors import StateError
+
+    result = {}
+    engine.llm.llm_engine.add_request("foreign", {"prompt_token_ids": [1, 2]}, SamplingParams(detokenize=False))
+    for call in ("generate", "reset_caches", "release"):
+        try:
+            getattr(engine, call)(*((PROMPTS, sampling) if call == "generate" else ()))
+        except StateError as error:
+            result[call] = str(error)
+    engine.abandon_requests()
+    engine.reset_caches()
+    pool = engine.llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    blocks = pool.get_new_blocks(2)
+    try:
+        engine.reset_caches()
+    except StateError as error:
+        result["blocks"] = str(error)
+    pool.free_blocks(blocks)
+    try:
+        require_answers([], PROMPTS, 1)
+    except StateError as error:
+        result["none"] = str(error)
+    return result
+
+
 def _answers(engine: Any) -> tuple[list[Any], list[Any]]:
+    return _greedy(engine, PROMPTS), [row.tolist() for row in engine.prompt_logprobs(PROMPTS)]
+
+
+def _greedy(engine: Any, prompts: list[list[int]]) -> list[Any]:
     from hybrid_engine.backends.vllm import Sampling
 
     greedy = Sampling(temperature=0.0, max_tokens=8, ignore_eos=True)
-    completions = [
-        [(completion.token_ids, completion.logprobs) for completion in row] for row in engine.generate(PROMPTS, greedy)
+    return [
+        [(completion.token_ids, completion.logprobs) for completion in row] for row in engine.generate(prompts, greedy)
     ]
-    return completions, [row.tolist() for row in engine.prompt_logprobs(PROMPTS)]
 
 
 def cycles(directory: str, num_tp: int) -> dict[str, Any]:
@@ -106,7 +217,7 @@ def cycles(directory: str, num_tp: int) -> dict[str, Any]:
     # Against the order of the native engine: where gathers must follow the positions, not the ranks.
     order = tuple(reversed(range(num_tp)))
     before = shared_mappings()  # of the native engine: vLLM keeps them as long as the process lives
-    engine = _engine(checkpoints[0], config, tensor_parallel_size=num_tp, rank_order=order)
+    engine = _engine(checkpoints[0], config, tensor_parallel_size=num_tp, rank_order=order, **SMALL_BLOCKS)
     shared = {name: nbytes for name, nbytes in shared_mappings().items() if name not in before}
     result: dict[str, Any] = {"native": native, "differences": [], "errors": [], "tp_rank": engine.tp_rank}
 
@@ -127,6 +238,9 @@ def cycles(directory: str, num_tp: int) -> dict[str, Any]:
     result["sample"] = [[c.token_ids for c in row] for row in engine.generate(PROMPTS, sampling)]
     engine.manual_seed(5)
     result["sample again"] = [[c.token_ids for c in row] for row in engine.generate(PROMPTS, sampling)]
+    result["long"] = _greedy(engine, LONG)
+    result["failures"] = after_failures(engine, sampling)
+    result["left over"] = _left_over(engine, sampling)
     result["empty"] = engine.generate([], sampling)
     expect(ConfigError, lambda: engine.generate([[], [1] * 60, [500]], sampling))
     resident = engine.memory_bytes()
@@ -197,6 +311,7 @@ def replicas(directory: str) -> dict[str, Any]:
     result["counts"] = [len(engine.generate(PROMPTS[: 1 + 2 * rank], sampling)) for _ in range(2)]
     result["none on rank 1"] = len(engine.generate(PROMPTS if rank == 0 else [], sampling))
     result["sample"] = [completion.token_ids for completion in engine.generate(PROMPTS[:1], sampling)[0]]
+    result["over replicas"] = _one_fails(engine, sampling)
     seeded = Sampling(n=1, max_tokens=6, ignore_eos=True, seed=3)
     result["seeded"] = engine.generate(PROMPTS[:1], seeded)[0][0].token_ids
     stopped = Sampling(temperature=0.0, max_tokens=6, stop_token_ids=tuple(range(130)))

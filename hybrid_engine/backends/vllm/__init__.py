@@ -3,6 +3,7 @@
 settings.py   InferenceSettings, Sampling, Completion, AdapterConfig: plain data
 engine.py     InferenceEngine: vLLM colocated with training
   arguments.py  settings -> vLLM's arguments, looked at by vLLM before anything is built
+  requests.py   requests to vLLM; none outlives the call that made it
   adapters.py   LoRA adapters from memory
   inbox.py      adapters that arrive with a switch
   random_state.py  the sampler's own random state

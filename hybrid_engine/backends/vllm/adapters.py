@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hybrid_engine.backends.vllm.requests import reset_prefix_cache
 from hybrid_engine.backends.vllm.settings import AdapterConfig
 from hybrid_engine.errors import ConfigError, StateError, Violation
 
@@ -39,23 +40,25 @@ class Adapters:
     def set(self, name: str, config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take up an adapter or a new version of one; the tensors are copied to host memory.
 
-        Raises ConfigError with everything that does not fit, and keeps the version before.
+        Raises ConfigError with everything that does not fit, and StateError while vLLM has unfinished requests; both
+        keep the version before.
         """
         if violations := self._violations(config, tensors):
             raise ConfigError(violations)
+        reset_prefix_cache(self._llm)  # vLLM tells cached prefixes of adapters apart by name only
         held = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
         before = self._by_name.get(name)
         number = before.number if before else self._next_number
         self._next_number += before is None
         self._by_name[name] = _Adapter(number, config, held)
         self._manager.remove_adapter(number)
-        self._llm.reset_prefix_cache()  # vLLM tells cached prefixes of adapters apart by name only
 
     def remove(self, name: str) -> None:
-        """Forget an adapter. Raises StateError when there is none of this name."""
-        self._manager.remove_adapter(self._get(name).number)
+        """Forget an adapter. Raises StateError when there is none of this name, or unfinished requests."""
+        number = self._get(name).number
+        reset_prefix_cache(self._llm)
+        self._manager.remove_adapter(number)
         del self._by_name[name]
-        self._llm.reset_prefix_cache()
 
     def request(self, name: str) -> Any:
         """What a vLLM request carries to use an adapter. Raises StateError for an unknown one."""

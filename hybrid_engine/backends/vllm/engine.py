@@ -8,6 +8,10 @@
 
 Every rank of a replica passes the same prompts and computes the same answers; replicas may pass different numbers of
 prompts, also none. Replicas that share experts call `generate` together.
+
+A call that fails half-way, by KeyboardInterrupt too, leaves no request, no cached prefix, and the sampler's generator
+where it was: the same call again draws what it would have drawn. Where only one rank of a replica fails, the others
+wait for it in vLLM; such a replica cannot go on.
 """
 
 from __future__ import annotations
@@ -32,6 +36,14 @@ from hybrid_engine.backends.vllm.guest import (
 )
 from hybrid_engine.backends.vllm.placement import placed
 from hybrid_engine.backends.vllm.random_state import get_state, random_state_kept, seeded_state, set_state
+from hybrid_engine.backends.vllm.requests import (
+    abandon,
+    completion_of,
+    none_left,
+    require_answers,
+    reset_prefix_cache,
+    sampling_params,
+)
 from hybrid_engine.backends.vllm.settings import AdapterConfig, Completion, InferenceSettings, Sampling
 from hybrid_engine.backends.vllm.shared_memory import check_room, unnamed_shared_memory
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
@@ -101,12 +113,12 @@ class InferenceEngine:
     ) -> list[list[Completion]]:
         """Complete token-id prompts: per prompt, `sampling.n` completions; with a LoRA adapter, if one is named.
 
-        All ranks call together. Raises StateError while the weights are released or incomplete, and ConfigError
-        naming every prompt that is empty, too long or out of the vocabulary.
+        All ranks call together. Raises StateError while the weights are released or incomplete, or while vLLM has
+        requests of somebody else, and ConfigError naming every prompt that is empty, too long or out of the vocabulary.
         """
         self.check_prompts(prompts, sampling.max_tokens)
-        outputs = self._run(prompts, _sampling_params(sampling), adapter)
-        return [[_completion(choice) for choice in output.outputs] for output in outputs]
+        outputs = self._run(prompts, sampling_params(sampling), adapter)
+        return [[completion_of(choice) for choice in output.outputs] for output in outputs]
 
     def prompt_logprobs(self, token_ids: Sequence[Sequence[int]], adapter: str | None = None) -> list[torch.Tensor]:
         """Log-probability of each token after the tokens before it: per sequence a float32 tensor [length - 1]."""
@@ -138,14 +150,25 @@ class InferenceEngine:
             sampling: how; `sampling.n` completions a prompt.
             adapter: name of a delivered adapter.
         """
-        num_replicas = self.settings.data_parallel_size
-        with self._agreement.phase("generate"):
-            self.check_prompts(prompts, sampling.max_tokens)  # all of them everywhere: no replica starts in vain
-            completions = self.generate(prompts[self.dp_rank :: num_replicas], sampling, adapter)
+        num_replicas, state = self.settings.data_parallel_size, self._generator_state
+        try:
+            with self._agreement.phase("generate"):
+                self.check_prompts(prompts, sampling.max_tokens)  # all of them everywhere: no replica starts in vain
+                completions = self.generate(prompts[self.dp_rank :: num_replicas], sampling, adapter)
+        except BaseException:
+            self._generator_state = state  # also where this replica's part went well
+            raise
         reports_back = self.tp_rank == 0 and self.pp_rank == 0
         shares = self._agreement.gather((self.dp_rank, completions) if reports_back else None)
         by_replica = dict(share for share in shares if share is not None)
         return [by_replica[i % num_replicas][i // num_replicas] for i in range(len(prompts))]
+
+    def abandon_requests(self) -> None:
+        """Abort whatever vLLM has not finished, and forget cached prefixes; a failed call has done so by itself.
+
+        Every rank calls. For those who add requests to `llm` on their own, or interrupted this clean-up too.
+        """
+        abandon(self.llm)
 
     def manual_seed(self, seed: int) -> None:
         """Start the sampler's generator anew; replica d gets seed + d. Makes a resumed run draw as the first did."""
@@ -210,12 +233,15 @@ class InferenceEngine:
         return self._llm
 
     def reset_caches(self) -> None:
-        """Forget cached prefixes; call after every switch, for they were computed with the old weights."""
-        self.llm.reset_prefix_cache()
+        """Forget cached prefixes; call after every switch, for they were computed with the old weights.
+
+        Raises StateError when vLLM has unfinished requests or blocks in use, whose values are those of the old weights.
+        """
+        reset_prefix_cache(self.llm)
 
     def release(self) -> None:
-        """Give up the weights' memory and, on GPU with sleep mode, the KV cache's."""
-        self.llm.reset_prefix_cache()
+        """Give up the weights' memory and, on GPU with sleep mode, the KV cache's. Raises as `reset_caches`."""
+        reset_prefix_cache(self.llm)
         if self._adapters is not None:
             self._adapters.drop_from_device()
         self.adaptor.release()
@@ -303,7 +329,9 @@ class InferenceEngine:
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         with random_state_kept(), self._stance():
             set_state(self._generator_state)
-            outputs = llm.generate(requests, params, use_tqdm=False, lora_request=lora_request)
+            with none_left(llm):
+                outputs = llm.generate(requests, params, use_tqdm=False, lora_request=lora_request)
+                require_answers(outputs, prompts, params.n)
             self._generator_state = get_state()
         return outputs
 
@@ -354,30 +382,3 @@ class _SleepMode:
 
     def restore(self) -> None:
         self._engine.llm.wake_up(tags=["weights"])
-
-
-def _sampling_params(sampling: Sampling) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        n=sampling.n,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        seed=sampling.seed,
-        logprobs=0 if sampling.logprobs else None,
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
-        detokenize=False,
-    )
-
-
-def _completion(choice: Any) -> Completion:
-    tokens = tuple(choice.token_ids)
-    logprobs = choice.logprobs or ()
-    return Completion(
-        tokens,
-        tuple(position[token].logprob for position, token in zip(logprobs, tokens, strict=False)),
-        str(choice.finish_reason),
-    )

@@ -1,0 +1,132 @@
+"""Requests to vLLM, from ours and back; none outlives the call that made it.
+
+What a failed call leaves in vLLM's engine would be answered by the next one, from a KV cache of weights that are gone;
+and blocks that the failed step was to compute are already in the prefix cache, empty. So a failure aborts every request
+and forgets every cached prefix, and nothing goes on while anything is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hybrid_engine.backends.vllm.settings import Completion, Sampling
+from hybrid_engine.errors import StateError
+
+_NUM_NAMED = 8
+"""Requests that a message names."""
+
+
+def sampling_params(sampling: Sampling) -> Any:
+    """vLLM's `SamplingParams`."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        n=sampling.n,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_tokens,
+        seed=sampling.seed,
+        logprobs=0 if sampling.logprobs else None,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        detokenize=False,
+    )
+
+
+def completion_of(choice: Any) -> Completion:
+    """One of an output's completions."""
+    tokens = tuple(choice.token_ids)
+    logprobs = choice.logprobs or ()
+    return Completion(
+        tokens,
+        tuple(position[token].logprob for position, token in zip(logprobs, tokens, strict=False)),
+        str(choice.finish_reason),
+    )
+
+
+@contextlib.contextmanager
+def none_left(llm: Any) -> Iterator[None]:
+    """Have `llm` answer inside; whatever ends the block early, KeyboardInterrupt too, leaves nothing behind.
+
+    Raises StateError when there are requests before.
+    """
+    _require_none(llm, "generate")
+    try:
+        yield
+    except BaseException:
+        abandon(llm)
+        raise
+
+
+def abandon(llm: Any) -> None:
+    """Abort every request in every part of vLLM's engine, and forget cached prefixes. Raises StateError.
+
+    On this rank only: ranks of a replica, or of replicas that step together, must all do so or end.
+    """
+    engine = llm.llm_engine
+    core, outputs = engine.engine_core.engine_core, engine.output_processor
+    # Not through the engine's own abort: after an interruption its tables may disagree, and then that raises.
+    for table in (outputs.request_states, outputs.parent_requests, outputs.external_req_ids):
+        table.clear()
+    core.abort_requests(list(core.scheduler.requests))
+    if core.batch_queue is not None:
+        core.batch_queue.clear()
+    engine.should_execute_dummy_batch = False
+    runner = core.model_executor.driver_worker.worker.model_runner
+    runner.execute_model_state = None  # a forward pass without its sampling, which vLLM would refuse to forget
+    # A step that failed may have lost the word of earlier ends; the next one tells the runner of all that it holds.
+    core.scheduler.finished_req_ids |= _requests_of_runner(runner)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # steps in flight read the weights
+    reset_prefix_cache(llm)
+
+
+def reset_prefix_cache(llm: Any) -> None:
+    """Forget cached prefixes; StateError naming what is left when vLLM did not, or has requests."""
+    _require_none(llm, "forget cached prefixes")
+    if not llm.reset_prefix_cache():
+        pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        num_used = pool.num_gpu_blocks - pool.get_num_free_blocks() - 1  # one is always taken
+        raise StateError(
+            f"vLLM did not forget its cached prefixes: {num_used} blocks of the KV cache are in use, though it has no "
+            "requests. They hold values of older weights: shut this engine down and build a new one"
+        )
+
+
+def require_answers(outputs: Sequence[Any], prompts: Sequence[Sequence[int]], num_each: int) -> None:
+    """Raise StateError unless there is one output for each prompt, of this prompt, with so many completions."""
+    problem = None
+    if len(outputs) != len(prompts):
+        problem = f"{len(outputs)} results for {len(prompts)} prompts"
+    for index, (output, prompt) in enumerate(zip(outputs, prompts, strict=False)):
+        if list(output.prompt_token_ids) != list(prompt):
+            problem = problem or f"result {index} is of another prompt"
+        elif len(output.outputs) != num_each:
+            problem = problem or f"result {index} has {len(output.outputs)} completions in place of {num_each}"
+    if problem:
+        raise StateError(
+            f"vLLM mixed up requests: {problem}. Is its engine used from elsewhere at the same time? "
+            "If not, shut it down and build a new one"
+        )
+
+
+def _require_none(llm: Any, purpose: str) -> None:
+    engine = llm.llm_engine
+    left = sorted({*engine.output_processor.request_states, *engine.engine_core.engine_core.scheduler.requests})
+    if left:
+        named = ", ".join(left[:_NUM_NAMED]) + (", …" if len(left) > _NUM_NAMED else "")
+        raise StateError(
+            f"vLLM cannot {purpose} while it has {len(left)} unfinished requests ({named}): finish those that you "
+            "added to its engine, or call abandon_requests() on every rank; if neither helps, build a new engine"
+        )
+
+
+def _requests_of_runner(runner: Any) -> set[str]:
+    """Ids of what the model runner, vLLM's first or its second one, still has a place for."""
+    states = getattr(runner, "req_states", None)
+    return set(runner.requests if states is None else states.req_id_to_index)
