@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybrid_engine.agreement import Agreement
 from hybrid_engine.config import ActorConfig
+from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.worker import share_of
 from tests.hybrid_engine.tiny_models import (
@@ -19,7 +26,8 @@ from tests.hybrid_engine.tiny_models import (
     save_model,
     token_batch,
 )
-from tests.launch import launch
+from tests.launch import launch_in_turn
+from tests.small_disks import file_size_limit
 
 pytestmark = pytest.mark.engines
 
@@ -41,6 +49,131 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "tp2, adapters": ("qwen3", {}, {**TP2, "lora": {"rank": 4}}),
 }
+
+
+def without(key: str, *place: str) -> Callable[[Any], None]:
+    """A change of a rank's state: no `key` in what lies at `place`."""
+
+    def change(state: Any) -> None:
+        for name in place:
+            state = state[name]
+        del state[key]
+
+    return change
+
+
+def reshape_one(state: Any) -> None:
+    name = sorted(state["chunks"][0])[0]
+    state["chunks"][0][name] = state["chunks"][0][name].reshape(-1, 1)[1:]
+
+
+def rename_one(state: Any) -> None:
+    name = sorted(state["chunks"][0])[0]
+    state["chunks"][0]["other"] = state["chunks"][0].pop(name)
+
+
+def shorten_a_moment(state: Any) -> None:
+    moments = state["optimizer"]["members"][0]["state"][0]
+    moments["exp_avg"] = moments["exp_avg"][1:]
+
+
+# name -> (part of the message, change of the state that rank 1 finds, its checksum being right)
+OTHER_STATE: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "no optimizer": ("optimizer is missing", without("optimizer")),
+    "no generators": ("generators is missing", without("generators")),
+    "no tracker": ("generators: tracker is missing", without("tracker", "generators")),
+    "bad generator": ("not a state of torch's generator", lambda state: state["generators"]["torch"].fill_(255)),
+    "no main parameters": ("optimizer: main_params is missing", without("main_params", "optimizer")),
+    "no version": ("optimizer: weight_version is missing", without("weight_version", "optimizer")),
+    "no members": ("optimizer: 0 members, now 1", lambda state: state["optimizer"]["members"].clear()),
+    "no moments": ("no state of an optimizer", lambda state: state["optimizer"]["members"][0].clear()),
+    "a short moment": ("member 0: parameter 0: exp_avg (", shorten_a_moment),
+    "one moment less": (
+        "parameter 0: exp_avg_sq is missing",
+        lambda state: without("exp_avg_sq")(state["optimizer"]["members"][0]["state"][0]),
+    ),
+    "another shape": ("of torch.bfloat16, now (", reshape_one),
+    "another name": ("other is unknown to this model", rename_one),
+    "no chunk": ("chunks: 0, now 1", lambda state: state["chunks"].clear()),
+    "no layout": ("layout is missing", without("layout")),
+}
+
+
+def flip(path: Path) -> None:
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2 : len(contents) // 2 + 8] = bytes(
+        byte ^ 255 for byte in contents[len(contents) // 2 : len(contents) // 2 + 8]
+    )
+    path.write_bytes(contents)
+
+
+# name -> (part of the message, what happens to rank 1's file)
+OTHER_FILE: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "eight bytes": ("bytes with checksum ", flip),
+    "cut": ("rank0001.pt: 100 bytes with checksum ", lambda path: os.truncate(path, 100)),
+    "empty": ("rank0001.pt: 0 bytes with checksum ", lambda path: os.truncate(path, 0)),
+    "another rank's": ("bytes with checksum ", lambda path: shutil.copy(path.with_name("rank0000.pt"), path)),
+    "gone": ("no checkpoint of rank 1: ", lambda path: path.unlink()),
+    "no manifest": ("it has no manifest.json", lambda path: path.with_name("manifest.json").unlink()),
+    "manifest": ("manifest.json: damaged or cut short", lambda path: path.with_name("manifest.json").write_text("{")),
+    "manifest of others": (
+        "manifest.json: damaged or cut short (ValueError: it does not say what rank000",
+        lambda path: path.with_name("manifest.json").write_text('{"files": {"rank0000.pt": 5}}'),
+    ),
+}  # fmt: skip
+
+
+def load_what_is_wrong(model: Path, root: Path) -> dict[str, tuple[str, str, bool]]:
+    """By case, on this rank: error, message, and whether all of the state is bitwise what it was."""
+    from hybrid_engine.backends.megatron import rank_files
+    from hybrid_engine.backends.megatron.checkpoint import load_checkpoint, save_checkpoint
+
+    results = {}
+    config = ActorConfig(**{**DENSE_FLOAT32, **BFLOAT16, "optimizer": {"lr": 1e-2}})
+    with running(model, config) as run:
+        agreement = Agreement(60)
+
+        def outcome(action: Callable[[], None]) -> tuple[str, str, bool]:
+            with pytest.raises(HybridEngineError) as caught:
+                action()
+            try:
+                assert_same(before, state_of(run))
+            except AssertionError:
+                return type(caught.value).__name__, str(caught.value), False
+            return type(caught.value).__name__, str(caught.value), True
+
+        def load_damaged(name: str) -> tuple[str, str, bool]:
+            damaged = root / name
+            if dist.get_rank() == 1:
+                shutil.copytree(root / "saved", damaged)
+                path = damaged / "rank0001.pt"
+                if name in OTHER_FILE:
+                    OTHER_FILE[name][1](path)
+                else:
+                    state = torch.load(path, weights_only=True)
+                    OTHER_STATE[name][1](state)
+                    contents = rank_files.write_rank_file(path, state)
+                    rank_files.write_manifest(damaged, {**manifest, path.name: contents})
+            agreement.gather(None)
+            return outcome(lambda: load_checkpoint(damaged, run.actor, agreement))
+
+        train(run, 0)
+        save_checkpoint(root / "saved", run.actor, agreement)
+        saved = state_of(run)
+        manifest = {path.name: rank_files._contents_of(path) for path in (root / "saved").glob("rank*.pt")}
+        train(run, 1)
+        before = state_of(run)
+        for name in (*OTHER_STATE, *OTHER_FILE):
+            results[name] = load_damaged(name)
+        with file_size_limit(5000) if dist.get_rank() == 1 else nullcontext():
+            results["full"] = outcome(lambda: save_checkpoint(root / "saved", run.actor, agreement))
+        agreement.gather(None)  # rank 0 cleans up
+        results["left"] = sorted(path.name for path in root.glob("saved*"))
+        (root / "file").touch()
+        results["below a file"] = outcome(lambda: save_checkpoint(root / "file" / "a", run.actor, agreement))
+        load_checkpoint(root / "saved", run.actor, agreement)
+        assert_same(saved, state_of(run))
+    return results
 
 
 def save_and_load(paths: dict[str, Path], root: Path) -> dict[str, dict[str, Any]]:
@@ -115,13 +248,46 @@ def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """By rank: layout -> states."""
+def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """By rank: layout -> states; case -> how a load or a save failed."""
     paths = {
         name: save_model(tmp_path_factory.mktemp("model"), family, **changes)
         for name, (family, changes, _) in LAYOUTS.items()
     }
-    return launch(save_and_load, 2, paths, tmp_path_factory.mktemp("checkpoints"))
+    root = tmp_path_factory.mktemp("checkpoints")
+    calls = {
+        "good": (save_and_load, (paths, root)),
+        "wrong": (load_what_is_wrong, (paths["dp2, distributed optimizer, bfloat16"], root)),
+    }
+    return launch_in_turn(2, calls)
+
+
+@pytest.fixture
+def results(launched: dict[str, list[Any]]) -> list[dict[str, dict[str, Any]]]:
+    """By rank: layout -> states."""
+    return launched["good"]
+
+
+@pytest.mark.parametrize("name", [*OTHER_STATE, *OTHER_FILE])
+def test_a_load_that_fails_changes_nothing_on_any_rank(launched: dict[str, list[Any]], name: str) -> None:
+    message = {**OTHER_STATE, **OTHER_FILE}[name][0]
+    for _, text, is_kept in (results[name] for results in launched["wrong"]):
+        assert message in text
+        assert str(Path(name)) in text  # the directory's name is that of the case
+        assert is_kept
+    if name in OTHER_STATE:
+        assert [results[name][0] for results in launched["wrong"]] == ["RemoteError", "StateError"]
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_else(launched: dict[str, list[Any]]) -> None:
+    for rank, results in enumerate(launched["wrong"]):
+        error, text, _ = results["full"]
+        assert error == ["RemoteError", "FileError"][rank]
+        assert re.search(r"saved\.incomplete/rank0001\.pt: file too large \(limit 5,000\)", text)
+        assert results["left"] == ["saved"]
+        error, text, _ = results["below a file"]
+        assert error == ["FileError", "RemoteError"][rank]
+        assert "file/a: not a directory" in text
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

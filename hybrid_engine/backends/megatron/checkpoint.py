@@ -1,6 +1,7 @@
 """Saves and loads a Megatron actor, to resume a run in the layout it had.
 
     directory/rank0000.pt, rank0001.pt, ...    one file per rank: its parameters, optimizer state, generators
+    directory/manifest.json                    their lengths and checksums; see rank_files.py
 
 Not megatron-core's dist_checkpointing, because 0.16.1 cannot give back what it saved with torch's Adam: loading
 `fully_reshardable` ends in KeyError 'step', saving `dp_reshardable` refuses virtual stages ("out of bounds chunk"),
@@ -24,10 +25,16 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.agreement import Agreement
+from hybrid_engine.backends.megatron import rank_files
 from hybrid_engine.backends.megatron.build import Actor
+from hybrid_engine.backends.megatron.checkpoint_checks import differences, optimizer_differences
 from hybrid_engine.backends.megatron.lora import LoraLinear
+from hybrid_engine.durable_files import current_directory, naming, recover_directory, replace_directory
 from hybrid_engine.errors import StateError
 from megatron_patches import optimizers
+
+_NUM_TOLD = 5
+"""Differences that an error names."""
 
 
 @dataclass(frozen=True)
@@ -81,53 +88,114 @@ def _adapters_of(chunks: Sequence[torch.nn.Module]) -> str:
 def save_checkpoint(directory: str | Path, actor: Actor, agreement: Agreement) -> None:
     """Write parameters, optimizer state, generators and weight version to `directory`. Collective.
 
-    Written beside it and renamed at the end: no reader finds half a checkpoint. One that exists is replaced, and is
-    missing only between two renames. Pending parameter gathers are the caller's to finish. All training state must be
-    on the device; nothing is copied in memory. All ranks see one file system.
+    Written and flushed beside it, and put in place at the end: a kill or a power cut at any moment leaves the
+    checkpoint that was there or the new one, for `load_checkpoint` and for the next save. On file systems that cannot
+    exchange two names the old one is called `<directory>.replaced` for the moment between two renames. A save that
+    fails leaves nothing behind. Raises FileError naming the file.
+
+    Pending parameter gathers are the caller's to finish. All training state must be on the device; nothing is copied
+    in memory. All ranks see one file system.
     """
-    directory = Path(directory)
+    directory, rank = Path(directory), dist.get_rank()
     incomplete = directory.with_name(f"{directory.name}.incomplete")
-    with agreement.phase("preparing the checkpoint's directory"):
-        if dist.get_rank() == 0:
-            shutil.rmtree(incomplete, ignore_errors=True)
-            incomplete.mkdir(parents=True)
-    with agreement.phase("writing the checkpoint"):
-        torch.save(_state_of(actor), incomplete / _file_name(dist.get_rank()))
-    with agreement.phase("putting the checkpoint in place"):
-        if dist.get_rank() == 0:
-            _replace_directory(incomplete, directory)
+    try:
+        with agreement.phase("preparing the checkpoint's directory"):
+            if rank == 0:
+                _make_room(directory, incomplete)
+        with agreement.phase("writing the checkpoint"):
+            name = rank_files.file_name(rank)
+            contents = rank_files.write_rank_file(incomplete / name, _state_of(actor))
+        written = agreement.gather((name, contents), "writing the checkpoint")
+        with agreement.phase("putting the checkpoint in place"):
+            if rank == 0:
+                rank_files.write_manifest(incomplete, dict(written))
+                with naming("replacing the checkpoint", directory):
+                    replace_directory(incomplete, directory)
+    except BaseException as error:
+        if rank == 0:
+            _remove(incomplete, error)
+        raise
+
+
+def _make_room(directory: Path, incomplete: Path) -> None:
+    with naming("preparing the checkpoint", directory):
+        recover_directory(directory)
+        if incomplete.exists():  # of a save that was killed
+            shutil.rmtree(incomplete)
+        incomplete.mkdir(parents=True)
+
+
+def _remove(incomplete: Path, error: BaseException) -> None:
+    """After `error`, which is what counts; what cannot be removed is said with it."""
+    try:
+        if incomplete.exists():
+            shutil.rmtree(incomplete)
+    except OSError as left:
+        error.add_note(f"{incomplete} is still there: {left}")
 
 
 @torch.no_grad()
 def load_checkpoint(directory: str | Path, actor: Actor, agreement: Agreement) -> None:
     """Take up what `save_checkpoint` wrote; afterwards every value is bitwise what it was. Collective.
 
-    Parameters and main parameters keep their storage; moments get a new one. Raises StateError, before any rank has
-    changed anything, when a rank's file is missing or was written in another layout, naming both.
+    Parameters and main parameters keep their storage; moments get a new one, beside the old until all are there.
+    Everything is read, compared with its checksum and with the actor, and allocated before any rank changes anything.
+    Raises then, on all ranks, StateError when a rank's file is missing, was written in another layout, naming both, or
+    is of another model; FileError naming a file that cannot be read or is not what was written.
     """
-    path = Path(directory) / _file_name(dist.get_rank())
+    found = current_directory(directory)
     with agreement.phase("reading the checkpoint"):
-        state = _read(path, asdict(_Layout.of(actor)))
+        state = rank_files.read_rank_file(found, dist.get_rank())
+        _require_fit(state, actor, found / rank_files.file_name(dist.get_rank()))
+        moments = [
+            _own_memory(values, member.optimizer)
+            for values, member in zip(state["optimizer"]["members"], _members(actor.optimizer), strict=True)
+        ]
     with agreement.phase("taking up the checkpoint"):
         for chunk, values in zip(actor.chunks, state["chunks"], strict=True):
-            _load_chunk(unwrap_model(chunk), values, path)
-        _load_optimizer(actor.optimizer, state["optimizer"])
+            unwrap_model(chunk).load_state_dict(values, strict=False)  # without extra state, see _tensors_only
+        _load_optimizer(actor.optimizer, state["optimizer"], moments)
         torch.set_rng_state(state["generators"]["torch"])
         get_cuda_rng_tracker().set_states(state["generators"]["tracker"])
 
 
-def _read(path: Path, layout: dict[str, Any]) -> dict[str, Any]:
-    if not path.is_file():
-        raise StateError(f"no checkpoint of rank {dist.get_rank()}: {path} does not exist")
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    changed = [
-        f"{key} {state['layout'].get(key)}, now {value}"
-        for key, value in layout.items()
-        if state["layout"].get(key) != value
-    ]
-    if changed:
+def _require_fit(state: Any, actor: Actor, path: Path) -> None:
+    """Raise StateError unless all of `state` can be taken up, naming what cannot."""
+    live = _state_of(actor)
+    layout = state.get("layout") if isinstance(state, dict) else None
+    if isinstance(layout, dict) and layout != live["layout"]:
+        changed = [
+            f"{key} {layout.get(key)}, now {value}" for key, value in live["layout"].items() if layout.get(key) != value
+        ]
         raise StateError(f"{path} was written in another layout ({'; '.join(changed)}): resume with the one it had")
-    return state
+    problems = list(differences(state, live))
+    if not problems:
+        problems = _member_problems(state["optimizer"]["members"], actor)
+    if not problems and not _is_generator_state(state["generators"]["torch"]):
+        problems = ["generators: torch: not a state of torch's generator"]
+    if problems:
+        more = f" and {len(problems) - _NUM_TOLD} more" if len(problems) > _NUM_TOLD else ""
+        told = "; ".join(sorted(problems)[:_NUM_TOLD])
+        raise StateError(f"{path} belongs to another model: {told}{more}. Load it into the model that saved it")
+
+
+def _member_problems(members: Any, actor: Actor) -> list[str]:
+    live = _members(actor.optimizer)
+    if not isinstance(members, list) or len(members) != len(live):
+        return [f"optimizer: {len(members) if isinstance(members, list) else 'no'} members, now {len(live)}"]
+    return [
+        problem
+        for index, (found, member) in enumerate(zip(members, live, strict=True))
+        for problem in optimizer_differences(found, member.optimizer, f"optimizer: member {index}: ")
+    ]
+
+
+def _is_generator_state(state: torch.Tensor) -> bool:
+    try:
+        torch.Generator().set_state(state)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _state_of(actor: Actor) -> dict[str, Any]:
@@ -145,20 +213,9 @@ def _state_of(actor: Actor) -> dict[str, Any]:
     }
 
 
-def _load_chunk(chunk: torch.nn.Module, values: dict[str, Any], path: Path) -> None:
-    result = chunk.load_state_dict(values, strict=False)
-    missing = [name for name in result.missing_keys if not name.endswith("_extra_state")]
-    if missing or result.unexpected_keys:
-        raise StateError(
-            f"{path} belongs to another model: it lacks {missing or 'nothing'} and adds "
-            f"{result.unexpected_keys or 'nothing'}; load it into the model that saved it"
-        )
-
-
-def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    for member, values in zip(_members(optimizer), state["members"], strict=True):
+def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], moments: list[dict[str, Any]]) -> None:
+    for member, values in zip(_members(optimizer), moments, strict=True):
         member.optimizer.load_state_dict(values)
-        _own_memory(member.optimizer)
         if state["grad_scaler"] is not None:
             member.grad_scaler.load_state_dict(state["grad_scaler"])
     for main_param in _main_params(optimizer):
@@ -166,10 +223,24 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
     optimizers.set_weight_version(optimizer, state["weight_version"])
 
 
-def _own_memory(optimizer: torch.optim.Optimizer) -> None:
-    """Copy the state that was just loaded: what torch.load gives cannot be resized, which offloading does."""
-    for state in optimizer.state.values():
-        state.update({key: value.clone() for key, value in state.items() if isinstance(value, torch.Tensor)})
+def _own_memory(values: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """A torch optimizer's state in memory of its own, where its parameters are.
+
+    Copied, because what torch.load gives cannot be resized, which offloading does; and here, because nothing may fail
+    for want of memory once a rank has begun to change.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = {
+        index: {key: _copied(value, params[index].device) for key, value in one.items()}
+        for index, one in values["state"].items()
+    }
+    return {**values, "state": state}
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(device, copy=True) if value.dim() else value.clone()
 
 
 def _main_params(optimizer: MegatronOptimizer) -> list[optimizers.OptimizerTensor]:
@@ -193,17 +264,3 @@ def _members(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
     if isinstance(optimizer, ChainedOptimizer):
         return [leaf for member in optimizer.chained_optimizers for leaf in _members(member)]
     return [] if getattr(optimizer, "is_stub_optimizer", False) else [optimizer]
-
-
-def _file_name(rank: int) -> str:
-    return f"rank{rank:04d}.pt"
-
-
-def _replace_directory(source: Path, target: Path) -> None:
-    """Rename `source` to `target`, in place of a directory that may be there."""
-    replaced = target.with_name(f"{target.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if target.exists():
-        target.rename(replaced)
-    source.rename(target)
-    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,114 @@
+"""The files of a checkpoint: one per rank, and what they were when they were written.
+
+    directory/rank0000.pt, rank0001.pt, ...
+    directory/manifest.json    length and CRC-32 of each, so that a damaged file, or one of another save, is refused
+
+CRC-32 because it finds flipped bits and torn writes at 1.9 GB/s on one core (sha256: 0.8), and is taken while the file
+is written. Reading takes it in a pass before the load, which then finds the file in the page cache, if that holds it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from hybrid_engine.durable_files import naming, write_text
+from hybrid_engine.errors import FileError, StateError
+
+MANIFEST = "manifest.json"
+
+_REMEDY = "Resume from an older checkpoint, or restore the file from a copy"
+_CHUNK_NBYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file was when it was written."""
+
+    nbytes: int
+    crc32: str
+
+
+def file_name(rank: int) -> str:
+    return f"rank{rank:04d}.pt"
+
+
+def write_rank_file(path: Path, state: Mapping[str, Any]) -> Contents:
+    """Save `state`; on the disk when this returns. Raises FileError."""
+    with naming("writing the checkpoint", path), path.open("wb") as file:
+        counting = _CountingFile(file)
+        torch.save(state, counting)
+        file.flush()
+        os.fsync(file.fileno())
+    return Contents(counting.nbytes, f"{counting.crc32:08x}")
+
+
+class _CountingFile:
+    """What torch.save needs of a file; takes the checksum on the way."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.nbytes = self.crc32 = 0
+
+    def write(self, data: memoryview | bytes) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.nbytes += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def write_manifest(directory: Path, contents: Mapping[str, Contents]) -> None:
+    """When all files are written; contents by name. Raises FileError."""
+    files = {name: asdict(contents[name]) for name in sorted(contents)}
+    write_text(directory / MANIFEST, json.dumps({"files": files}, indent=2) + "\n")
+
+
+def read_rank_file(directory: Path, rank: int) -> Any:
+    """What `write_rank_file` was given, on the CPU, in pages of the file; nothing but tensors and plain Python.
+
+    Raises StateError where there is none, FileError naming the file when it is not what was written.
+    """
+    path = directory / file_name(rank)
+    if not path.is_file():
+        raise StateError(f"no checkpoint of rank {rank}: {path} does not exist")
+    written = _contents_in_manifest(directory / MANIFEST, path.name)
+    with naming("reading the checkpoint", path, _REMEDY):
+        found = _contents_of(path)
+        if found != written:
+            now, then = (f"{contents.nbytes:,} bytes with checksum {contents.crc32}" for contents in (found, written))
+            raise FileError(f"reading the checkpoint {path}: {now}, {then} when it was saved. {_REMEDY}")
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
+def _contents_of(path: Path) -> Contents:
+    nbytes = crc32 = 0
+    chunk = memoryview(bytearray(_CHUNK_NBYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(chunk):
+            crc32 = zlib.crc32(chunk[:count], crc32)
+            nbytes += count
+    return Contents(nbytes, f"{crc32:08x}")
+
+
+def _contents_in_manifest(manifest: Path, name: str) -> Contents:
+    if not manifest.is_file():
+        raise FileError(
+            f"reading the checkpoint {manifest.parent}: it has no {MANIFEST}, so it is incomplete, or older than "
+            "checksums in checkpoints. Resume from another, or with the version that wrote it"
+        )
+    with naming("reading", manifest, _REMEDY):
+        match json.loads(manifest.read_text(encoding="utf-8")):
+            case {"files": {**files}}:
+                match files.get(name):
+                    case {"nbytes": int(nbytes), "crc32": str(crc32)}:
+                        return Contents(nbytes, crc32)
+        raise ValueError(f"it does not say what {name} is")
