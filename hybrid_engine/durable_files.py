@@ -83,6 +83,12 @@ def _problem(error: Exception, path: Path, remedy: str) -> str:
     return f"{kind} ({type(error).__name__}{': ' * bool(reason)}{reason}). {remedy}"
 
 
+def is_disk_full(error: FileError) -> bool:
+    """Whether space, a quota or a limit on file sizes is what was missing: it may be there again later."""
+    system = _system_error_behind(error.__cause__)
+    return system is not None and system.errno in (*_FULL, errno.EFBIG)
+
+
 def _system_error_behind(error: BaseException | None) -> OSError | None:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

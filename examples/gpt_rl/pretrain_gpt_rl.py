@@ -33,7 +33,9 @@ from model_provider import model_provider
 from examples.gpt_rl import grpo, rollouts
 from examples.gpt_rl.rollouts import Batch, Demonstrations, Rollouts, RolloutSettings
 from hybrid_engine.backends.megatron.build import Actor
+from hybrid_engine.backends.megatron.rank_files import write_rank_file
 from hybrid_engine.backends.megatron.train_engine import TrainEngine, causal_inputs
+from hybrid_engine.durable_files import naming
 from hybrid_engine.models import table_for
 from megatron_patches import script
 from megatron_patches.arguments import ReshardingOptions
@@ -166,11 +168,12 @@ class Reference:
             if not all(found):
                 missing = [rank for rank, has_file in enumerate(found) if not has_file]
                 raise RuntimeError(f"no {path.parent} of ranks {missing}: resume with the --save of the run's start")
-            return torch.load(path, map_location="cpu")
+            with naming("reading the reference", path):
+                return torch.load(path, map_location="cpu", weights_only=True)
         weights = [_tensors(chunk) for chunk in unwrap_model(policy)]
         if args.save:
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save([{name: one.cpu().clone() for name, one in chunk.items()} for chunk in weights], path)
+            write_rank_file(path, [{name: one.cpu().clone() for name, one in chunk.items()} for chunk in weights])
         return weights
 
 

@@ -4,23 +4,33 @@
 <output>/switches.jsonl    a line per switch: the report of rank 0
 
 and, through Megatron's own means: timers on the console, scalars and the samples' text in TensorBoard and W&B.
+
+A full disk does not end the training run: lines that find no space are dropped whole, with a warning that counts them,
+and later ones are written again once there is some. Any other error about these files ends the run on all ranks. A line
+that a kill cut short is removed before the next is added.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hybrid_engine.durable_files import append_text, is_disk_full, naming
+from hybrid_engine.errors import FileError
 from hybrid_engine.megatron_script.settings import Prompt
 from hybrid_engine.report import ReshardReport
 from megatron_patches.engines import MegatronScript
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion
+
+logger = logging.getLogger("hybrid_engine")
 
 TIMERS = ("resharding-to-inference", "resharding-generate", "resharding-to-training")
 """Names of Megatron's timers, in the order of a switch."""
@@ -44,8 +54,10 @@ class Journal:
     def __init__(self, script: MegatronScript, output: Path | None, is_writer: bool) -> None:
         self._script = script
         self._output = output if is_writer else None
+        self.num_dropped: Counter[str] = Counter()
         if self._output is not None:
-            self._output.mkdir(parents=True, exist_ok=True)
+            with naming("creating", self._output):
+                self._output.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
     def apart_from_training(self) -> Iterator[None]:
@@ -115,8 +127,14 @@ class Journal:
     def _append(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
         if self._output is None:
             return
-        with (self._output / name).open("a") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
+        lines = [json.dumps(record) + "\n" for record in records]
+        try:
+            append_text(self._output / name, "".join(lines))
+        except FileError as error:
+            if not is_disk_full(error):
+                raise
+            self.num_dropped[name] += len(lines)
+            logger.warning("[Reshard] %s; %d lines dropped so far, training goes on", error, self.num_dropped[name])
 
 
 def _row(sample: Sample) -> list[str]:

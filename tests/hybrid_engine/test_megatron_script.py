@@ -26,6 +26,7 @@ from hybrid_engine.sharding_manager import ShardingManager, State
 from megatron_patches.arguments import ReshardingOptions
 from tests.hybrid_engine.sharding_fakes import Rig
 from tests.hybrid_engine.vllm_models import LLAMA, QWEN3_MOE
+from tests.small_disks import file_size_limit
 
 # -- arguments of Megatron that describe LLAMA ------------------------------------------------------------------------
 
@@ -427,6 +428,23 @@ def test_samples_and_reports_are_written_by_one_rank_and_by_megatrons_writers(tm
     table = [["prompt", "completion", "finish reason"], ["7 8", "4 5", "length"], ["[1, 2]", "[6]", "stop"]]
     assert wandb.logged == {8: {**scalars, "resharding/samples": table}}
     assert script.timers.calls == ["write", "write", "log"] * 2
+
+
+def test_a_full_disk_drops_lines_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whole lines, counted; a line that was cut short is not appended to."""
+    script = SimpleNamespace(tensorboard_writer=None, wandb_writer=None)
+    notes = journal.Journal(script, tmp_path, True)
+    path = tmp_path / "samples.jsonl"
+    path.write_text('{"iteration": 1}\n{"iterat')
+    one = {"iteration": 2, "token_ids": [1], "log_probs": [], "prompt_token_ids": [], "finish_reason": "stop"}
+    with file_size_limit(100):
+        notes.note(2, [report("train->infer")], [one, one])
+    assert notes.num_dropped == {"samples.jsonl": 2, "switches.jsonl": 1}
+    assert f"appending to {path}: file too large (limit 100)" in caplog.text
+    assert "2 lines dropped so far, training goes on" in caplog.text
+    assert path.read_text() == '{"iteration": 1}\n'
+    notes.note(3, [report("train->infer")], [one])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"iteration": 1}, one]
 
 
 def test_without_prompts_there_are_no_samples_to_show() -> None:

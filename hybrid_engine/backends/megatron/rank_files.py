@@ -40,7 +40,7 @@ def file_name(rank: int) -> str:
     return f"rank{rank:04d}.pt"
 
 
-def write_rank_file(path: Path, state: Mapping[str, Any]) -> Contents:
+def write_rank_file(path: Path, state: Any) -> Contents:
     """Save `state`; on the disk when this returns. Raises FileError."""
     with naming("writing the checkpoint", path), path.open("wb") as file:
         counting = _CountingFile(file)
