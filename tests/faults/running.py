@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from tests.launch import REPO_ROOT
 
 _TOKEN_VARIABLE = "RUNNING_TOKEN"
 _SECONDS_BETWEEN_LOOKS = 0.1
+_OF_TORCHRUN = re.compile(r"[WE]\d{4} ")
 _SECONDS_FOR_TRACKERS = 5.0  # multiprocessing's resource trackers clean up after the process that they belong to
 
 
@@ -60,10 +62,14 @@ class Outcome:
 
     @property
     def message(self) -> str:
-        """The first line by which a rank says what went wrong, else what torchrun says of it."""
+        """What ranks say of a failure before torchrun reports it; else the first line of torchrun's report."""
         lines = self.terminal.splitlines()
-        ours = [line for line in lines if line.startswith("rank ")]
-        return next(iter([*ours, *(line for line in lines if "failed (exitcode" in line)]), "")
+        reports = [number for number, line in enumerate(lines) if _OF_TORCHRUN.match(line)]
+        said = lines[: reports[0]] if reports else lines
+        starts = [number for number, line in enumerate(said) if line.startswith("rank ")]
+        if starts:
+            return "\n".join(said[starts[0] :])
+        return next((lines[number] for number in reports if "failed (exitcode" in lines[number]), "")
 
     def row(self) -> dict[str, Any]:
         """For the table of all cases."""

@@ -1,0 +1,167 @@
+"""Random failures at random points of a switch, on a random rank; the caller goes on. A rank function for tests.launch.
+
+python -m tests.faults.switching 200          # cycles, each with a fault; prints what came of them
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from hybrid_engine import ActorHybridWorker
+from hybrid_engine.errors import HybridEngineError
+from hybrid_engine.sharding_manager import State
+from tests.faults.job import FaultError
+from tests.hybrid_engine import jobs
+from tests.launch import launch
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tp2 -> dp2": ({"tensor_model_parallel_size": 2}, {}),
+    "tp2 -> dp2, messages": ({"tensor_model_parallel_size": 2}, {"transport": "collective"}),
+    "dp2, overlapped gather -> tp2": (
+        {"overlap_grad_reduce": True, "overlap_param_gather": True},
+        {"infer_tensor_parallel_size": 2},
+    ),
+}
+TARGETS = (State.INFER, State.INFER, State.FORWARD, State.IDLE)  # the first is the longest way
+CALLS = (1, 1, 1, 2, 3)  # most functions are called once or twice in a switch; a fault at a later call never happens
+
+
+@dataclass
+class Findings:
+    """What came of all cycles, on one rank.
+
+    Attributes:
+        cycles: how many there were, each with a fault that was to happen.
+        failed: switches that raised, by where the fault was.
+        unrecovered: what was wrong after a failed switch; empty when all is well.
+        worst: largest difference of a log-probability, vLLM against Megatron.
+        grown: bytes, descriptors, threads: after the last cycle less after the first tenth.
+    """
+
+    cycles: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+    unrecovered: list[str] = field(default_factory=list)
+    worst: float = 0.0
+    grown: dict[str, int] = field(default_factory=dict)
+
+
+def break_switches(directory: str, layout: str, num_cycles: int, seed: int) -> Findings:
+    """Train, switch with a fault, generate; again and again."""
+    model = jobs.write_model(Path(directory) / f"model{os.environ['RANK']}", "qwen3")
+    actor, generate = LAYOUTS[layout]
+    worker = jobs.build_worker(model, actor, {**generate, "bucket_mb": 1, "timeout_seconds": 60})
+    chance, findings, held = random.Random(seed), Findings(), []
+    points = _points(worker)
+    for cycle in range(num_cycles):
+        with worker.train_context():
+            worker.update(jobs.batch(seed=cycle), jobs.cross_entropy)
+            expected = worker.compute_log_probs(jobs.batch(seed=0))
+        where, target = chance.choice(sorted(points)), chance.choice(TARGETS)
+        rank, call = chance.randrange(dist.get_world_size()), chance.choice(CALLS)
+        with _fault(*points[where], call) if rank == worker.rank else _none():
+            error = _attempt(worker, target)
+        findings.cycles += 1
+        findings.unrecovered += _disagreements(worker, f"cycle {cycle}, {where} on the way to {target.value}", error)
+        if error is not None:
+            findings.failed[f"{where}, {target.value}"] += 1
+        findings.worst = max(findings.worst, _difference(worker, expected))
+        held.append(_held())
+    first = held[num_cycles // 10]
+    findings.grown = {name: value - first[name] for name, value in held[-1].items()}
+    worker.shutdown()
+    return findings
+
+
+def _points(worker: ActorHybridWorker) -> dict[str, tuple[Any, str]]:
+    """Name -> object and method: what a switch calls that may fail on one rank alone."""
+    sharding = worker.sharding
+    objects = {
+        "training": (sharding.training, ("prepare", "check_values", "buffers")),
+        "offloader": (sharding.offloader, ("offload", "onload", "offload_parts")),
+        "inference": (sharding.inference, ("allocate", "commit", "settle", "release")),
+        "router": (sharding.router, ("prepare", "run", "trim")),
+        "caches": (sharding.caches, ("wake_kv_cache", "reset_caches")),
+    }
+    return {f"{name}.{method}": (owner, method) for name, (owner, methods) in objects.items() for method in methods}
+
+
+@contextmanager
+def _fault(owner: Any, method: str, call: int) -> Iterator[None]:
+    function, calls = getattr(owner, method), 0
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise FaultError(f"injected into {method}")
+        return function(*args, **kwargs)
+
+    setattr(owner, method, faulty)
+    try:
+        yield
+    finally:
+        delattr(owner, method)
+
+
+@contextmanager
+def _none() -> Iterator[None]:
+    yield
+
+
+def _attempt(worker: ActorHybridWorker, target: State) -> str | None:
+    """The error of a switch, if it has one."""
+    try:
+        worker.sharding.enter(target)
+    except HybridEngineError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _disagreements(worker: ActorHybridWorker, what: str, error: str | None) -> list[str]:
+    """What the ranks do not have in common after a switch: whether it failed, and the state."""
+    seen = worker.sharding.agreement.gather((error is None, worker.sharding.state))
+    return [] if len(set(seen)) == 1 else [f"{what}: {seen}, {error}"]
+
+
+def _difference(worker: ActorHybridWorker, expected: torch.Tensor) -> float:
+    """Switch to vLLM, which must succeed now; largest difference of its log-probabilities from Megatron's."""
+    tokens = jobs.batch(seed=0)["tokens"]
+    with worker.rollout_context():
+        scored = torch.stack(worker.inference.prompt_logprobs(tokens.tolist()))
+    return float((scored - expected[:, :-1]).abs().max())
+
+
+def _held() -> dict[str, int]:
+    process = psutil.Process()
+    return {
+        "resident bytes": process.memory_info().rss,
+        "descriptors": process.num_fds(),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+def main(num_cycles: str = "200") -> None:
+    """All layouts, the cycles shared out among them."""
+    share = int(num_cycles) // len(LAYOUTS) + 1
+    run: Callable[..., list[Findings]] = launch
+    for number, layout in enumerate(LAYOUTS):
+        with tempfile.TemporaryDirectory() as directory:
+            for rank, findings in enumerate(run(break_switches, 2, directory, layout, share, number, timeout=1500)):
+                print(f"{layout}, rank {rank}: {findings}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
