@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from tests.hybrid_engine.tiny_models import (
     view_of,
 )
 from tests.launch import launch_in_turn
+from tests.small_disks import file_size_limit
 
 TP2 = {"tensor_model_parallel_size": 2}
 SMALL_FILES = 20_000  # bytes: several files
@@ -85,7 +87,10 @@ DAMAGED: dict[str, tuple[str, str, Callable[[bytearray], object]]] = {
 # name -> (error, part of its message): saving where it cannot be
 REFUSED = {
     "below a file": ("FileError", "config.json/below: not a directory. A part of the path is a file"),
-    "another model": ("ConfigError", "holds the weights of another model (model.layers.0.mlp.gate_proj.weight: shape"),
+    "another model": (
+        "ConfigError",
+        "holds other weights than this model's (model.layers.0.mlp.gate_proj.weight: shape",
+    ),
 }
 
 
@@ -276,7 +281,22 @@ def save_where_it_cannot_be(model: Path, other: Path) -> dict[str, tuple[str, st
                 save_hf_checkpoint(path, run.engine.weights, run.table, agreement, model)
             is_kept = before == {path: path.read_bytes() for path in other.iterdir()}
             results[name] = (type(caught.value).__name__, str(caught.value), is_kept)
+        limit = file_size_limit(3000) if dist.get_rank() == 1 else nullcontext()
+        with limit, pytest.raises(HybridEngineError) as caught:
+            save_hf_checkpoint(other.with_name("limited"), run.engine.weights, run.table, agreement, model)
+        agreement.gather(None)  # rank 0 cleans up
+        is_empty = not list(other.with_name("limited").iterdir())
+        results["limited"] = (type(caught.value).__name__, str(caught.value), is_empty)
     return results
+
+
+@pytest.mark.engines
+def test_a_rank_that_cannot_write_fails_all_and_nothing_stays(launched: Any) -> None:
+    results = [results["limited"] for results in launched[2]["refused"]]
+    assert [found for found, _, _ in results] == ["RemoteError", "FileError"]
+    for _, text, is_empty in results:
+        assert re.search(r"limited/model\.safetensors\.incomplete: file too large \(limit 3,000\)", text)
+        assert is_empty
 
 
 @pytest.mark.engines

@@ -26,6 +26,7 @@ from tests.hybrid_engine.tiny_models import (
     save_model,
     token_batch,
 )
+from tests.kills import kill_at_every_step
 from tests.launch import launch_in_turn
 from tests.small_disks import file_size_limit
 
@@ -300,3 +301,41 @@ def test_bitwise(results: list[dict[str, dict[str, Any]]], layout: str, expected
         states = by_layout[layout]
         assert_same(states[expected], states[actual])
         assert states["saved"]["version"] == 2
+
+
+class LoneRank:
+    """An agreement of one rank."""
+
+    def phase(self, name: str) -> Any:
+        return nullcontext()
+
+    def gather(self, value: object, phase: str) -> list[object]:
+        return [value]
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    """Killed before every call that changes a file; then it is loaded, and saved once more."""
+    from hybrid_engine import durable_files
+    from hybrid_engine.backends.megatron import checkpoint, rank_files
+
+    directory = tmp_path / "weights"
+    monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoint, "_state_of", dict)
+    if not can_exchange:
+        monkeypatch.setattr(durable_files, "_exchange", lambda first, second: False)
+
+    def save(value: str) -> None:
+        checkpoint.save_checkpoint(directory, {"value": value}, LoneRank())
+
+    def loaded() -> str:
+        return rank_files.read_rank_file(durable_files.current_directory(directory), 0)["value"]
+
+    seen = []
+    for _ in kill_at_every_step(lambda: save("new"), lambda: save("old")):
+        seen.append(loaded())
+    assert seen == ["old"] * seen.count("old") + ["new"] * seen.count("new")
+    assert [seen[0], seen[-1]] == ["old", "new"]
+    assert list(tmp_path.iterdir()) == [directory]

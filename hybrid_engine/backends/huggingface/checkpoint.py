@@ -160,15 +160,16 @@ def save_hf_checkpoint(
 
 
 def older_weights(directory: Path, table: ModelTable) -> dict[str, files.StoredTensor]:
-    """Those in the directory, which the new ones will replace. Raises ConfigError if they are of another model."""
+    """Those in the directory, which the new ones will replace. Raises ConfigError unless they are of the same model."""
     if not any((directory / name).is_file() for name in (files.INDEX, files.SINGLE)):
         return {}
-    remedy = "Name another directory, or remove its weights and their index"
     try:
         older = files.stored_tensors(directory)
         _check_names(older, table)
-    except ParameterMismatchError as error:
-        problem = f"{directory} holds the weights of another model ({error.findings[0]})"
+    except HybridEngineError as error:
+        reason = error.findings[0] if isinstance(error, ParameterMismatchError) else error
+        problem = f"{directory} holds other weights than this model's ({reason})"
+        remedy = "Name another directory, or remove its weights and their index"
         raise ConfigError([Violation("path", problem, remedy)]) from error
     return older
 
