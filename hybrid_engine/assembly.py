@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from hybrid_engine.agreement import Agreement
 from hybrid_engine.config import HybridConfig
+from hybrid_engine.hosts import host_id
 from hybrid_engine.layouts.from_config import inference_parallelism
 from hybrid_engine.layouts.holdings import holdings_of
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.placement import rank_order
-from hybrid_engine.memory.elastic import host_id
 from hybrid_engine.models import table_for
 from hybrid_engine.models.lora import VLLM_LORA_RANKS, adapted_modules, adapter_shapes
 from hybrid_engine.models.table import ModelTable
@@ -85,6 +85,7 @@ def inference_settings(
         max_model_len=generate.max_model_len,
         max_num_seqs=generate.max_num_seqs,
         seed=generate.seed,
+        timeout_seconds=generate.timeout_seconds,
         enforce_eager=generate.enforce_eager,
         kv_cache_bytes=generate.kv_cache_mb * 1024**2 if generate.kv_cache_mb else None,
         gpu_memory_utilization=generate.gpu_memory_utilization,

@@ -159,7 +159,8 @@ class GenerateConfig(_Section):
     check_nan: bool = True
     """Read every weight once before a switch and refuse NaN."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
-    """Longest wait for a peer, also for a replica that generates longer than another."""
+    """Longest wait for a peer in seconds, also in vLLM and for a replica that generates longer than another. While
+    engines are built it is 300 at least."""
 
     def wire_dtype(self, params_dtype: Dtype) -> Dtype:
         """In which weights of training dtype `params_dtype` arrive at vLLM."""

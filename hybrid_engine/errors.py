@@ -13,6 +13,7 @@ HybridEngineError
 ├── DeviceMemoryError    the device's driver refused memory, or something else about it
 └── ReshardError         a switch failed; says in which phase, and what is where
     ├── OffloadError     state could not leave the device or come back
+    ├── LostRankError    the ranks parted: one ended, or does not come; the job cannot go on
     ├── RemoteError      the cause lies on another rank; carries that rank's message
     └── TransportError   moving bytes failed or timed out; names peer, bucket and phase
         └── PeerTransportError   (also a RemoteError) a peer could not do its part of a bucket
@@ -122,6 +123,13 @@ class TransportError(ReshardError):
 
 class RemoteError(ReshardError):
     """Another rank failed; the message carries that rank's own error."""
+
+
+class LostRankError(ReshardError):
+    """The ranks parted: one ended or did not come; the message says which and why, as far as it is known.
+
+    Their process groups are dead: nothing collective can follow in this job.
+    """
 
 
 class PeerTransportError(TransportError, RemoteError):

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
+from hybrid_engine.process_groups import plain_text
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ class Handover:
             work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         except RuntimeError as error:
             raise TransportError(
-                f"bucket {len(self._fences)}, phase handover: the ranks' group is gone ({error}); the job cannot go on"
+                f"bucket {len(self._fences)}, phase handover: the ranks' group is gone ({plain_text(error)}); "
+                "the job cannot go on"
             ) from error
         self._fences.append((work, told))
 
@@ -102,7 +104,7 @@ class Handover:
         except RuntimeError as error:
             raise TransportError(
                 f"bucket {index}, phase handover: not every rank read it within {self._timeout.total_seconds():g} s "
-                f"({error}); raise generate_config.timeout_seconds if they are only slow"
+                f"({plain_text(error)}); raise generate_config.timeout_seconds if they are only slow"
             ) from error
         if told.item() and self._told_by is None:
             self._told_by = index

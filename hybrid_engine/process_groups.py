@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+import re
+
 import torch.distributed as dist
+
+_SOURCE = re.compile(r"^\[[^\]]*\]\s*")
+_ADVICE = re.compile(r"\s*This is typically caused by .*", re.DOTALL)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether torch says of a group that a member ended or did not come; gloo raises plain RuntimeErrors for that."""
+    if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
+        return True
+    return type(error) is RuntimeError and "gloo" in str(error)
+
+
+def plain_text(error: BaseException) -> str:
+    """What gloo says of a broken connection, without its source file and its advice to look for other errors."""
+    return _ADVICE.sub("", _SOURCE.sub("", str(error)))
 
 
 def end_groups(*groups: dist.ProcessGroup | None) -> None:

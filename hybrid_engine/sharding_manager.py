@@ -34,11 +34,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.agreement import Agreement
+from hybrid_engine.agreement import SHORT_PATIENCE, Agreement
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.errors import PlanError, ReshardError, StateError
+from hybrid_engine.errors import LostRankError, PlanError, ReshardError, StateError
 from hybrid_engine.handover import Handover
-from hybrid_engine.memory.elastic import Handle, host_id, is_elastic
+from hybrid_engine.hosts import host_id
+from hybrid_engine.memory.elastic import Handle, is_elastic
 from hybrid_engine.memory.offloader import KINDS as KIND_ORDER
 from hybrid_engine.memory.offloader import MegatronOffloader, OffloadReport, Part
 from hybrid_engine.memory.weight_container import BucketFollower, FillReport, WeightContainer
@@ -170,6 +171,7 @@ class ShardingManager:
         self._owns_agreement = agreement is None
         self._groups: list[dist.ProcessGroup] = []
         self._is_closed = False
+        self._lost: LostRankError | None = None  # after which no switch is possible
         self.state = State.TRAIN
         self.last_report: ReshardReport | None = None
         self._start_hooks: list[Callable[[State, State], None]] = []
@@ -248,7 +250,8 @@ class ShardingManager:
 
         Raises on all ranks when any rank fails. Then the state before is restored (IDLE, when the inference weights
         were lost on the way, or when the message says that restoring failed too); every later switch starts from what
-        is really there. When only an end hook failed, the switch itself stands.
+        is really there. When only an end hook failed, the switch itself stands. After a LostRankError nothing is
+        restored, and no switch can follow.
         """
         self._require_open()
         if target is self.state:
@@ -262,6 +265,9 @@ class ShardingManager:
                 hook(before, target)
         try:
             self._switch(before, target)
+        except LostRankError as error:
+            self.state, self._lost = State.IDLE, error
+            raise
         except Exception as error:
             self._restore(before, target, error)
             raise
@@ -316,7 +322,8 @@ class ShardingManager:
             self._note_peak()
 
     def _prepare(self) -> None:
-        with self._phase("prepare"):
+        # with an overlapped optimizer the others wait in a gather for a rank that fails here, and cannot come back
+        with self._phase("prepare", SHORT_PATIENCE):
             self.training.prepare()
 
     def _follower(self, buffers: Mapping[str, torch.Tensor]) -> BucketFollower | None:
@@ -374,20 +381,23 @@ class ShardingManager:
                 wanted = self._resident_kinds(restored)
                 self.offloader.offload(KINDS - wanted)
                 self.offloader.onload(wanted)
+        except LostRankError as lost:
+            self._lost = lost
+            raise LostRankError(f"{error}\nThe state before could not be restored: {lost}") from error
         except Exception as restore_error:
             away = [kind for kind in KIND_ORDER if self.offloader.is_offloaded(kind)]
             raise ReshardError(
                 f"switch {before.value}->{target.value} failed ({error}) and so did the way back ({restore_error}); "
-                f"in host memory: {', '.join(away) or 'nothing'}; state is idle, and the next switch goes on from there"
+                f"in host memory: {', '.join(away) or 'nothing'}; the state is idle, and the next switch starts from it"
             ) from error
         self.state = restored
         logger.error("[Reshard] %s->%s failed; state is %s: %s", before.value, target.value, restored.value, error)
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        """Time a phase and end it with all ranks agreeing that it succeeded."""
+    def _phase(self, name: str, patience: float | None = None) -> Iterator[None]:
+        """Time a phase and end it with all ranks agreeing that it succeeded; see `Agreement.phase`."""
         started = time.perf_counter()
-        with self.agreement.phase(name):
+        with self.agreement.phase(name, patience):
             yield
         self._tally.seconds[name] = self._tally.seconds.get(name, 0.0) + time.perf_counter() - started
 
@@ -420,6 +430,8 @@ class ShardingManager:
     def _require_open(self) -> None:
         if self._is_closed:
             raise StateError("the switch was closed; build the engine anew")
+        if self._lost is not None:
+            raise StateError(f"no switch is possible after this, end the job: {self._lost}") from self._lost
 
     def _make_plan(self, setups: Sequence[_RankSetup]) -> ReshardPlan:
         """Plan, from what all ranks told each other. A host relays where all of its ranks can."""

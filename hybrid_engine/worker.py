@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 import megatron_patches
-from hybrid_engine.agreement import Agreement
+from hybrid_engine.agreement import SECONDS_TO_BUILD, Agreement
 from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.errors import ConfigError, DependencyError, StateError, Violation
+from hybrid_engine.errors import ConfigError, DependencyError, LostRankError, StateError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.models import table_for
@@ -60,6 +60,10 @@ class ActorHybridWorker:
 
     def _build(self, agreement: Agreement) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        with agreement.building():
+            self._build_engines(agreement)
+
+    def _build_engines(self, agreement: Agreement) -> None:
         with agreement.phase("checking what is installed"):
             _require_installed()
             hf_config = self.config.hf_config()
@@ -124,12 +128,14 @@ class ActorHybridWorker:
     def compute_log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probability [B, S] fp32 of every label under the training weights. In train or forward context."""
         self.require(State.TRAIN, State.FORWARD)
-        return whole_log_probs(self.train, batch)
+        with self._agreement.call("scoring"):
+            return whole_log_probs(self.train, batch)
 
     def update(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
         """One optimizer step on the batch; see `TrainEngine.train_step`. In `train_context`."""
         self.require(State.TRAIN)
-        return self.train.train_step(share_of(self.train, batch), loss_function)
+        with self._agreement.call("training step"):
+            return self.train.train_step(share_of(self.train, batch), loss_function)
 
     def save_checkpoint(self, directory: str | Path) -> None:
         """Write parameters, optimizer state and generators below `directory`. In `train_context`."""
@@ -236,7 +242,8 @@ class ReferenceModel:
         with self._agreement.phase("onload of the reference"):
             self._offloader.onload({"param"}, read_only=True)
         try:
-            return whole_log_probs(self.engine, batch)
+            with self._agreement.call("scoring by the reference"):
+                return whole_log_probs(self.engine, batch)
         finally:
             self._offloader.offload({"param"})
 
@@ -286,13 +293,39 @@ def _initialize_process_group(timeout_seconds: float) -> bool:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    start_up = max(timeout_seconds, SECONDS_TO_BUILD)
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=start_up)))
+        # torchrun's store outlives a group: under its own keys a second one would find the first one's addresses
+        own_store = dist.PrefixStore(f"hybrid_engine/{next(_group_numbers)}", store)
+        _meet(own_store, rank, world_size, start_up)
+    except dist.DistError as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise LostRankError(
+            f"the ranks did not meet at {where} within {start_up:g} s ({error}): see the logs of those that are "
+            "missing, or raise generate_config.timeout_seconds"
+        ) from error
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    # torchrun's store outlives a group: under its own keys a second one would find the first one's addresses
-    own_store = dist.PrefixStore(f"hybrid_engine/{next(_group_numbers)}", store)
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=own_store, rank=rank, world_size=world_size, timeout=timeout)
     return True
+
+
+def _meet(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:
+    """Wait until every rank has started: they import for a minute on a busy host, and not at one speed.
+
+    Afterwards a wait for a peer takes no longer than the timeout. Raises LostRankError naming the missing ranks.
+    """
+    names = [f"started/{each}" for each in range(world_size)]
+    store.set(names[rank], "")
+    try:
+        store.wait(names, datetime.timedelta(seconds=seconds))
+    except dist.DistStoreError as error:
+        missing = [str(each) for each, name in enumerate(names) if not store.check([name])]
+        raise LostRankError(
+            f"rank {', '.join(missing)} of {world_size} did not start within {seconds:g} s: see its log, or raise "
+            "generate_config.timeout_seconds"
+        ) from error
 
 
 _group_numbers = itertools.count()

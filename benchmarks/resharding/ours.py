@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from benchmarks.resharding.loading import LoaderTarget
 from benchmarks.resharding.measuring import Clock, Digests, digesting_vllm, gather
-from hybrid_engine.memory.elastic import host_id
+from hybrid_engine.hosts import host_id
 from hybrid_engine.memory.weight_container import ContainerState, WeightContainer
 from hybrid_engine.planning.layout import Layout
 from hybrid_engine.planning.planner import plan

@@ -47,6 +47,11 @@ class Output:
         for name in ("hybrid_engine", "megatron_patches", "examples"):
             logging.getLogger(name).addHandler(handler)
             logging.getLogger(name).setLevel(logging.INFO)
+        logging.getLogger("hybrid_engine.failures").addHandler(_Heard(self))
+
+    def warn(self, text: str) -> None:
+        """A line for the user, from any rank."""
+        self.console.print(f"rank {self.rank}: {text}", style="red", highlight=False, soft_wrap=True, markup=False)
 
     def say(self, text: str) -> None:
         """A line for the user, from rank 0."""
@@ -84,5 +89,15 @@ class Output:
             traceback.print_exception(error, file=sys.stderr)
             sys.stderr.flush()
         except OSError as lost:
-            text = f"rank {self.rank}: the log has no traceback of it: {lost}"
-            self.console.print(text, style="red", highlight=False, soft_wrap=True, markup=False)
+            self.warn(f"the log has no traceback of it: {lost}")
+
+
+class _Heard(logging.Handler):
+    """Shows what became of other ranks, at once: this one may wait for them inside a library, and say nothing more."""
+
+    def __init__(self, output: Output) -> None:
+        super().__init__(logging.ERROR)
+        self._output = output
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._output.warn(record.getMessage())

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hybrid_engine.agreement import Agreement
 from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.backends.vllm.random_state import random_state_kept
+from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import ConfigError, StateError
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.megatron_script.checked_weights import CheckedWeights
@@ -67,8 +68,20 @@ class ScriptEngine:
 
         What fails on one rank is raised on all of them, by the timeout of the configuration at the latest.
         """
-        config, table = self.settings.config, self.settings.table
-        agreement = self._agreement = Agreement(config.generate_config.timeout_seconds)
+        config = self.settings.config
+        self._agreement = Agreement(config.generate_config.timeout_seconds)
+        with self._agreement.building():
+            self._attach(config, self._agreement, model_chunks, optimizer, num_steps)
+
+    def _attach(
+        self,
+        config: HybridConfig,
+        agreement: Agreement,
+        model_chunks: Sequence[Any],
+        optimizer: Any,
+        num_steps: int,
+    ) -> None:
+        table = self.settings.table
         with agreement.phase("looking at Megatron's model"):
             live = self._live_model(model_chunks, optimizer, num_steps)
             offloader = MegatronOffloader(live.offload_items, reachable=live.reachable_tensors)

@@ -27,7 +27,7 @@ from hybrid_engine.errors import StateError, TransportError
 from hybrid_engine.memory.cuda_driver import INSTALL_HINT, CudaDriver, driver_of
 from hybrid_engine.memory.device_pages import DeviceHandle, DeviceMemory
 from hybrid_engine.memory.device_peers import DevicePeer
-from hybrid_engine.memory.host_pages import BufferHandle, HostMemory, host_id, map_pages
+from hybrid_engine.memory.host_pages import BufferHandle, HostMemory, map_pages
 from hybrid_engine.planning.layout import Extent
 
 __all__ = [
@@ -39,7 +39,6 @@ __all__ = [
     "allocate_elastic",
     "export_tensor",
     "exported_buffer_of",
-    "host_id",
     "is_elastic",
     "map_peer",
     "open_peer",

@@ -18,14 +18,13 @@ import functools
 import os
 import re
 import secrets
-import socket
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from hybrid_engine.errors import DependencyError, StateError, TransportError
+from hybrid_engine.hosts import host_id
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 _PROT_READ, _PROT_WRITE, _MAP_SHARED = 1, 2, 1  # <sys/mman.h> on Linux
@@ -164,15 +163,6 @@ def map_pages(handle: BufferHandle, *, writable: bool = False) -> torch.Tensor:
 
 
 @functools.cache
-def host_id() -> str:
-    """Equal for two processes exactly when they can see each other under /proc: boot id and process namespace."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
-
-
 def _check_identity(fd: int, handle: BufferHandle, path: str) -> None:
     """The opened file must be the memory the handle was made for: a pid or descriptor may have been used again."""
     target, nbytes = os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd).st_size

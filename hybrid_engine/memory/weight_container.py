@@ -35,6 +35,8 @@ from hybrid_engine.transports.router import RunReport, TransportSet
 
 logger = logging.getLogger(__name__)
 
+_NUM_NAMED = 4  # groups in a message
+
 PHASES = ("allocate", "read", "transfer", "write", "commit")
 
 
@@ -109,6 +111,7 @@ class WeightContainer:
         buffers = weights.layout().buffers
         self._groups = {buffer.group for buffer_id, buffer in buffers.items() if buffer_id.rank == router.rank}
         self._state = ContainerState.EMPTY
+        self._num_met = 0  # by the router, when the fill began
         self._check_groups()
 
     @property
@@ -127,7 +130,15 @@ class WeightContainer:
             raise StateError(f"the weight container is {self._state.value}; release() it before the next fill")
         self._state = ContainerState.PARTIAL
         tally = _Tally()
-        self._router.prepare()
+        self._num_met = self._router.num_met
+        try:
+            self._router.prepare()
+        except Exception as error:
+            reason = f"rank {self._router.rank} failed before the first bucket: {type(error).__name__}: {error}"
+            self._abandon(reason, follower)
+            if isinstance(error, HybridEngineError):
+                raise
+            raise ReshardError(reason) from error
         for bucket in self._plan.buckets:
             self._fill_bucket(bucket, source, follower, tally)
         if follower is not None:
@@ -166,11 +177,10 @@ class WeightContainer:
         self, bucket: Bucket, source: Mapping[str, torch.Tensor], follower: BucketFollower | None, tally: _Tally
     ) -> None:
         groups, phase = self._owned(bucket), "allocate"
-        next_bucket = bucket.index
         try:
             with tally.time(phase):
                 destination = self._weights.allocate(groups) if groups else {}
-            phase, next_bucket = "transfer", bucket.index + 1
+            phase = "transfer"
             tally.add_run(self._router.run(bucket, source, destination, self._following(bucket)))
             if follower is not None:
                 follower.sent(bucket.index)
@@ -180,20 +190,19 @@ class WeightContainer:
                     self._weights.commit(groups)
         except Exception as error:
             reason = f"rank {self._router.rank} failed in bucket {bucket.index}, {phase}: {error}"
-            self._abandon(next_bucket, reason, follower)
+            self._abandon(reason, follower)
             if isinstance(error, HybridEngineError):
                 raise
             raise ReshardError(
-                f"rank {self._router.rank}, bucket {bucket.index}, phase {phase}, groups {', '.join(groups)}: "
+                f"rank {self._router.rank}, bucket {bucket.index}, phase {phase}, groups {_first_of(groups)}: "
                 f"{type(error).__name__}: {error}. The inference weights are partly filled; release() them"
             ) from error
 
-    def _abandon(self, first: int, reason: str, follower: BucketFollower | None) -> None:
-        """Walk the buckets from `first` on without filling them, for peers that wait for this rank."""
-
+    def _abandon(self, reason: str, follower: BucketFollower | None) -> None:
+        """Walk the buckets that are left without filling them, for peers that wait for this rank."""
         buckets = [
             partial(self._router.abandon, bucket, reason, self._following(bucket))
-            for bucket in self._plan.buckets[first:]
+            for bucket in self._plan.buckets[self._router.num_met - self._num_met :]
         ]
         steps = buckets if follower is None else [follower.abandon, *buckets, follower.drain]
         failures = []
@@ -204,6 +213,12 @@ class WeightContainer:
                 failures.append(error)
         if failures:
             logger.warning("not every bucket could be abandoned; peers end by their timeout: %s", failures[0])
+
+
+def _first_of(groups: Sequence[str]) -> str:
+    """The first few names: a bucket of a large model holds hundreds."""
+    shown = ", ".join(groups[:_NUM_NAMED])
+    return shown if len(groups) <= _NUM_NAMED else f"{shown} and {len(groups) - _NUM_NAMED} more"
 
 
 @dataclass

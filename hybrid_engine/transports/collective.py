@@ -35,6 +35,7 @@ from hybrid_engine.planning.layout import BufferId
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ports import PhaseClock
+from hybrid_engine.process_groups import plain_text
 from hybrid_engine.transports.copies import copy_straight, failure_at, strided, synchronize
 from hybrid_engine.transports.relay_buffers import RelayBuffers
 
@@ -443,7 +444,8 @@ class CollectiveTransport:
             self._flights.clear()
         self._broken[group] = TransportError(
             f"{self.name} transport, bucket {bucket}, phase {phase}, peer {peer}: {cause} "
-            f"({type(error).__name__}: {error}). See the peer's log; the process group cannot be used any more"
+            f"({type(error).__name__}: {plain_text(error)}). See the peer's log; the process group cannot be used "
+            "any more"
         )
         raise self._broken[group] from error
 

@@ -99,6 +99,7 @@ class TransportSet:
         self._choose = choose
         self._relays = relays or RelayBuffers(rank, {})
         self._shares: dict[int, _BucketShare] = {}
+        self.num_met = 0  # buckets in which this rank took part, run or abandoned, since it was connected
 
     @classmethod
     def connect(
@@ -174,6 +175,7 @@ class TransportSet:
         reaches the peers with a bucket's messages, so one bucket later if these were sent before.
         """
         share = self._share(bucket)
+        self.num_met += 1
         failure = self._start(bucket, following, source) if following is not None else None
         for name, transport in self._transports.items():
             transfers = share.transfers.get(name, ())
@@ -197,6 +199,7 @@ class TransportSet:
         `following` as in `run`. Raises TransportError when a process group is dead, having told all that others carry.
         """
         share = self._share(bucket)
+        self.num_met += 1
         failure = self._start(bucket, following, None, reason)
         for name, transport in self._transports.items():
             try:

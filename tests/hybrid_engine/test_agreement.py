@@ -171,7 +171,9 @@ def test_a_lost_rank_ends_every_wait():
     results, _ = launch(lose_rank_1, 2, timeout=200)
     assert set(results) == {"silent", *LOST_CALLS}
     for name, (outcome, seconds) in results.items():
-        assert outcome.startswith("RemoteError: "), (name, outcome)
+        assert outcome.startswith("LostRankError: "), (name, outcome)
+        assert "gloo" not in outcome and "GLHF" not in outcome, outcome
         assert seconds < LOST_SECONDS / 2, (name, seconds)
+    assert "fill: OSError: disk on fire" in results["settle with an error"][0]
     assert f"{SILENCE_SECONDS:g} s" in results["silent"][0] and "fill" in results["silent"][0]
     assert results["silent"][1] >= 0.9 * SILENCE_SECONDS

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.memory.elastic import host_id
+from hybrid_engine.hosts import host_id
 from hybrid_engine.memory.weight_container import ContainerState, WeightContainer
 from hybrid_engine.planning.layout import Layout
 from hybrid_engine.planning.planner import plan

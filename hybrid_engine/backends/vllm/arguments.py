@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from hybrid_engine.backends.vllm.placement import placed
@@ -57,6 +58,9 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
             "max_lora_rank": settings.max_lora_rank,
             "lora_target_modules": list(settings.lora_target_modules),
         }
+    if settings.timeout_seconds is not None:
+        seconds = math.ceil(settings.timeout_seconds)
+        arguments |= {"distributed_timeout_seconds": seconds, "cpu_distributed_timeout_seconds": seconds}
     if settings.max_model_len is not None:
         arguments["max_model_len"] = settings.max_model_len
     return {**arguments, **settings.extra}

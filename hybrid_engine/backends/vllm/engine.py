@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.agreement import Agreement
+from hybrid_engine.agreement import SHORT_PATIENCE, Agreement
 from hybrid_engine.backends.vllm.adapters import Adapters
 from hybrid_engine.backends.vllm.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.arguments import check_arguments, is_eager, is_sleepy, llm_arguments
@@ -151,8 +151,10 @@ class InferenceEngine:
             adapter: name of a delivered adapter.
         """
         num_replicas, state = self.settings.data_parallel_size, self._generator_state
+        # the other ranks of a replica wait in vLLM for one that fails, and cannot come back
+        patience = SHORT_PATIENCE if self.settings.ranks_in_step > 1 else None
         try:
-            with self._agreement.phase("generate"):
+            with self._agreement.phase("generate", patience):
                 self.check_prompts(prompts, sampling.max_tokens)  # all of them everywhere: no replica starts in vain
                 completions = self.generate(prompts[self.dp_rank :: num_replicas], sampling, adapter)
         except BaseException:
@@ -292,7 +294,7 @@ class InferenceEngine:
         return current_platform.device_type
 
     def _build(self, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str] | None) -> Any:
-        with unnamed_shared_memory(), placed(self.settings, self.rank), self._stance():
+        with unnamed_shared_memory(self._agreement), placed(self.settings, self.rank), self._stance():
             from vllm import LLM
 
             from hybrid_engine.backends.vllm.loader import capturing

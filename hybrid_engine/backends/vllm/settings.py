@@ -44,6 +44,7 @@ class InferenceSettings:
         release_weights: free the weights' memory when they are released; False keeps it for the next ones.
         enable_sleep_mode: let weights and KV cache be given back on GPU; None means True on GPU. No effect on CPU.
         enable_prefix_caching: share KV cache among prompts with the same beginning.
+        timeout_seconds: longest wait for a rank in vLLM's process groups; None takes torch's, half an hour.
         log_level: vLLM's own log messages below this level are not shown.
         extra: further keyword arguments of `vllm.LLM`, which win.
     """
@@ -68,6 +69,7 @@ class InferenceSettings:
     release_weights: bool = True
     enable_sleep_mode: bool | None = None
     enable_prefix_caching: bool = True
+    timeout_seconds: float | None = None
     log_level: str = "ERROR"
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -114,6 +116,11 @@ class InferenceSettings:
     def replicas_per_instance(self) -> int:
         """Replicas that share experts and step together."""
         return max(1, self.expert_parallel_size // self.tensor_parallel_size)
+
+    @property
+    def ranks_in_step(self) -> int:
+        """Ranks of one instance, which wait for each other in every step."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.replicas_per_instance
 
     def place_of(self, rank: int) -> Place:
         """Where a global rank stands."""

@@ -25,13 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.agreement import Agreement
 from hybrid_engine.backends.vllm.names import ENGINE_TOKEN
 from hybrid_engine.backends.vllm.settings import InferenceSettings
 from hybrid_engine.errors import ConfigError, Violation
-from hybrid_engine.memory.elastic import host_id
+from hybrid_engine.hosts import host_id
 
 _SHM = Path("/dev/shm")
 _BYTES_PER_THREAD = (4 << 20) + 256  # csrc/cpu/shm.cpp: two buffers of 2 MiB, and the state of who has written
@@ -40,17 +39,15 @@ _MIB = 1 << 20
 
 
 @contextlib.contextmanager
-def unnamed_shared_memory() -> Iterator[None]:
+def unnamed_shared_memory(agreement: Agreement) -> Iterator[None]:
     """Around the building of vLLM's groups: what they share has names of this engine's own, and no longer than needed.
 
-    Collective over the default group.
+    Collective.
     """
     from vllm.distributed import parallel_state
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 
-    token = [secrets.token_hex(8)]
-    dist.broadcast_object_list(token)
-    os.environ[ENGINE_TOKEN] = token[0]
+    os.environ[ENGINE_TOKEN] = agreement.gather(secrets.token_hex(8), "naming vLLM's shared memory")[0]
     share, make_group = _CPUSHMDistributed._init_cpu_shm, parallel_state.init_model_parallel_group
 
     @functools.wraps(share)
