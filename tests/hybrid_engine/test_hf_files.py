@@ -22,6 +22,7 @@ from hybrid_engine.errors import ConfigError, FileError, HybridEngineError
 from hybrid_engine.planning.layout import BufferId, Place
 from hybrid_engine.planning.regions import contiguous_strides
 from tests.kills import kill_at_every_step
+from tests.launch import launch
 from tests.small_disks import file_size_limit, small_disk  # noqa: F401
 
 WANTED = {"a": ((3,), "bfloat16"), "b": ((2, 3), "float32"), "c": ((), "float32"), "d": ((5,), "uint8")}
@@ -91,21 +92,29 @@ def seen_by(name: str, directory: Path) -> float | None:
     return value
 
 
-@pytest.mark.engines
-@pytest.mark.parametrize("kind", ["one file", "several files", "both"])
-def test_the_readers_rules_are_those_of_the_readers(tmp_path: Path, kind: str) -> None:
-    """transformers prefers model.safetensors, vLLM the index; both at once are there between two steps of a save."""
+def really_read(directories: list[Path]) -> list[tuple[list[Path], list[Path]]]:
+    """Of each directory, in a process that has both: what transformers reads, and what vLLM reads."""
     from transformers.modeling_utils import _get_resolved_checkpoint_files
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-    save(tmp_path, ONE_FILE if kind == "one file" else SEVERAL_FILES)
-    if kind == "both":
-        save_file({"a": torch.ones(2)}, tmp_path / files.SINGLE)
-    found, _ = _get_resolved_checkpoint_files(tmp_path, None, None, None, None, False)
-    assert sorted(map(Path, found)) == transformers_files(tmp_path)
-    _, found, *_ = DefaultModelLoader(LoadConfig())._prepare_weights(str(tmp_path), None, None, True, None)
-    assert sorted(map(Path, found)) == vllm_files(tmp_path)
+    found = []
+    for path in directories:
+        names, _ = _get_resolved_checkpoint_files(path, None, None, None, None, False)
+        _, others, *_ = DefaultModelLoader(LoadConfig())._prepare_weights(str(path), None, None, True, None)
+        found.append((sorted(map(Path, names)), sorted(map(Path, others))))
+    return found
+
+
+@pytest.mark.engines
+def test_the_readers_rules_are_those_of_the_readers(tmp_path: Path) -> None:
+    """transformers prefers model.safetensors, vLLM the index; both at once are there between two steps of a save."""
+    directories = [tmp_path / name for name in ("one file", "several files", "both")]
+    for path in directories:
+        save(path, ONE_FILE if path.name == "one file" else SEVERAL_FILES)
+    save_file({"a": torch.ones(2)}, tmp_path / "both" / files.SINGLE)
+    (found,) = launch(really_read, 1, directories)
+    assert found == [(transformers_files(path), vllm_files(path)) for path in directories]
 
 
 @pytest.mark.parametrize("file_nbytes", [ONE_FILE, SEVERAL_FILES])
