@@ -124,6 +124,12 @@ class Job:
         """On the monotonic clock, when the fault happened."""
         return float(self._happened.read_text()) if self._happened.exists() else None
 
+    @property
+    def iteration(self) -> int:
+        """The last that is complete, with its checkpoint; -1 before the warm-up is."""
+        progress = RunDirectory(self.out).progress()
+        return -1 if progress is None else progress.iteration
+
     def rows(self) -> list[dict[str, Any]]:
         """Of metrics.jsonl."""
         return RunDirectory(self.out).rows()

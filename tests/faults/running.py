@@ -29,6 +29,7 @@ from tests.launch import REPO_ROOT
 
 _TOKEN_VARIABLE = "RUNNING_TOKEN"
 _SECONDS_BETWEEN_LOOKS = 0.1
+_BY_A_RANK = re.compile(r"^rank \d", re.MULTILINE)
 _OF_TORCHRUN = re.compile(r"[WE]\d{4} ")
 _SECONDS_FOR_TRACKERS = 5.0  # multiprocessing's resource trackers clean up after the process that they belong to
 
@@ -40,6 +41,7 @@ class Outcome:
     Attributes:
         status: of the command itself, negative for a signal; None when the time was over and it was ended.
         seconds: from the fault to the end of the last process; None when no fault happened.
+        seconds_to_message: from the fault to the first line of a rank about it.
         total_seconds: of all.
         terminal: what was written to the terminal.
         survivors: command lines of processes that were alive some time after the command had ended.
@@ -49,6 +51,7 @@ class Outcome:
 
     status: int | None
     seconds: float | None
+    seconds_to_message: float | None
     total_seconds: float
     terminal: str
     survivors: Sequence[str]
@@ -73,8 +76,13 @@ class Outcome:
 
     def row(self) -> dict[str, Any]:
         """For the table of all cases."""
-        seconds = None if self.seconds is None else round(self.seconds, 1)
-        return {"seconds": seconds, "status": self.status, "message": self.message, "leftovers": self.leftovers}
+        return {
+            "seconds": _rounded(self.seconds),
+            "seconds_to_message": _rounded(self.seconds_to_message),
+            "status": self.status,
+            "message": self.message,
+            "leftovers": self.leftovers,
+        }
 
 
 class Running:
@@ -103,6 +111,7 @@ class Running:
         self._terminal = directory / f"terminal-{self._token}.txt"
         self.started = time.monotonic()
         self._ended: float | None = None
+        self._said: float | None = None
         self._survivors: list[str] = []
         self._was_ended_by_force = False
         with self._terminal.open("wb") as terminal:
@@ -165,6 +174,8 @@ class Running:
             if not has_ended and self.launcher.poll() is not None:
                 has_ended, deadline = True, time.monotonic() + seconds_to_follow
             alive = self.processes()
+            if self._said is None and _BY_A_RANK.search(self.terminal):
+                self._said = time.monotonic()
             if has_ended and not alive:
                 break
             time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -178,6 +189,7 @@ class Running:
         return Outcome(
             status=None if self._was_ended_by_force else self.launcher.returncode,
             seconds=None if fault_time is None else ended - fault_time,
+            seconds_to_message=None if fault_time is None or self._said is None else self._said - fault_time,
             total_seconds=ended - self.started,
             terminal=self.terminal,
             survivors=self._survivors,
@@ -196,6 +208,10 @@ class Running:
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 1)
 
 
 @functools.cache

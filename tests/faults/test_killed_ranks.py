@@ -37,9 +37,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 @pytest.mark.parametrize("where", KILLS)
 def test_a_killed_rank_ends_the_job(job: Job, where: str, record: Callable[..., None]) -> None:
-    before = len(job.rows())
+    before = job.iteration
     outcome = job.run(KILLS[where])
-    after = len(job.rows())
+    after = job.iteration
     record(fault=f"SIGKILL of rank 1: {where}", **outcome.row(), resumed=after > before)
     check_killed(outcome)
     assert after > before or KILLS[where].call == 1, outcome.terminal

@@ -30,9 +30,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 @pytest.mark.parametrize("where", FAULTS)
 def test_a_rank_that_hangs_ends_the_job(job: Job, where: str, record: Callable[..., None]) -> None:
-    before = len(job.rows())
+    before = job.iteration
     outcome = job.run(FAULTS[where])
-    record(fault=f"SIGSTOP of rank 1: {where}", **outcome.row(), resumed=len(job.rows()) > before)
+    record(fault=f"SIGSTOP of rank 1: {where}", **outcome.row(), resumed=job.iteration > before)
     assert outcome.seconds is not None and outcome.seconds < MOST_SECONDS
     assert "rank 1" in outcome.message, outcome.terminal
     assert outcome.status not in (0, None) and outcome.leftovers == []
