@@ -37,6 +37,8 @@ class HybridEngine:
             completions = engine.inference.generate(prompts, sampling)
         with engine.train_context():
             engine.train.train_step(batch, loss_function)
+
+    Training and scoring outside these contexts, on memory that was given away, raise StateError.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class HybridEngine:
             agreement=agreement,
             unserved=train.unserved,
         )
+        train.guard = self.sharding.require_kinds
 
     def rollout_context(self) -> AbstractContextManager[None]:
         """Generate inside: weights are resharded into vLLM, training state is off the device as configured."""

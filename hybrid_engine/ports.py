@@ -49,7 +49,7 @@ class TrainingWeights(WeightAdaptor, Protocol):
         ...
 
     def check_values(self) -> None:
-        """Raise WeightError naming every parameter that holds a NaN."""
+        """Raise WeightError naming every parameter that holds a NaN or an infinity."""
         ...
 
 

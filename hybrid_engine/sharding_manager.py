@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from enum import StrEnum
 from typing import Protocol
 
 import torch
@@ -50,30 +49,12 @@ from hybrid_engine.planning.releases import releases
 from hybrid_engine.ports import InferenceWeights, TrainingWeights
 from hybrid_engine.process_groups import end_groups
 from hybrid_engine.report import ReshardReport
+from hybrid_engine.states import KINDS, NEEDED_KINDS, State, require
 from hybrid_engine.transports import LocalTransport, RelayBuffers, TransportSet, export_handles
 
 logger = logging.getLogger("hybrid_engine")
 
 _GIB = 1024**3
-
-
-class State(StrEnum):
-    """What the devices are ready for."""
-
-    TRAIN = "train"
-    FORWARD = "forward"
-    INFER = "infer"
-    IDLE = "idle"
-
-
-KINDS = frozenset(KIND_ORDER)
-
-_NEEDED_KINDS = {
-    State.TRAIN: KINDS,
-    State.FORWARD: frozenset({"param"}),
-    State.INFER: frozenset(),
-    State.IDLE: frozenset(),
-}
 
 
 class InferenceCaches(Protocol):
@@ -292,6 +273,14 @@ class ShardingManager:
         with self.agreement.phase("prefetch"):
             self._num_prefetched += _total(self.offloader.onload(kinds, read_only=True, wait=False))
 
+    def require(self, *states: State) -> None:
+        """Raise StateError unless the present state is one of these."""
+        require(self.state, states)
+
+    def require_kinds(self, kinds: Iterable[str]) -> None:
+        """Raise StateError unless the present state needs these kinds of training state on the device."""
+        require(self.state, [state for state, needed in NEEDED_KINDS.items() if needed.issuperset(kinds)])
+
     def _switch(self, before: State, target: State) -> None:
         with self._phase("survey"):
             self._note_peak()
@@ -357,7 +346,7 @@ class ShardingManager:
             "grad": self.config.offload_train_grad,
             "optimizer": self.config.offload_train_optimizer,
         }
-        return {kind for kind, offloads in flags.items() if kind in _NEEDED_KINDS[state] or not offloads}
+        return {kind for kind, offloads in flags.items() if kind in NEEDED_KINDS[state] or not offloads}
 
     def _offload(self, kinds: set[str]) -> None:
         with self._phase("offload"):

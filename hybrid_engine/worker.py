@@ -17,7 +17,7 @@ import megatron_patches
 from hybrid_engine.agreement import SECONDS_TO_BUILD, Agreement
 from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.errors import ConfigError, DependencyError, LostRankError, StateError, Violation
+from hybrid_engine.errors import ConfigError, DependencyError, LostRankError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.models import table_for
@@ -122,24 +122,24 @@ class ActorHybridWorker:
 
         Returns, on every rank, a list of `n` completions for each prompt, in the order of `prompts`.
         """
-        self.require(State.INFER)
+        self.sharding.require(State.INFER)
         return self.inference.generate_over_replicas(prompts, sampling, self.adapter)
 
     def compute_log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probability [B, S] fp32 of every label under the training weights. In train or forward context."""
-        self.require(State.TRAIN, State.FORWARD)
+        self.sharding.require(State.TRAIN, State.FORWARD)
         with self._agreement.call("scoring"):
             return whole_log_probs(self.train, batch)
 
     def update(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
         """One optimizer step on the batch; see `TrainEngine.train_step`. In `train_context`."""
-        self.require(State.TRAIN)
+        self.sharding.require(State.TRAIN)
         with self._agreement.call("training step"):
             return self.train.train_step(share_of(self.train, batch), loss_function)
 
     def save_checkpoint(self, directory: str | Path) -> None:
         """Write parameters, optimizer state and generators below `directory`. In `train_context`."""
-        self.require(State.TRAIN)
+        self.sharding.require(State.TRAIN)
         from hybrid_engine.backends.megatron import checkpoint
 
         self.train.weights.base.prepare()
@@ -147,7 +147,7 @@ class ActorHybridWorker:
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Take up what `save_checkpoint` wrote, on all ranks or on none. In `train_context`."""
-        self.require(State.TRAIN)
+        self.sharding.require(State.TRAIN)
         from hybrid_engine.backends.megatron import checkpoint
 
         checkpoint.load_checkpoint(directory, self.actor, self.sharding.agreement)
@@ -160,7 +160,7 @@ class ActorHybridWorker:
         Raises, with nothing changed on any rank, ConfigError, FileError naming the file, or ParameterMismatchError
         naming every tensor that is missing, unknown or of another shape.
         """
-        self.require(State.TRAIN)
+        self.sharding.require(State.TRAIN)
         from hybrid_engine.backends.huggingface import load_hf_checkpoint
 
         load_hf_checkpoint(path, self.train.weights.base, self.table, self.sharding.agreement)
@@ -174,7 +174,7 @@ class ActorHybridWorker:
         this model there are replaced: whatever happens, readers find those or the new ones. Raises FileError naming the
         file, and ConfigError where the weights are another model's.
         """
-        self.require(State.TRAIN)
+        self.sharding.require(State.TRAIN)
         from hybrid_engine.backends.huggingface import save_hf_checkpoint
 
         model_dir, agreement = self.config.model, self.sharding.agreement
@@ -210,12 +210,6 @@ class ActorHybridWorker:
             build.end_training(self.actor)
         build.destroy_parallel_state()
 
-    def require(self, *states: State) -> None:
-        """Raise StateError unless the present state is one of these."""
-        if self.sharding.state not in states:
-            wanted = " or ".join(f"{state.value} context" for state in states).replace("infer", "rollout")
-            raise StateError(f"the engine is in state {self.sharding.state.value}; call this in the {wanted}")
-
 
 class ReferenceModel:
     """A frozen copy of the actor's present weights, off the device except while it scores.
@@ -225,7 +219,7 @@ class ReferenceModel:
     """
 
     def __init__(self, worker: ActorHybridWorker) -> None:
-        worker.require(State.TRAIN, State.FORWARD)
+        worker.train.guard(["param"])
         from hybrid_engine.backends.megatron import build
         from hybrid_engine.backends.megatron.train_engine import TrainEngine
 

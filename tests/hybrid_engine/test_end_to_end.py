@@ -207,9 +207,10 @@ def fail_and_go_on(model: Path) -> dict[str, Any]:
 
     parameter = dict(worker.train.weights.named_parameters())["decoder.layers.1.mlp.linear_fc2.weight"]
     good = parameter.data[3, 5].clone()
-    if worker.rank == 1:
-        parameter.data[3, 5] = torch.nan
-    outcome["nan"] = _failure_of_switch(worker)
+    for name, value in (("nan", torch.nan), ("inf", torch.inf)):
+        if worker.rank == 1:
+            parameter.data[3, 5] = value
+        outcome[name] = _failure_of_switch(worker)
     parameter.data[3, 5] = good
     states.append(_training_state(worker.train))
 
@@ -232,10 +233,35 @@ def fail_and_go_on(model: Path) -> dict[str, Any]:
         outcome["prompt"] = str(prompt.value)
         with pytest.raises(StateError):
             ReferenceModel(worker)
+        outcome["released"] = [_error_of(call) for call in _uses_of_training(worker)]
         outcome["completions"] = len(worker.generate_sequences([[1, 2], [3]], jobs.GREEDY))
+    with worker.forward_context():
+        outcome["read only"] = [_error_of(call) for call in _uses_of_training(worker)]
+    outcome["version"] = worker.train.version
     worker.shutdown()
     outcome["group ended"] = not dist.is_initialized()
     return outcome
+
+
+def _uses_of_training(worker: Any) -> list[Callable[[], Any]]:
+    """Calls that train, then calls that score, past the worker."""
+    engine, batch = worker.train, share_of(worker.train, jobs.batch(seed=1))
+    return [
+        lambda: engine.train_step(batch, jobs.cross_entropy),
+        lambda: engine.take_up_weights(),
+        lambda: engine.copy_weights_from(engine),
+        lambda: engine.log_probs(batch),
+        lambda: engine.logits(batch["tokens"]),
+        lambda: worker.compute_log_probs(jobs.batch(seed=1)),
+    ]
+
+
+def _error_of(call: Callable[[], Any]) -> str | None:
+    try:
+        call()
+    except StateError as error:
+        return str(error)
+    return None
 
 
 def _failure_of_switch(worker: Any) -> tuple[str, str]:
@@ -264,11 +290,17 @@ def _second_bucket_on_fire(worker: Any) -> Any:
 def test_failures_reach_every_rank_and_lose_nothing(outcomes: Callable[[int], Any]) -> None:
     results = outcomes(2)["failures"]
     assert [result["nan"][0] for result in results] == ["RemoteError", "WeightError"]
+    assert [result["inf"][0] for result in results] == ["RemoteError", "WeightError"]
     assert [result["transfer"][0] for result in results] == ["ReshardError", "PeerTransportError"]
     for result in results:
         assert "state train" in result["wrong state"]
         assert "decoder.layers.1.mlp.linear_fc2.weight on rank 1" in result["nan"][1]
-        assert "model.layers.1.mlp.down_proj.weight" in result["nan"][1]
+        assert "model.layers.1.mlp.down_proj.weight): 1 NaN of " in result["nan"][1]
+        assert "model.layers.1.mlp.down_proj.weight): 1 Inf of " in result["inf"][1]
+        assert all("in state infer; call this in the train" in message for message in result["released"])
+        assert all("in state forward; call this in the train context" in message for message in result["read only"][:3])
+        assert result["read only"][3:] == [None] * 3
+        assert result["version"] == 2, "a refused step counted"
         assert "disk on fire" in result["transfer"][1]
         assert "bucket 1" in result["transfer"][1]
         assert "decoder.layers.1.mlp.linear_fc2.weight" in result["moved"][1]

@@ -38,6 +38,7 @@ FLOORS = {
     "hybrid_engine.backends": 2,
     "hybrid_engine.handover": 3,
     "hybrid_engine.sharding_manager": 3,
+    "hybrid_engine.states": 3,
     "hybrid_engine.hybrid_engine": 4,
     "hybrid_engine.assembly": 4,
     "hybrid_engine.megatron_script": 4,

@@ -380,15 +380,16 @@ def refusals(path: Path) -> dict[str, str]:
     with running(path, config) as run:
         weights = run.engine.weights
         weights.check_values()
-        infinite = next(iter(weights.buffers().values()))
-        kept = infinite[:2].clone()
-        infinite[:2] = torch.tensor([float("inf"), float("-inf")])
-        weights.check_values()  # their sum is NaN, they are not
-        infinite[:2] = kept
         named = dict(weights.named_parameters())
+        large = named["decoder.layers.0.self_attention.linear_qkv.weight"]
+        kept = large.detach().clone()
         with torch.no_grad():
+            large.fill_(1e38)
+            weights.check_values()  # their sum is infinite, they are not
+            large.copy_(kept)
             named["decoder.layers.1.self_attention.linear_qkv.weight"][3, :2] = float("nan")
-            named["decoder.final_layernorm.weight"][0] = float("nan")
+            named["decoder.layers.1.self_attention.linear_qkv.weight"][4, 0] = float("-inf")
+            named["decoder.final_layernorm.weight"][0] = float("inf")
         with pytest.raises(WeightError) as caught:
             weights.check_values()
         messages["nan"] = str(caught.value)
@@ -419,8 +420,8 @@ def test_refusals_name_every_parameter(launched: Launched) -> None:
         nan = messages["nan"]
         assert "(2)" in nan
         assert f"decoder.layers.1.self_attention.linear_qkv.weight on rank {rank}" in nan
-        assert "model.layers.1.self_attn.k_proj.weight" in nan and "2 of 768 elements are NaN" in nan
-        assert "model.norm.weight" in nan
+        assert "model.layers.1.self_attn.k_proj.weight" in nan and "2 NaN, 1 Inf of 768 elements" in nan
+        assert "model.norm.weight): 1 Inf of " in nan
         for name in ("wider", "narrower"):
             for layer in range(2):
                 assert f"decoder.layers.{layer}.mlp.linear_fc1.weight" in messages[name], name

@@ -172,14 +172,14 @@ class MegatronAdaptor:
             self._merged.fill()
 
     def check_values(self) -> None:
-        """Raise WeightError naming every parameter that holds a NaN. Reads each buffer once."""
-        if not any(torch.isnan(tensor.sum()) for tensor in self.buffers().values()):
+        """Raise WeightError naming every parameter that holds a NaN or an infinity. Reads each buffer once."""
+        if all(_is_finite(tensor) for tensor in self.buffers().values()):
             return
         findings = [
             f"{name} on rank {self.rank} (canonical {', '.join(self._tensors_of(name, tensor)) or 'of an adapter'}): "
-            f"{count} of {tensor.numel()} elements are NaN"
+            f"{problem} of {tensor.numel()} elements"
             for name, tensor in [*self.named_weights(), *self._adapter_parameters()]
-            if (count := int(tensor.detach().isnan().sum()))
+            if (problem := _unusable_values(tensor.detach()))
         ]
         if findings:
             raise WeightError(findings)
@@ -363,3 +363,16 @@ def _describe(tensor: torch.Tensor, padding: tuple[Extent, ...]) -> Buffer:
         padding=padding,
         exported=exported_buffer_of(tensor) is not None,
     )
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether no element is NaN or infinite. The sum is the fastest look, but may overflow where no element does."""
+    if not tensor.numel() or tensor.sum().isfinite():
+        return True
+    return all(bool(value.isfinite()) for value in tensor.aminmax())
+
+
+def _unusable_values(tensor: torch.Tensor) -> str:
+    """ "3 NaN, 1 Inf", or nothing when every element is finite."""
+    counts = {"NaN": int(tensor.isnan().sum()), "Inf": int(tensor.isinf().sum())}
+    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -10,7 +10,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.inventory import MegatronInventory
 from hybrid_engine.errors import StateError
-from hybrid_engine.memory.offloader import OffloadItem, Reached
+from hybrid_engine.memory.offloader import KINDS, OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.catalog import hooks_applied
 from megatron_patches.optimizers import weight_version
@@ -25,6 +25,10 @@ class LiveModel:
         table: the model's name table.
         noop_layers: positions of layers that do nothing.
         adapters_apart: deliver adapters beside the weights instead of added to them.
+
+    Attributes:
+        guard: called with the kinds of state that a call is about to use; raises StateError where they may be off the
+            device. Set by who moves them (`HybridEngine`); by itself a model stays where it is.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class LiveModel:
         self.optimizer = optimizer
         self.weights = MegatronAdaptor(self.chunks, table, noop_layers, adapters_apart)
         self._inventory = MegatronInventory(self.weights, optimizer)
+        self.guard: Callable[[Iterable[str]], None] = lambda kinds: None
 
     @property
     def unserved(self) -> list[str]:
@@ -62,5 +67,6 @@ class LiveModel:
 
     def take_up_weights(self) -> None:
         """Make the optimizer's main parameters those of the model, after somebody wrote the model's."""
+        self.guard(KINDS)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()

@@ -14,6 +14,7 @@ from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.build import Actor
 from hybrid_engine.backends.megatron.live_model import LiveModel
+from hybrid_engine.memory.offloader import KINDS
 from hybrid_engine.models.table import ModelTable
 
 Batch = Mapping[str, torch.Tensor]
@@ -37,6 +38,8 @@ class TrainEngine(LiveModel):
     batch where it is 0 everywhere).
 
     Padding of the vocabulary gets probability 0, as in the inference engine: its logits are set to -inf from here on.
+
+    What trains or scores raises StateError while a `HybridEngine` has the memory that it needs off the device.
     """
 
     def __init__(self, actor: Actor, table: ModelTable, micro_batch_size: int, adapters_apart: bool = False) -> None:
@@ -73,6 +76,7 @@ class TrainEngine(LiveModel):
         Returns the scalars averaged over micro batches and data parallel ranks, on every rank, with `grad_norm` and
         `skipped`: 1 when float16 gradients overflowed; then no weight changed and Megatron has lowered its loss scale.
         """
+        self.guard(KINDS)
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -114,6 +118,8 @@ class TrainEngine(LiveModel):
 
     def copy_weights_from(self, other: TrainEngine) -> None:
         """Take over another engine's weights (same layout), e.g. to freeze a reference. Collective."""
+        self.guard(KINDS)
+        other.guard(["param"])
         merged = other.weights.merged
         merged.prepare()
         sources = dict(merged.published_weights())
@@ -123,6 +129,7 @@ class TrainEngine(LiveModel):
 
     def _run(self, batch: Batch, loss_function: LossFunction, forward_only: bool) -> list[dict[str, torch.Tensor]]:
         """All micro batches through Megatron's schedule; the reports, on the last pipeline stage only."""
+        self.guard(["param"])
         if forward_only:
             self.weights.base.prepare()  # an overlapped gather is otherwise owed until the next training step
         micro_batches = self._micro_batches(batch)

@@ -1,0 +1,36 @@
+"""The states of the devices, and what each needs there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import StrEnum
+
+from hybrid_engine.errors import StateError
+from hybrid_engine.memory.offloader import KINDS as KIND_ORDER
+
+
+class State(StrEnum):
+    """What the devices are ready for."""
+
+    TRAIN = "train"
+    FORWARD = "forward"
+    INFER = "infer"
+    IDLE = "idle"
+
+
+KINDS = frozenset(KIND_ORDER)
+
+NEEDED_KINDS = {
+    State.TRAIN: KINDS,
+    State.FORWARD: frozenset({"param"}),
+    State.INFER: frozenset(),
+    State.IDLE: frozenset(),
+}
+"""State -> kinds of training state that are on the device in it, whatever the configuration offloads."""
+
+
+def require(present: State, wanted: Collection[State]) -> None:
+    """Raise StateError unless the present state is one of these."""
+    if present not in wanted:
+        contexts = " or ".join(f"{state.value} context" for state in wanted).replace("infer", "rollout")
+        raise StateError(f"the engine is in state {present.value}; call this in the {contexts}")
