@@ -7,7 +7,7 @@ HybridEngineError
 │   ├── UnknownModelError      no name table for the architecture
 │   └── ParameterMismatchError a parameter has no counterpart, or another shape
 ├── PlanError            the two layouts do not fit together; lists every fault
-├── WeightError          a weight's value is not usable (NaN)
+├── WeightError          a weight's value is not usable (NaN, Inf)
 ├── StateError           a call is not allowed in the present state
 ├── FileError            a file cannot be read or written; names it, and says what is wrong
 ├── DeviceMemoryError    the device's driver refused memory, or something else about it
@@ -21,8 +21,34 @@ HybridEngineError
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+
+def shortened(value: object, most: int = 200) -> str:
+    """`value` as code would write it, for a message: with a `…` where it is longer than `most` characters.
+
+    Reads no more of a collection than is shown: one of a few bytes of YAML can be gigabytes long when written out.
+    """
+    return clipped(_SHORT.repr(value), most)
+
+
+def clipped(text: str, most: int = 200) -> str:
+    """`text`, with a `…` where it is longer than `most` characters."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+class _Short(reprlib.Repr):
+    def repr_int(self, value: int, level: int) -> str:
+        """Python refuses to write out a number of thousands of digits."""
+        bits = value.bit_length()
+        return f"a number of {bits} bits" if bits > 1000 else super().repr_int(value, level)
+
+
+_SHORT = _Short()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 4, 200, 100, 200
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = 10
 
 
 class HybridEngineError(Exception):
@@ -30,13 +56,16 @@ class HybridEngineError(Exception):
 
 
 class _ListedError(HybridEngineError):
-    """An error that reports all of its findings at once, one a line."""
+    """An error that reports all of its findings at once, one a line; `findings` has those past `MOST_LINES` too."""
 
     heading = "invalid"
+    MOST_LINES = 200
 
     def __init__(self, findings: Sequence[object]) -> None:
         self.findings = tuple(findings)
-        lines = "\n".join(f"  - {finding}" for finding in self.findings)
+        lines = "\n".join(f"  - {finding}" for finding in self.findings[: self.MOST_LINES])
+        if len(self.findings) > self.MOST_LINES:
+            lines += f"\n  - and {len(self.findings) - self.MOST_LINES} more"
         super().__init__(f"{self.heading} ({len(self.findings)}):\n{lines}")
 
     def __reduce__(self):

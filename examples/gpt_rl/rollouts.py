@@ -36,7 +36,7 @@ ScoreReference = Callable[[Batch, Sequence[Any]], torch.Tensor]
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How rollouts are drawn.
+    """How rollouts are drawn. Raises ConfigError for what `Sampling` refuses, before anything is trained.
 
     Attributes:
         data: directory with train.jsonl and held_out.jsonl.
@@ -55,6 +55,14 @@ class RolloutSettings:
     steps: int
     seq_length: int
     seed: int
+
+    def __post_init__(self) -> None:
+        _ = self.sampling
+
+    @property
+    def sampling(self) -> Sampling:
+        """Of the samples."""
+        return Sampling(n=self.samples_per_prompt, max_tokens=self.max_tokens, stop_token_ids=(task.END,))
 
 
 class Rollouts(torch.utils.data.Dataset):
@@ -111,8 +119,7 @@ class Rollouts(torch.utils.data.Dataset):
         problems = [self._problem(first_group + group) for group in range(num_samples // settings.samples_per_prompt)]
         prompts = [task.encode(problem.prompt) for problem in problems]
         inference.manual_seed(settings.seed + self._first)
-        sampling = Sampling(n=settings.samples_per_prompt, max_tokens=settings.max_tokens, stop_token_ids=(task.END,))
-        groups = inference.generate_over_replicas(prompts, sampling) if prompts else []
+        groups = inference.generate_over_replicas(prompts, settings.sampling) if prompts else []
         self._batch = _batch(prompts, groups, problems, settings.seq_length) if prompts else {}
         self._report(self._first // settings.batch_size, self._figures(inference, problems, groups))
         return self._add_reference if self._score_reference is not None and self._batch else None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hybrid_engine.agreement import Agreement
 from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.backends.vllm.random_state import random_state_kept
+from hybrid_engine.backends.vllm.requests import sampling_params
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import ConfigError, StateError
 from hybrid_engine.hybrid_engine import HybridEngine
@@ -94,6 +95,7 @@ class ScriptEngine:
         with agreement.phase("prompts and output"):
             self._tokens = [self._tokenize(prompt) for prompt in self.settings.prompts]
             self.inference.check_prompts(self._tokens, self.settings.sampling.max_tokens)
+            sampling_params(self.settings.sampling)  # what vLLM refuses, it refuses before training starts
             self._journal = Journal(self._script, self.settings.output, dist.get_rank() == 0)
 
     def _live_model(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> LiveModel:

@@ -14,6 +14,7 @@ import torch
 from examples.gpt_rl import rollouts, task
 from examples.gpt_rl.rollouts import Batch, Demonstrations, Rollouts, RolloutSettings
 from hybrid_engine import Completion, Sampling
+from hybrid_engine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "examples" / "gpt_rl" / "data"
@@ -134,3 +135,10 @@ def test_the_script_trains_saves_and_is_resumed(tmp_path: Path) -> None:
         assert [int(line.split("iteration")[1].split("|")[0]) for line in told] == ([0, 4] if steps == "4" else [4])
     assert (tmp_path / "reward" / "latest_checkpointed_iteration.txt").read_text() == "6"
     assert (tmp_path / "reward" / "reference" / "rank0.pt").is_file()
+
+
+@pytest.mark.parametrize("change", [{"samples_per_prompt": 0}, {"max_tokens": -1}, {"samples_per_prompt": 10**6}])
+def test_rollouts_that_vllm_would_refuse_are_refused_first(change: dict[str, int]) -> None:
+    sizes = {"samples_per_prompt": 2, "max_tokens": 4, "batch_size": 4, "steps": 1, "seq_length": 16, "seed": 0}
+    with pytest.raises(ConfigError, match=r"sampling\.(n|max_tokens): .* is not possible"):
+        RolloutSettings(data=Path("data"), **{**sizes, **change})

@@ -21,7 +21,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[s
     """Number of ranks -> by name, what everything that runs on so many ranks brought back; launched once."""
     directory = str(tmp_path_factory.mktemp("vllm"))
     calls: dict[int, dict[str, Any]] = {
-        1: {"memory": (vllm_ranks.memory, (directory,)), "cycles": (vllm_ranks.cycles, (directory, 1))},
+        1: {
+            "samplings": (vllm_ranks.samplings, ()),
+            "memory": (vllm_ranks.memory, (directory,)),
+            "cycles": (vllm_ranks.cycles, (directory, 1)),
+        },
         2: {
             # first, for vLLM changes the classes of models that it takes from transformers
             "oracle": (vllm_ranks.transformers_oracle, (directory, 2, DECODED)),
@@ -130,6 +134,10 @@ def test_what_is_computed_while_decoding_is_what_transformers_computes(outcomes:
     for result in outcomes(2)["oracle"]:
         assert set(result) == set(DECODED)
         assert max(result.values()) < 5e-5, result  # float32; log-probabilities are around -5
+
+
+def test_vllm_takes_whatever_a_sampling_can_be(outcomes: Callable[[int], Any]) -> None:
+    assert outcomes(1)["samplings"] == [1153]
 
 
 def test_tensors_that_cannot_be_traced_arrive_through_the_loader() -> None:

@@ -279,6 +279,30 @@ def shared_mappings() -> dict[str, int]:
     return mapped
 
 
+def samplings() -> int:
+    """vLLM itself takes whatever a `Sampling` can be; how many were tried."""
+    from hybrid_engine.backends.vllm import Sampling
+    from hybrid_engine.backends.vllm.requests import sampling_params
+
+    extremes: dict[str, Sequence[Any]] = {
+        "n": (1, 16384),
+        "temperature": (1e-5, 1, 2.0),
+        "top_p": (1e-9, 1),
+        "top_k": (0, 2**31 - 1),
+        "max_tokens": (1, 2**31 - 1),
+        "seed": (None, 0, 2**62),
+        "logprobs": (False, True),
+        "stop_token_ids": ((), (0, 2**31 - 1)),
+        "ignore_eos": (False, True),
+    }
+    tried = [
+        Sampling(temperature=0),
+        *(Sampling(**dict(zip(extremes, values, strict=True))) for values in itertools.product(*extremes.values())),
+    ]
+    assert all(sampling_params(each).n == each.n for each in tried)
+    return len(tried)
+
+
 def replicas(directory: str) -> dict[str, Any]:
     """Two replicas: failures on one rank or both, then unequal and missing prompts."""
     from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, Sampling

@@ -14,28 +14,31 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm.settings import Completion, Sampling
-from hybrid_engine.errors import StateError
+from hybrid_engine.errors import ConfigError, StateError, Violation
 
 _NUM_NAMED = 8
 """Requests that a message names."""
 
 
 def sampling_params(sampling: Sampling) -> Any:
-    """vLLM's `SamplingParams`."""
+    """vLLM's `SamplingParams`. Raises ConfigError with its complaints: VLLM_MAX_N_SEQUENCES may limit n further."""
     from vllm import SamplingParams
 
-    return SamplingParams(
-        n=sampling.n,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_tokens,
-        seed=sampling.seed,
-        logprobs=0 if sampling.logprobs else None,
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
-        detokenize=False,
-    )
+    try:
+        return SamplingParams(
+            n=sampling.n,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            seed=sampling.seed,
+            logprobs=0 if sampling.logprobs else None,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=sampling.ignore_eos,
+            detokenize=False,
+        )
+    except ValueError as error:
+        raise ConfigError([Violation("sampling", f"vLLM refuses it: {error}", "Correct the value")]) from error
 
 
 def completion_of(choice: Any) -> Completion:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError, Violation, shortened
 
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Modules of a layer that adapters usually change; a model need not have them all."""
@@ -160,10 +160,13 @@ class AdapterConfig:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; temperature 0 is greedy.
+    """How tokens are drawn; temperature 0 is greedy. Raises ConfigError with every value that cannot be.
 
     Attributes:
-        n: completions per prompt.
+        n: completions per prompt; 1 when greedy.
+        temperature: 0 to 2.
+        top_p: draw from the most probable tokens that together have this probability.
+        top_k: draw from so many of the most probable tokens; 0 takes all.
         max_tokens: most tokens of a completion.
         seed: draws of this request depend on nothing else; None takes the engine's own generator.
         logprobs: also return the log-probability of every drawn token, of the model itself: before temperature,
@@ -181,6 +184,48 @@ class Sampling:
     logprobs: bool = True
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if violations := [*_violations_of(self)]:
+            raise ConfigError(violations)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+
+_LARGEST = 2**31 - 1
+_WHOLE_NUMBERS = {"n": (1, 16384), "top_k": (0, _LARGEST), "max_tokens": (1, _LARGEST), "seed": (0, 2**62)}
+"""Field of `Sampling` -> smallest and largest value. The limit of n is vLLM's; completion i draws with seed + i."""
+
+
+def _violations_of(sampling: Sampling) -> Iterator[Violation]:
+    def found(key: str, remedy: str) -> Violation:
+        return Violation(f"sampling.{key}", f"{shortened(getattr(sampling, key))} is not possible", remedy)
+
+    for key, (least, most) in _WHOLE_NUMBERS.items():
+        value = getattr(sampling, key)
+        if not (_is_whole(value) and least <= value <= most) and not (key == "seed" and value is None):
+            yield found(key, f"Use a whole number from {least} to {most}")
+    if not (_is_number(sampling.temperature) and 0 <= sampling.temperature <= 2):
+        yield found("temperature", "Use a number from 0, which is greedy, to 2")
+    elif sampling.temperature < 1e-5 and sampling.n != 1:
+        problem = f"{shortened(sampling.n)} completions, but greedy ones are all the same"
+        yield Violation("sampling.n", problem, "Use 1, or a temperature above 0")
+    if not (_is_number(sampling.top_p) and 0 < sampling.top_p <= 1):
+        yield found("top_p", "Use a number above 0, at most 1")
+    for key in ("logprobs", "ignore_eos"):
+        if not isinstance(getattr(sampling, key), bool):
+            yield found(key, "Use true or false")
+    tokens = sampling.stop_token_ids
+    is_list = isinstance(tokens, Sequence) and not isinstance(tokens, (str, bytes))
+    if not (is_list and all(_is_whole(token) and 0 <= token <= _LARGEST for token in tokens)):
+        yield found("stop_token_ids", "Use a list of token ids")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or _is_whole(value)
 
 
 @dataclass(frozen=True)
