@@ -7,24 +7,46 @@ Everything is checked before a process group exists, and everything that is wron
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import pydantic
-import yaml
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field
 
-from hybrid_engine.errors import ConfigError, UnknownModelError, Violation
-from hybrid_engine.models import table_for
+from hybrid_engine.documents import read_json, read_yaml
+from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
+from hybrid_engine.models.directory import read_model
 
+
+def _not_a_flag(value: Any) -> Any:
+    """Pydantic takes `true` for 1."""
+    if isinstance(value, bool):
+        raise ValueError("a number is wanted")
+    return value
+
+
+# Upper bounds are far beyond any job, and small enough that nothing which is made of them takes long or overflows.
+LARGEST_SIZE = 2**20
+_Number = BeforeValidator(_not_a_flag)
+Size = Annotated[int, _Number, Field(ge=1, le=LARGEST_SIZE)]
+Position = Annotated[int, _Number, Field(ge=0, lt=LARGEST_SIZE)]
+Tokens = Annotated[int, _Number, Field(ge=1, le=2**30)]
+Seed = Annotated[int, _Number, Field(ge=0, lt=2**31)]
+Positive = Annotated[float, _Number, Field(gt=0, le=1e30)]
+NonNegative = Annotated[float, _Number, Field(ge=0, le=1e30)]
+Share = Annotated[float, _Number, Field(gt=0, le=1)]
+Decay = Annotated[float, _Number, Field(ge=0, lt=1)]
+Seconds = Annotated[float, _Number, Field(ge=1, le=30 * 24 * 3600)]
+Name = Annotated[str, Field(min_length=1, max_length=500)]
+Names = Annotated[tuple[Name, ...], Field(max_length=1000)]
 Dtype = Literal["bfloat16", "float16", "float32"]
-NonNegative = Annotated[float, Field(ge=0)]
 
 
 class _Section(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
 
 
 class OptimizerConfig(_Section):
@@ -34,11 +56,11 @@ class OptimizerConfig(_Section):
     """Learning rate."""
     weight_decay: NonNegative = 0.0
     """Decoupled weight decay."""
-    adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    adam_beta1: Decay = 0.9
     """Decay of the first moment."""
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    adam_beta2: Decay = 0.95
     """Decay of the second moment."""
-    adam_eps: Annotated[float, Field(gt=0)] = 1e-8
+    adam_eps: Positive = 1e-8
     """Added to the denominator."""
     clip_grad: NonNegative = 1.0
     """Largest norm of the gradient; 0 does not clip."""
@@ -47,40 +69,45 @@ class OptimizerConfig(_Section):
 class LoraConfig(_Section):
     """`actor_config.lora`: train low-rank adapters on frozen weights."""
 
-    rank: PositiveInt = 16
+    rank: Size = 16
     """Inner dimension of an adapter."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
+    alpha: Positive = 32.0
     """An adapter's product is scaled by alpha / rank."""
-    target_modules: tuple[str, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    target_modules: Names = (
+        "linear_qkv",
+        "linear_proj",
+        "linear_fc1",
+        "linear_fc2",
+    )
     """Megatron's names of the linear layers that get one."""
 
 
 class ActorConfig(_Section):
     """`actor_config`, the training side; keys as Megatron-LM names its arguments."""
 
-    tensor_model_parallel_size: PositiveInt = 1
+    tensor_model_parallel_size: Size = 1
     """Ranks that split each layer."""
-    pipeline_model_parallel_size: PositiveInt = 1
+    pipeline_model_parallel_size: Size = 1
     """Stages that split the layers. Data parallel size is what remains of the world."""
-    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    virtual_pipeline_model_parallel_size: Size | None = None
     """Model chunks per stage, for the interleaved schedule."""
-    num_layers_in_first_pipeline_stage: PositiveInt | None = None
+    num_layers_in_first_pipeline_stage: Size | None = None
     """Layers of the first stage; the others share what remains evenly."""
-    num_layers_in_last_pipeline_stage: PositiveInt | None = None
+    num_layers_in_last_pipeline_stage: Size | None = None
     """Layers of the last stage; the others share what remains evenly."""
     account_for_embedding_in_pipeline_split: bool = False
     """Count the embedding as a layer of the first stage."""
     account_for_loss_in_pipeline_split: bool = False
     """Count the output head as a layer of the last stage."""
-    pipeline_model_parallel_layout: str | None = None
+    pipeline_model_parallel_layout: Annotated[str, Field(max_length=10_000)] | None = None
     """Megatron's own notation of every stage, e.g. `Et|t*2|tL`; instead of the four keys above."""
-    noop_layers: tuple[NonNegativeInt, ...] = ()
+    noop_layers: Annotated[tuple[Position, ...], Field(max_length=10_000)] = ()
     """Positions (from 0) of layers that do nothing; they count for the pipeline split, not for the checkpoint."""
-    context_parallel_size: PositiveInt = 1
+    context_parallel_size: Size = 1
     """Ranks that split the sequence; replicas for a switch. Training with more than 1 needs Transformer Engine."""
-    expert_model_parallel_size: PositiveInt = 1
+    expert_model_parallel_size: Size = 1
     """Ranks that share the experts, whole ones each."""
-    expert_tensor_parallel_size: PositiveInt | None = None
+    expert_tensor_parallel_size: Size | None = None
     """Ranks that split each expert; default: tensor_model_parallel_size."""
     sequence_parallel: bool = False
     """Split norms and dropout along the sequence too; needs tensor parallelism."""
@@ -92,32 +119,32 @@ class ActorConfig(_Section):
     """Gather parameters while the forward pass runs; a switch finishes pending gathers first."""
     params_dtype: Dtype = "bfloat16"
     """Of the training weights; on the wire and in vLLM too, without generate_config.compress_reshard."""
-    make_vocab_size_divisible_by: PositiveInt = 128
+    make_vocab_size_divisible_by: Size = 128
     """Training pads the vocabulary to a multiple of this times the tensor parallel size."""
-    micro_batch_size: PositiveInt = 1
+    micro_batch_size: Size = 1
     """Sequences per micro batch."""
-    seq_length: PositiveInt = 1024
+    seq_length: Tokens = 1024
     """Tokens per training sequence; batches are padded to it."""
-    seed: int = 1234
+    seed: Seed = 1234
     """Of weight initialisation."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """See below."""
     lora: LoraConfig | None = None
     """Train adapters instead of the weights; see below."""
-    frozen_parameters: tuple[str, ...] = ()
+    frozen_parameters: Names = ()
     """Patterns (`*`, `?`) of Megatron's parameter names that are not trained, e.g. `embedding.*`."""
 
 
 class GenerateConfig(_Section):
     """`generate_config`, the inference side and the switch."""
 
-    infer_tensor_parallel_size: PositiveInt = 1
+    infer_tensor_parallel_size: Size = 1
     """vLLM's tensor parallel size."""
-    infer_pipeline_parallel_size: PositiveInt = 1
+    infer_pipeline_parallel_size: Size = 1
     """vLLM's pipeline parallel size."""
-    infer_data_parallel_size: PositiveInt | None = None
+    infer_data_parallel_size: Size | None = None
     """Replicas; default: what remains of the world."""
-    infer_expert_parallel_size: PositiveInt = 1
+    infer_expert_parallel_size: Size = 1
     """Ranks that share the experts, whole ones each: a multiple of infer_tensor_parallel_size. 1 cuts every expert over
     the tensor parallel ranks instead."""
     infer_rank_order: Literal["auto", "sequential"] = "auto"
@@ -136,29 +163,29 @@ class GenerateConfig(_Section):
     """See compress_reshard; narrower than params_dtype."""
     dtype: Dtype | None = None
     """Of vLLM's weights; default and only choice: compression_dtype with compress_reshard, else params_dtype."""
-    max_model_len: PositiveInt | None = None
+    max_model_len: Annotated[int, _Number, Field(ge=2, le=2**30)] | None = None
     """Longest prompt plus completion, in tokens; default: the model's."""
-    max_num_seqs: PositiveInt = 256
+    max_num_seqs: Size = 256
     """Sequences that are decoded together."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    gpu_memory_utilization: Share = 0.5
     """Share of a GPU that vLLM may use while it generates."""
     enforce_eager: bool | None = None
     """No graph capture and no compilation; default: true on CPU, false on GPU."""
-    kv_cache_mb: PositiveInt | None = None
+    kv_cache_mb: Annotated[int, _Number, Field(ge=1, le=2**24)] | None = None
     """KV cache per rank, in MiB; default: 256 on CPU, what gpu_memory_utilization leaves on GPU."""
-    seed: int = 0
+    seed: Seed = 0
     """Of vLLM's sampler; replica d draws with seed + d."""
     lora_delivery: Literal["merge", "adapter"] = "merge"
     """merge adds adapters to the weights on their way; adapter sends both and lets vLLM add them while it computes."""
-    quantization: str | None = None
+    quantization: Name | None = None
     """vLLM's quantization method for its weights; what it can be is checked against the device."""
     transport: Literal["auto", "shared_memory", "collective"] = "auto"
     """auto pulls from mapped memory on one host and sends messages across, once a host; the others force one way."""
-    bucket_mb: PositiveInt = 256
+    bucket_mb: Size = 256
     """Destination MiB per rank that move between two commits."""
     check_nan: bool = True
-    """Read every weight once before a switch and refuse NaN."""
-    timeout_seconds: Annotated[float, Field(gt=0)] = 300.0
+    """Read every weight once before a switch and refuse NaN and infinities."""
+    timeout_seconds: Seconds = 300.0
     """Longest wait for a peer in seconds, also in vLLM and for a replica that generates longer than another. While
     engines are built it is 300 at least."""
 
@@ -184,7 +211,7 @@ class HybridConfig(_Section):
 
     def hf_config(self) -> dict[str, Any]:
         """The contents of config.json."""
-        return json.loads((self.model / "config.json").read_text())
+        return read_json(self.model / "config.json", "model", "Name a Hugging Face model directory")
 
 
 def load_config(source: str | Path | Mapping[str, Any], world_size: int, *, weights_only: bool = False) -> HybridConfig:
@@ -198,23 +225,19 @@ def load_config(source: str | Path | Mapping[str, Any], world_size: int, *, weig
     Raises ConfigError with every violation: first of all unknown keys and wrong values; then, since these decide what
     a layout is, of all impossible layouts.
     """
+    values = source if isinstance(source, Mapping) else read_yaml(source, clipped(str(source)))
+    found = []
+    if isinstance(world_size, bool) or not 1 <= world_size <= LARGEST_SIZE:
+        problem, remedy = f"{shortened(world_size)} ranks", f"Use a whole number from 1 to {LARGEST_SIZE}"
+        found.append(Violation("world_size", problem, remedy))
     try:
-        config = HybridConfig.model_validate(_values_of(source))
+        config = HybridConfig.model_validate(values)
     except pydantic.ValidationError as error:
-        raise ConfigError([_violation_of(item) for item in error.errors()]) from None
-    violations = find_violations(config, world_size, weights_only=weights_only)
+        found += [_violation_of(item) for item in error.errors(include_url=False, include_context=False)]
+    violations = found or find_violations(config, world_size, weights_only=weights_only)
     if violations:
         raise ConfigError(violations)
     return config
-
-
-def _values_of(source: str | Path | Mapping[str, Any]) -> Any:
-    if isinstance(source, Mapping):
-        return source
-    try:
-        return yaml.safe_load(Path(source).read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError([Violation(str(source), f"cannot be read: {error}", "Name a YAML file")]) from error
 
 
 def find_violations(config: HybridConfig, world_size: int, *, weights_only: bool = False) -> list[Violation]:
@@ -224,29 +247,24 @@ def find_violations(config: HybridConfig, world_size: int, *, weights_only: bool
     """
     from hybrid_engine.constraints import Job, broken_rules
 
-    if not (config.model / "config.json").is_file():
-        return [Violation("model", f"{config.model} has no config.json", "Name a Hugging Face model directory")]
     try:
-        table = table_for(config.hf_config())
-    except UnknownModelError as error:
-        return [Violation("model", str(error), "Choose a supported model or add a table")]
-    except (ValueError, KeyError, TypeError) as error:
-        problem = f"{config.model / 'config.json'} cannot be used: {error!r}"
-        return [Violation("model", problem, "Name a directory with a complete config.json")]
+        table, _ = read_model(config.model)
+    except ConfigError as error:
+        return list(error.findings)
     job = Job(config.actor_config, table, world_size, config.generate_config)
     return broken_rules(job, weights_only=weights_only)
 
 
 def _violation_of(item: Mapping[str, Any]) -> Violation:
-    key = ".".join(str(part) for part in item["loc"]) or "configuration"
+    key = clipped(".".join(str(part) for part in item["loc"]) or "configuration")
     if item["type"] != "extra_forbidden":
-        return Violation(key, f"{item['msg']}, found {item.get('input')!r}", "Correct the value")
+        return Violation(key, f"{item['msg']}, found {shortened(item.get('input'))}", "Correct the value")
     section = HybridConfig
     for part in item["loc"][:-1]:
         annotation = section.model_fields[part].annotation
         options = (annotation, *get_args(annotation))  # a section may be left out
         section = next(one for one in options if isinstance(one, type) and issubclass(one, _Section))
     known = list(section.model_fields)
-    close = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+    close = difflib.get_close_matches(clipped(str(item["loc"][-1])), known, n=1)
     remedy = f"Did you mean {close[0]}" if close else f"Known keys: {', '.join(known)}"
     return Violation(key, "unknown key", remedy)

@@ -274,6 +274,19 @@ def _frozen_parameters(job: Job) -> Iterator[Violation]:
         yield Violation("actor_config.frozen_parameters", problem, f"Names are as in {names[0]}, {names[-1]}")
 
 
+@_constraint("actor_config.frozen_parameters", "Something is left to train.", computing=True)
+def _frozen_all(job: Job) -> Iterator[Violation]:
+    if not (patterns := job.actor.frozen_parameters):
+        return
+    lora = job.actor.lora
+    names = {name for pattern in _megatron_names(job.table) for name in _with_adapters(pattern, lora)}
+    if lora is not None:
+        names = {name for name in names if ".adapter." in name}
+    if names and not names.difference(*(fnmatch.filter(names, pattern) for pattern in patterns)):
+        problem = f"{', '.join(patterns[:5])}: they freeze every parameter that is trained"
+        yield Violation("actor_config.frozen_parameters", problem, "Leave some out")
+
+
 def _megatron_names(table: ModelTable) -> list[str]:
     """Every name that a parameter can have, in any layer spec, with the checkpoint's numbers of layers and experts."""
     return [

@@ -6,37 +6,39 @@ Paths in the file are relative to it. Everything that is wrong is reported at on
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
-import yaml
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import Field
 
 from examples.gpt_rl import task
 from hybrid_engine import HybridConfig, load_config
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.config import NonNegative, Positive, Seed, Size
+from hybrid_engine.documents import read_yaml
+from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 
 SHARED_SEED_SECTIONS = ("actor_config", "generate_config")
 
 
 class _Section(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class WarmUpConfig(_Section):
     """`rl_config.warm_up`: supervised steps on the demonstrations."""
 
-    max_steps: PositiveInt = 800
+    max_steps: Size = 800
     """Optimizer steps, at most."""
-    target_loss: NonNegativeFloat = 0.27
+    target_loss: NonNegative = 0.27
     """The warm-up ends when its smoothed loss (nats per token) is below this."""
-    batch_size: PositiveInt = 128
+    batch_size: Size = 128
     """Demonstrations per step."""
-    learning_rate: PositiveFloat = 3e-3
+    learning_rate: Positive = 3e-3
     """Reached in `ramp_steps` equal steps, then constant."""
-    ramp_steps: PositiveInt = 20
+    ramp_steps: Size = 20
     """See `learning_rate`."""
 
 
@@ -45,33 +47,33 @@ class RLConfig(_Section):
 
     data: Path
     """Directory with train.jsonl and held_out.jsonl."""
-    seed: int = 0
+    seed: Seed = 0
     """Of everything: weights, batches, samples. Sections without a `seed` of their own take this one."""
-    iterations: PositiveInt = 30
+    iterations: Size = 30
     """Rollouts; each is followed by `epochs` x `minibatches` optimizer steps."""
     warm_up: WarmUpConfig = WarmUpConfig()
     """See below."""
-    prompts_per_iteration: PositiveInt = 64
+    prompts_per_iteration: Size = 64
     """Problems sampled for a rollout."""
-    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    samples_per_prompt: Annotated[int, Field(ge=2, le=16384)] = 8
     """Completions of each: the group over which rewards are normalised."""
-    max_tokens: PositiveInt = 5
+    max_tokens: Size = 5
     """Longest completion, in tokens, with its end token."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Of sampling. Log-probabilities are the model's own, so other values than 1 make the ratio approximate."""
-    epochs: PositiveInt = 1
+    epochs: Size = 1
     """Times each completion is learned from."""
-    minibatches: PositiveInt = 2
+    minibatches: Size = 2
     """Optimizer steps per epoch."""
-    learning_rate: PositiveFloat = 3e-4
+    learning_rate: Positive = 3e-4
     """Constant."""
     clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """PPO's epsilon: a token whose probability changed by more than this share is not pushed further."""
-    kl_coefficient: NonNegativeFloat = 0.01
+    kl_coefficient: NonNegative = 0.01
     """Weight of the KL to the model after the warm-up."""
-    evaluate_every: PositiveInt = 1
+    evaluate_every: Size = 1
     """Iterations between two measurements of held-out accuracy; the last iteration is always measured."""
-    checkpoint_every: PositiveInt = 10
+    checkpoint_every: Size = 10
     """Iterations between two checkpoints; there is one at the end and when the run is interrupted, too."""
 
     @property
@@ -113,7 +115,7 @@ def load_settings(
     Raises ConfigError with every violation, those of the engine's sections included.
     """
     path = Path(source)
-    values = _read_yaml(path)
+    values = read_yaml(path, "--config")
     violations: list[Violation] = []
     rl = _parse_rl(
         values.pop("rl_config", None) or {}, path.parent, {"iterations": iterations, "seed": seed}, violations
@@ -136,20 +138,8 @@ def load_settings(
     return Settings(engine=engine, rl=rl, world_size=world_size)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError([Violation("--config", f"{path}: {error.strerror}", "Name a YAML file")]) from None
-    except yaml.YAMLError as error:
-        raise ConfigError([Violation("--config", f"{path} is not YAML: {error}", "Correct the file")]) from None
-    if not isinstance(values, dict):
-        raise ConfigError([Violation("--config", f"{path} holds no sections", "See examples/gpt_rl/configs")])
-    return values
-
-
 def _relative_to(directory: Path, path: str) -> Path:
-    return (directory / path).resolve()
+    return directory.absolute() / path
 
 
 def _parse_rl(
@@ -157,7 +147,7 @@ def _parse_rl(
 ) -> RLConfig | None:
     """The section with command-line values in place; adds violations and gives None when it is wrong."""
     if not isinstance(values, Mapping):
-        violations.append(Violation("rl_config", f"is {values!r}", "Make it a section of keys and values"))
+        violations.append(Violation("rl_config", f"is {shortened(values)}", "Make it a section of keys and values"))
         return None
     merged = {**values, **{key: value for key, value in overrides.items() if value is not None}}
     if isinstance(merged.get("data"), str):
@@ -170,13 +160,13 @@ def _parse_rl(
 
 
 def _violation_of(item: Mapping[str, Any]) -> Violation:
-    key = ".".join(("rl_config", *map(str, item["loc"])))
+    key = clipped(".".join(("rl_config", *map(str, item["loc"]))))
     if item["type"] == "extra_forbidden":
         section = WarmUpConfig if "warm_up" in item["loc"] else RLConfig
         return Violation(key, "unknown key", f"Known keys: {', '.join(section.model_fields)}")
     if item["type"] == "missing":
         return Violation(key, "is missing", "Add it")
-    return Violation(key, f"{item['msg']}, found {item.get('input')!r}", "Correct the value")
+    return Violation(key, f"{item['msg']}, found {shortened(item.get('input'))}", "Correct the value")
 
 
 def _violations(engine: HybridConfig, rl: RLConfig, world_size: int) -> Iterator[Violation]:
@@ -204,7 +194,7 @@ def _violations(engine: HybridConfig, rl: RLConfig, world_size: int) -> Iterator
 
 def _data_violations(engine: HybridConfig, rl: RLConfig) -> Iterator[Violation]:
     files = [rl.data / name for name in ("train.jsonl", "held_out.jsonl")]
-    missing = [path.name for path in files if not path.is_file()]
+    missing = [path.name for path in files if not os.path.isfile(path)]  # unlike Path's, for any name
     if missing:
         problem = f"no {' and no '.join(missing)} in {rl.data}"
         yield Violation("rl_config.data", problem, "Run python -m examples.gpt_rl.make_data")

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.documents import read_text
+from hybrid_engine.errors import ConfigError, Violation, clipped
 
 CHARACTERS = "0123456789+="
 END = len(CHARACTERS)  # ends a completion
@@ -58,13 +59,16 @@ def reward(problem: Problem, token_ids: Sequence[int]) -> float:
 def load_problems(path: Path) -> list[Problem]:
     """Problems of a JSON lines file. Raises ConfigError naming every line that is none."""
     problems, violations = [], []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    text = read_text(path, clipped(str(path)), "Run python -m examples.gpt_rl.make_data")
+    for number, line in enumerate(text.splitlines(), start=1):
         try:
             problem = Problem(**json.loads(line))
             encode(problem.prompt + problem.answer + (problem.demonstration or ""))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             remedy = "Give prompt, answer and perhaps demonstration, over the task's characters"
-            violations.append(Violation(f"{path}:{number}", str(error.args[0] if error.args else error), remedy))
+            violations.append(
+                Violation(f"{path}:{number}", clipped(str(error.args[0] if error.args else error)), remedy)
+            )
         else:
             problems.append(problem)
     if violations:

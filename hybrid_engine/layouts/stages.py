@@ -12,10 +12,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hybrid_engine.errors import Violation
+from hybrid_engine.errors import Violation, clipped, shortened
 
 EMBEDDING, LAYER, MTP, LOSS = "E", "t", "m", "L"
-_REPEATED = (re.compile(r"\(([^()]+)\)\*(\d+)"), re.compile(r"([^*()])\*(\d+)"))
+_REPEATED = (re.compile(r"\(([^()]+)\)\*([0-9]+)"), re.compile(r"([^*()])\*([0-9]+)"))
+_MOST_LETTERS = 100_000
+"""Of a layout, repeats written out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +61,13 @@ def parse_layout(text: str) -> list[str]:
     """
     unrolled = text.replace(",", "").replace(" ", "")
     for repeated in _REPEATED:
+        counts = [len(found[1]) * int(found[2][:9]) for found in repeated.finditer(unrolled)]
+        if len(unrolled) + sum(counts) > _MOST_LETTERS:
+            raise ValueError(f"{shortened(text)} stands for more than {_MOST_LETTERS} layers")
         unrolled = repeated.sub(lambda found: found[1] * int(found[2]), unrolled)
     if unknown := sorted(set(unrolled) - {EMBEDDING, LAYER, MTP, LOSS, "|"}):
-        raise ValueError(f"{' '.join(unknown)} in {text!r}; known are E, t, m, L, |, * and parentheses")
+        known = "known are E, t, m, L, |, * and parentheses"
+        raise ValueError(f"{clipped(' '.join(unknown))} in {shortened(text)}; {known}")
     return unrolled.split("|")
 
 

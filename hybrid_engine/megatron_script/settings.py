@@ -18,13 +18,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hybrid_engine.backends.vllm.settings import Sampling
 from hybrid_engine.config import HybridConfig, load_config
-from hybrid_engine.errors import ConfigError, UnknownModelError, Violation
+from hybrid_engine.documents import read_text, read_yaml
+from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 from hybrid_engine.megatron_script.matching import model_mismatches
-from hybrid_engine.models import table_for
+from hybrid_engine.models.directory import read_model
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.arguments import ReshardingOptions
 from megatron_patches.engines import MegatronScript
@@ -110,7 +109,7 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
     found = list(_refused(args))
     values = _Collected(found)
     content = values.of(lambda: _read_yaml(options.config), {})
-    sampling = values.of(lambda: _read_sampling(content.get("sampling") or {}), Sampling())
+    sampling = values.of(lambda: _read_sampling(content.get("sampling")), Sampling())
     prompts = values.of(lambda: _read_prompts(options), ())
     callback = values.of(lambda: _import_callback(options.callback), None)
     if args.rank == 0:  # it alone writes
@@ -166,28 +165,26 @@ def _read_yaml(path: Path | None) -> dict[str, Any]:
     key = "--resharding-config"
     if path is None:
         raise ConfigError([Violation(key, "is missing", "Name a YAML file with `model` and `generate_config`")])
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError([Violation(key, f"{path} cannot be read: {error}", "Name a YAML file")]) from error
-    if not isinstance(content, dict):
-        raise ConfigError([Violation(key, f"{path} holds no keys", "Write at least `model: DIRECTORY`")])
-    unknown = sorted(set(content) - {"model", "generate_config", "sampling"})
+    content = read_yaml(path, key)
+    unknown = sorted(clipped(str(name)) for name in set(content) - {"model", "generate_config", "sampling"})
     if "actor_config" in unknown:
         raise ConfigError([Violation("actor_config", "is what Megatron's own arguments say", f"Remove it from {path}")])
     if unknown:
         remedy = "Known keys: model, generate_config, sampling"
-        raise ConfigError([Violation(key, f"{path}: unknown keys {', '.join(unknown)}", remedy)])
+        raise ConfigError([Violation(key, f"{path}: unknown keys {', '.join(unknown[:10])}", remedy)])
     return content
 
 
-def _read_sampling(values: Mapping[str, Any]) -> Sampling:
+def _read_sampling(values: Any) -> Sampling:
     known = [field.name for field in fields(Sampling)]
-    if unknown := sorted(set(values) - set(known)):
+    if values is None:
+        return Sampling()
+    if not isinstance(values, Mapping):
+        raise ConfigError([Violation("sampling", f"{shortened(values)} is no section", f"Keys: {', '.join(known)}")])
+    if unknown := [clipped(str(name)) for name in values if name not in known]:
         remedy = f"Known keys: {', '.join(known)}"
-        raise ConfigError([Violation("sampling", f"unknown keys {', '.join(unknown)}", remedy)])
-    tokens = {"stop_token_ids": tuple(values["stop_token_ids"])} if "stop_token_ids" in values else {}
-    return Sampling(**{**values, **tokens})
+        raise ConfigError([Violation("sampling", f"unknown keys {', '.join(unknown[:10])}", remedy)])
+    return Sampling(**values)
 
 
 def _read_config(content: Mapping[str, Any], options: ReshardingOptions, args: Namespace) -> HybridConfig | None:
@@ -195,11 +192,12 @@ def _read_config(content: Mapping[str, Any], options: ReshardingOptions, args: N
     if not content:
         return None
     overrides = {key: value for key in _OVERRIDES if (value := getattr(options, key)) is not None}
+    generate = content.get("generate_config") or {}
     return load_config(
         {
             "model": content.get("model"),
             "actor_config": actor_values(args),
-            "generate_config": {**(content.get("generate_config") or {}), **overrides},
+            "generate_config": {**generate, **overrides} if isinstance(generate, Mapping) else generate,
         },
         args.world_size,
         weights_only=True,  # Megatron's own loop computes
@@ -209,8 +207,8 @@ def _read_config(content: Mapping[str, Any], options: ReshardingOptions, args: N
 def _table_of(content: Mapping[str, Any]) -> ModelTable | None:
     """None where the model cannot be read or is unknown: `load_config` says so, among other things."""
     try:
-        return table_for(json.loads(Path(content["model"], "config.json").read_text()))
-    except (OSError, KeyError, TypeError, ValueError, UnknownModelError):
+        return read_model(Path(content["model"]))[0]
+    except (ConfigError, KeyError, TypeError):
         return None
 
 
@@ -222,9 +220,10 @@ def _read_prompts(options: ReshardingOptions) -> tuple[Prompt, ...]:
     if options.output is None:
         found.append(Violation("--resharding-output", "is missing", "Name a directory for the samples"))
     try:
-        lines = [line for line in options.prompts.read_text().splitlines() if line.strip()]
-    except OSError as error:
-        raise ConfigError([*found, Violation(key, f"cannot be read: {error}", "Name a file of JSON lines")]) from error
+        text = read_text(options.prompts, key, "Name a file of JSON lines")
+    except ConfigError as error:
+        raise ConfigError([*found, *error.findings]) from None
+    lines = [line for line in text.splitlines() if line.strip()]
     prompts = [_prompt_of(line) for line in lines]
     if wrong := [number for number, prompt in enumerate(prompts, 1) if prompt is None]:
         problem = f"{options.prompts}: lines {', '.join(map(str, wrong[:10]))} are no prompts"
@@ -240,7 +239,7 @@ def _prompt_of(line: str) -> Prompt | None:
     """Text, token ids, or None for anything else."""
     try:
         prompt = json.loads(line)["prompt"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     if isinstance(prompt, str) and prompt:
         return prompt

@@ -81,6 +81,25 @@ def test_everything_wrong_is_reported_at_once(tmp_path: Path, values: dict[str, 
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("seed", value) for value in (2**80, -1, True, 1.5)),
+        *((key, float("inf")) for key in ("learning_rate", "kl_coefficient", "temperature")),
+        ("temperature", 2.5),  # vLLM's limit
+        ("temperature", float("nan")),
+        ("samples_per_prompt", 20_000),
+        ("max_tokens", 0),
+        ("iterations", 10**30),
+        ("data", "a\0b"),
+        ("data", "x" * 10_000),
+    ],
+)
+def test_numbers_that_no_run_has_are_refused(tmp_path: Path, values: dict[str, Any], key: str, value: Any) -> None:
+    values["rl_config"][key] = value
+    assert f"rl_config.{key}" in violations(tmp_path, values)
+
+
+@pytest.mark.parametrize(
     ("section", "key", "value", "blamed"),
     [
         ("actor_config", "seq_length", 9, "actor_config.seq_length"),

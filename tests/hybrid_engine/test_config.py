@@ -153,6 +153,58 @@ def test_stages_that_do_not_exist(model: Path) -> None:
     assert "2 does not divide the sequence length 9" in violations(model, 2, odd)["actor_config.seq_length"].problem
 
 
+@pytest.mark.parametrize(
+    ("section", "values"),
+    [
+        *(
+            ("actor_config", {"optimizer": {key: float("inf")}})
+            for key in ("lr", "weight_decay", "adam_eps", "clip_grad")
+        ),
+        *(("actor_config", {"optimizer": {key: float("nan")}}) for key in ("lr", "adam_beta1")),
+        ("actor_config", {"lora": {"alpha": float("inf")}}),
+        ("actor_config", {"lora": {"rank": 10**9}}),
+        *(("actor_config", {"seed": seed}) for seed in (2**70, -5, True)),
+        ("actor_config", {"tensor_model_parallel_size": True}),
+        ("actor_config", {"pipeline_model_parallel_size": 10**9}),
+        ("actor_config", {"micro_batch_size": 10**30}),
+        ("actor_config", {"make_vocab_size_divisible_by": 10**12}),
+        ("actor_config", {"noop_layers": [10**9]}),
+        ("actor_config", {"pipeline_model_parallel_layout": "E" * 10**6}),
+        ("actor_config", {"pipeline_model_parallel_layout": "Et*999999999|L"}),
+        ("actor_config", {"pipeline_model_parallel_layout": "E(t|)*99999999999999999999L"}),
+        ("actor_config", {"pipeline_model_parallel_layout": "Et*９９９|L"}),
+        ("actor_config", {"frozen_parameters": ["*"]}),
+        ("actor_config", {"frozen_parameters": ["embedding.*", "decoder.*", "output_layer.*"]}),
+        *(("generate_config", {"timeout_seconds": value}) for value in (float("inf"), 1e300, 1e-9, 0, float("nan"))),
+        *(("generate_config", {"bucket_mb": value}) for value in (10**15, 0, True)),
+        ("generate_config", {"kv_cache_mb": 10**12}),
+        ("generate_config", {"max_model_len": 1}),
+        ("generate_config", {"max_num_seqs": 10**12}),
+        *(("generate_config", {"seed": seed}) for seed in (2**70, -5)),
+    ],
+)
+def test_numbers_that_no_job_has_are_refused(model: Path, section: str, values: dict[str, Any]) -> None:
+    """At once: nothing is made of them first."""
+    kinds = {"actor_config": "actor", "generate_config": "generate"}
+    found = violations(model, 1, **{kinds[section]: values})
+    (key, value), *_ = values.items()
+    wanted = f"{section}.{key}" + (f".{next(iter(value))}" if isinstance(value, dict) else "")
+    assert any(name.startswith(wanted) for name in found), found
+
+
+@pytest.mark.parametrize("world_size", [0, -1, True, 10**9])
+def test_numbers_of_ranks_that_cannot_be_are_refused(model: Path, world_size: int) -> None:
+    assert violations(model, world_size).keys() == {"world_size"}
+
+
+def test_texts_and_large_numbers_stay_possible(model: Path) -> None:
+    """YAML 1.1 takes 1e-6 for a text."""
+    actor = {"optimizer": {"lr": "1e-6", "clip_grad": 1e10}, "seed": 2**31 - 1, "frozen_parameters": ["embedding.*"]}
+    generate = {"timeout_seconds": 86400, "bucket_mb": 65536, "kv_cache_mb": 2**20}
+    config = load_config({"model": model, "actor_config": actor, "generate_config": generate}, 1)
+    assert config.actor_config.optimizer.lr == 1e-6
+
+
 def test_every_wrong_key_and_value_is_reported_at_once(model: Path) -> None:
     found = violations(
         model,
@@ -193,12 +245,12 @@ def test_unknown_sections_and_a_missing_model(model: Path) -> None:
 
 def test_models_that_cannot_be_used(tmp_path: Path) -> None:
     nowhere = violations(tmp_path / "nowhere", 1)["model"]
-    assert "nowhere has no config.json" in nowhere.problem
+    assert "nowhere/config.json cannot be read: No such file" in nowhere.problem
     unknown = violations(write_model(tmp_path / "a", {"architectures": ["BertModel"]}), 1)["model"]
     assert "BertModel" in unknown.problem and "LlamaForCausalLM" in unknown.problem
     incomplete = {name: value for name, value in MODEL.items() if name != "hidden_size"}
     assert "hidden_size" in violations(write_model(tmp_path / "b", incomplete), 1)["model"].problem
-    assert "cannot be used" in violations(write_model(tmp_path / "c", "{not json"), 1)["model"].problem
+    assert "is not JSON" in violations(write_model(tmp_path / "c", "{not json"), 1)["model"].problem
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

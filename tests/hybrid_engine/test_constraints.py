@@ -184,6 +184,7 @@ BREAKS = (
         "no parameter is called decoder.layer.*, decoder.layers.4.*",
         actor={"frozen_parameters": ["embedding.*", "decoder.layer.*", "*.linear_proj.weight", "decoder.layers.4.*"]},
     ),
+    Break("Something is left to train", "they freeze every parameter", actor={"frozen_parameters": ["*"]}),
     Break("It is a method whose weights", "'awq': renewing its weights", generate={"quantization": "awq"}),
     Break(
         "With tied embeddings, layers for further tokens",

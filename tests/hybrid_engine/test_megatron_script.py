@@ -93,6 +93,11 @@ def files(tmp_path: Path) -> dict[str, Path]:
     return {"model": model, "config": config, "prompts": prompts, "output": tmp_path / "output"}
 
 
+WRONG_SAMPLING = (
+    *("max_tokens: abc", "max_tokens: -5", "max_tokens: 0", "n: 0", "temperature: .nan", "temperature: hot"),
+    *("temperature: -1", "top_p: 7", "seed: x", "stop_token_ids: 5", "stop_token_ids: [a]", "logprobs: 1"),
+)
+
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -142,12 +147,16 @@ def test_everything_wrong_is_reported_at_once(files: dict[str, Path]) -> None:
     ("content", "message"),
     [
         (None, "--resharding-config: is missing"),
-        ("model: [", "cannot be read"),
-        ("- model", "holds no keys"),
+        ("model: [", "config.yaml is not YAML: "),
+        ("- model", "holds a list in place of keys and values"),
         ("model: x\nactor_config: {}", "actor_config: is what Megatron's own arguments say"),
         ("model: x\nsampler: {}", "unknown keys sampler. Known keys: model, generate_config, sampling"),
         ("model: x\nsampling: {tokens: 3}", "sampling: unknown keys tokens"),
-        ("model: /nowhere", "has no config.json"),
+        *((f"model: x\nsampling: {{{value}}}", f"sampling.{value.split(':')[0]}: ") for value in WRONG_SAMPLING),
+        *((f"model: x\nsampling: {value}", f"sampling: {value} is no section") for value in ("5", "[1]")),
+        ('model: x\nsampling: "n"', "sampling: 'n' is no section"),
+        ("model: x\nsampling: {5: 1}", "sampling: unknown keys 5. Known keys: n, temperature"),
+        ("model: /nowhere", "config.json cannot be read: No such file"),
         ("model: x\ngenerate_config: {bucket: 3}", "Did you mean bucket_mb"),
     ],
 )

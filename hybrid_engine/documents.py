@@ -1,0 +1,132 @@
+"""Reads the YAML and JSON files that people write: whatever is in them, a value or a ConfigError that names the file.
+
+A hostile or broken file costs no more than a good one: size, depth and what aliases unfold to are limited.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hybrid_engine.errors import ConfigError, Violation, clipped
+
+if TYPE_CHECKING:
+    import yaml
+
+MOST_YAML_BYTES = 256 * 1024
+MOST_JSON_BYTES = 16 * 1024**2
+MOST_BYTES = 1024**3
+"""Of a file of lines."""
+MOST_VALUES = 100_000
+"""In a YAML file, aliases written out."""
+MOST_DEPTH = 50
+
+_NO_VALUE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What the parsers raise, beside their own errors, for texts that are none of theirs: `!!bool x`, `!!int ""`, [[[[…"""
+
+
+def read_text(path: str | Path, key: str, remedy: str, most_bytes: int = MOST_BYTES) -> str:
+    """The text of a regular file. Raises ConfigError under `key`.
+
+    Args:
+        remedy: what to do where there is no such file.
+        most_bytes: largest size.
+    """
+    shown = clipped(str(path))
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe might never end
+            raise ConfigError([Violation(key, f"{shown} is not a regular file", remedy)])
+        with open(path, "rb") as file:
+            content = file.read(most_bytes + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        reason = getattr(error, "strerror", None) or clipped(str(error))
+        raise ConfigError([Violation(key, f"{shown} cannot be read: {reason}", remedy)]) from None
+    if len(content) > most_bytes:
+        problem = f"{shown} is larger than {most_bytes} bytes"
+        raise ConfigError([Violation(key, problem, "Shorten it, or name the right file")])
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        problem = f"{shown} is not UTF-8 text: byte {error.start} is 0x{content[error.start]:02x}"
+        raise ConfigError([Violation(key, problem, "Save it as UTF-8")]) from None
+
+
+def read_yaml(path: str | Path, key: str, remedy: str = "Name a YAML file") -> dict[Any, Any]:
+    """The mapping that a YAML file holds. Raises ConfigError under `key`."""
+    import yaml
+
+    text = read_text(path, key, remedy, MOST_YAML_BYTES)
+    loader = yaml.SafeLoader("")
+    try:
+        loader = yaml.SafeLoader(text)  # looks at the text's characters
+        node = loader.get_single_node()
+        problem = None if node is None else _excess(node)
+        value = None if node is None or problem else loader.construct_document(node)
+    except (yaml.YAMLError, *_NO_VALUE) as error:
+        raise ConfigError([Violation(key, f"{path} is not YAML: {_reason(error)}", "Correct the file")]) from None
+    finally:
+        loader.dispose()
+    if problem:
+        raise ConfigError([Violation(key, f"{path}: {problem}", "Write the values themselves")])
+    return _mapping(value, path, key)
+
+
+def read_json(path: str | Path, key: str, remedy: str) -> dict[Any, Any]:
+    """The mapping that a JSON file holds. Raises ConfigError under `key`."""
+    text = read_text(path, key, remedy, MOST_JSON_BYTES)
+    try:
+        value = json.loads(text)
+    except _NO_VALUE as error:
+        raise ConfigError([Violation(key, f"{path} is not JSON: {_reason(error)}", "Correct the file")]) from None
+    return _mapping(value, path, key)
+
+
+def _mapping(value: Any, path: str | Path, key: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        kind = "nothing" if value is None else f"a {type(value).__name__}"
+        raise ConfigError([Violation(key, f"{path} holds {kind} in place of keys and values", "Write `key: value`")])
+    return value
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error) or type(error).__name__
+    return clipped(problem) + ("" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})")
+
+
+def _excess(root: yaml.Node) -> str | None:
+    """Why the document under `root` is too large, or None. Looks at each node once, however often it is meant."""
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+
+    def size(node: yaml.Node) -> int:
+        if id(node) in sizes:
+            return sizes[id(node)]
+        if id(node) in open_nodes:
+            raise OverflowError("an alias stands for something that contains it")
+        if len(open_nodes) >= MOST_DEPTH:
+            raise OverflowError(f"values are nested more than {MOST_DEPTH} deep")
+        open_nodes.add(id(node))
+        total = 1 + sum(map(size, _children(node)))
+        open_nodes.remove(id(node))
+        sizes[id(node)] = total
+        if total > MOST_VALUES:
+            raise OverflowError(f"it holds more than {MOST_VALUES} values when its aliases are written out")
+        return total
+
+    try:
+        size(root)
+    except OverflowError as error:
+        return str(error)
+    return None
+
+
+def _children(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node.value, str):
+        return []
+    return [child for item in node.value for child in (item if isinstance(item, tuple) else (item,))]
