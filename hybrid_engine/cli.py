@@ -1,16 +1,19 @@
 """The command line: `python -m hybrid_engine plan …` and `python -m hybrid_engine verify …`.
 
 Exit status 0 when the command did what it was asked and found nothing wrong, 1 when `verify` found a difference, 2 when
-the request is impossible; then every reason is printed, and nothing was started. 3 when the ranks of `verify` ended
-without a verdict; their output is printed.
+the request is impossible; then every reason is printed, and nothing was started; also when the answer could not be
+written. 3 when the ranks of `verify` ended without a verdict; their output is printed.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -20,11 +23,21 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hybrid_engine.errors import ConfigError, DependencyError, ReshardError, Violation
+from hybrid_engine.durable_files import write_text
+from hybrid_engine.errors import (
+    ConfigError,
+    DependencyError,
+    FileError,
+    ReshardError,
+    Violation,
+    clipped,
+    shortened,
+)
 from hybrid_engine.layouts.facts import facts_of, facts_of_rank
-from hybrid_engine.layouts.job import GIB, LINK_GBPS, Cluster, JobPlan, plan_job, read_table
+from hybrid_engine.layouts.job import GIB, LINK_GBPS, Cluster, JobPlan, plan_job
 from hybrid_engine.layouts.page import page_of
-from hybrid_engine.layouts.sizes import parse_job
+from hybrid_engine.layouts.sizes import LARGEST_SIZE, parse_job, whole_number
+from hybrid_engine.models.directory import read_model
 from hybrid_engine.planning.layout import DTYPE_NBYTES
 from hybrid_engine.planning.plan import Link
 
@@ -49,6 +62,19 @@ class Order(StrEnum):
 _RANKS_PER_CORE = 8  # of `verify`: with more, ranks that wait for each other run into their timeouts
 _GIB_PER_RANK = 1.0  # both engines' libraries and a small model
 
+
+def _whole(text: str) -> int:
+    try:
+        return whole_number(str(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _whole_option(meaning: str) -> Any:
+    """An option of digits: Python's own numbers also have `_`, and the digits of other scripts."""
+    return typer.Option(help=meaning, parser=_whole, metavar="INTEGER")
+
+
 _RATES = ",".join(f"{link.value}={rate:g}" for link, rate in LINK_GBPS.items())
 
 
@@ -64,22 +90,22 @@ def plan(
     ],
     infer: Annotated[str, typer.Option(help="Inference sizes: tp,pp,dp,ep. For example tp=4,dp=16.")],
     order: Annotated[Order, typer.Option(help="auto gives each rank what it already holds most of.")] = Order.AUTO,
-    hosts_of: Annotated[int, typer.Option(help="Ranks of one host.")] = 8,
+    hosts_of: Annotated[int, _whole_option("Ranks of one host.")] = 8,
     device_gib: Annotated[float, typer.Option(help="Memory of one device, GiB.")] = 141.0,
     host_gib: Annotated[float | None, typer.Option(help="Memory of one host, GiB; not checked without.")] = None,
     link_gbps: Annotated[
         str, typer.Option(help="10^9 bytes per second of one rank, each direction: self, host, network.")
     ] = _RATES,
     dtype: Annotated[str | None, typer.Option(help="Of the weights; default: the config's, else bfloat16.")] = None,
-    bucket_mb: Annotated[int, typer.Option(help="Destination MiB per rank that move between two commits.")] = 256,
-    rank: Annotated[int | None, typer.Option(help="Also plan every transfer of this rank.")] = None,
+    bucket_mb: Annotated[int, _whole_option("Destination MiB per rank that move between two commits.")] = 256,
+    rank: Annotated[int | None, _whole_option("Also plan every transfer of this rank.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print numbers as JSON, in bytes and seconds.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page that shows who holds what.")] = None,
 ) -> None:
     """Say what a switch between two layouts would move, and whether it fits. Needs no device and no weights."""
     found: list[Violation] = list(_option_violations(hosts_of, device_gib, host_gib, bucket_mb, dtype, html))
     rates = _collect(found, _parse_rates, link_gbps)
-    table, config = _collect(found, read_table, model) or (None, {})
+    table, config = _collect(found, read_model, model, "--model") or (None, {})
     sizes = _collect(found, parse_job, train, infer, table)
     if sizes is not None and rank is not None and not 0 <= rank < sizes[0].world_size:
         found.append(Violation("--rank", f"{rank} of {sizes[0].world_size} ranks, counted from 0", "Name one of them"))
@@ -99,12 +125,29 @@ def plan(
         facts["rank"] = facts_of_rank(job.plan_of(rank))
         facts["rank"]["planning_seconds"] = time.perf_counter() - started
     facts["planning"]["peak_memory"] = _peak_memory()
-    if html is not None:
-        html.write_text(page_of(job, f"{model.resolve().name}: {train} to {infer}"))
-    if as_json:
-        typer.echo(json.dumps(facts, indent=2))
-    else:
-        _print(job, facts)
+    with _writing():
+        if html is not None:
+            write_text(html, page_of(job, f"{model.resolve().name}: {train} to {infer}"))
+        if as_json:
+            typer.echo(json.dumps(facts, indent=2))
+        else:
+            _print(job, facts)
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """What cannot be written ends the command with a sentence and status 2."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough
+        raise
+    except (FileError, OSError) as error:
+        problem = str(error) if isinstance(error, FileError) else f"writing the answer: {error.strerror or error}"
+        with open(os.devnull, "w") as nowhere, suppress(OSError, ValueError):  # what is left would fail again at exit
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        typer.echo(problem, err=True)
+        raise typer.Exit(2) from None
 
 
 def _peak_memory() -> int:
@@ -118,8 +161,8 @@ def verify(
     model: Annotated[Path, typer.Option(help="Directory with a Hugging Face config.json; weights are not needed.")],
     train: Annotated[str, typer.Option(help="Training sizes, as for plan. For example tp=2,pp=2.")],
     infer: Annotated[str, typer.Option(help="Inference sizes, as for plan. For example tp=2.")],
-    layers: Annotated[int, typer.Option(help="Decoder layers of the small model.")] = 4,
-    nproc: Annotated[int | None, typer.Option(help="Processes; default: as many ranks as the sizes make.")] = None,
+    layers: Annotated[int, _whole_option("Decoder layers of the small model.")] = 4,
+    nproc: Annotated[int | None, _whole_option("Processes; default: as many ranks as the sizes make.")] = None,
     order: Annotated[Order, typer.Option(help="Which rank takes which inference position.")] = Order.AUTO,
     dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
@@ -139,7 +182,7 @@ def verify(
     if nproc is not None and nproc < 1:
         found.append(Violation("--nproc", f"{nproc} is no number of processes", "Use 1 or more"))
         nproc = None
-    table, _ = _collect(found, read_table, model) or (None, {})
+    table, _ = _collect(found, read_model, model, "--model") or (None, {})
     sizes = _collect(found, parse_job, train, infer, table, nproc)
     if found or sizes is None:
         _refuse(found)
@@ -161,12 +204,13 @@ def verify(
         except ReshardError as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(3) from None
-    if as_json:
-        typer.echo(json.dumps({**asdict(verdict), "faults": verdict.faults}, indent=2))
-    else:
-        Console().print(_verdict_table(verdict))
-        for line in (*verdict.remarks, *verdict.faults):
-            typer.echo(line)
+    with _writing():
+        if as_json:
+            typer.echo(json.dumps({**asdict(verdict), "faults": verdict.faults}, indent=2))
+        else:
+            Console().print(_verdict_table(verdict))
+            for line in (*verdict.remarks, *verdict.faults):
+                typer.echo(line)
     raise typer.Exit(1 if verdict.faults else 0)
 
 
@@ -199,14 +243,25 @@ def _verdict_table(verdict: Verdict) -> Table:
 def _option_violations(
     hosts_of: int, device_gib: float, host_gib: float | None, bucket_mb: int, dtype: str | None, html: Path | None
 ) -> Iterator[Violation]:
-    numbers = {"--hosts-of": hosts_of, "--device-gib": device_gib, "--host-gib": host_gib, "--bucket-mb": bucket_mb}
+    numbers = {"--hosts-of": hosts_of, "--bucket-mb": bucket_mb, "--device-gib": device_gib, "--host-gib": host_gib}
     for key, value in numbers.items():
-        if value is not None and not value > 0:
-            yield Violation(key, f"{value:g} is no size", "Use a positive number")
+        if value is not None and not 0 < value <= LARGEST_SIZE:
+            yield Violation(key, f"{value:g} is no size", f"Use a number above 0, at most {LARGEST_SIZE}")
     if dtype is not None and dtype not in DTYPE_NBYTES:
-        yield Violation("--dtype", f"{dtype!r} is not known", f"Use one of {', '.join(DTYPE_NBYTES)}")
-    if html is not None and not html.resolve().parent.is_dir():
-        yield Violation("--html", f"there is no directory {html.resolve().parent}", "Make it first")
+        yield Violation("--dtype", f"{shortened(dtype)} is not known", f"Use one of {', '.join(DTYPE_NBYTES)}")
+    if html is not None and (problem := _unwritable(html)):
+        yield Violation("--html", problem, "Name a file in a directory that lets this user write")
+
+
+def _unwritable(path: Path) -> str | None:
+    """Why no file can be put at `path`, or None; known before minutes of planning."""
+    try:
+        if path.exists() and not path.is_file():
+            return f"{path} is not a regular file"
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            return None
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        return f"{clipped(str(path))} cannot be written: {getattr(error, 'strerror', None) or error}"
 
 
 def _parse_rates(text: str) -> dict[Link, float]:
@@ -217,11 +272,11 @@ def _parse_rates(text: str) -> dict[Link, float]:
         try:
             rates[Link(key)] = float(value)
         except ValueError:
-            found.append(Violation("--link-gbps", f"{part!r} cannot be read", f"For example {_RATES}"))
+            found.append(Violation("--link-gbps", f"{shortened(part)} cannot be read", f"For example {_RATES}"))
     found += [
-        Violation("--link-gbps", f"{link.value}={rate:g} is no rate", "Use a positive number")
+        Violation("--link-gbps", f"{link.value}={rate:g} is no rate", "Use a number above 0, at most 1e9")
         for link, rate in rates.items()
-        if not rate > 0
+        if not 0 < rate <= 1e9
     ]
     if found:
         raise ConfigError(found)

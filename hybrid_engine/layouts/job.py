@@ -1,20 +1,16 @@
 """A job as it would be on a cluster: both layouts, who moves what, what fits, how long it takes.
 
-read_table(model directory)  ->  parse_job(sizes)  ->  plan_job(...)  ->  JobPlan
+read_model(directory)  ->  parse_job(sizes)  ->  plan_job(...)  ->  JobPlan
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from hybrid_engine.errors import ConfigError, UnknownModelError, Violation
 from hybrid_engine.layouts.holdings import SideLayout
 from hybrid_engine.layouts.inference import InferenceParallelism, inference_side
 from hybrid_engine.layouts.memory import MemoryPeaks, memory_peaks
@@ -23,7 +19,6 @@ from hybrid_engine.layouts.placement import rank_order
 from hybrid_engine.layouts.rank_plan import RankPlan, plan_of_rank
 from hybrid_engine.layouts.summary import ByteSummary, summarize
 from hybrid_engine.layouts.training import TrainParallelism, training_side
-from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.planning.planner import DEFAULT_BUCKET_NBYTES
@@ -52,26 +47,6 @@ class Cluster:
     def hosts(self, num_ranks: int) -> list[int]:
         """Host number of every rank. The ranks of a host are taken to read each other's memory."""
         return [rank // self.ranks_per_host for rank in range(num_ranks)]
-
-
-def read_table(model: Path) -> tuple[ModelTable, dict[str, Any]]:
-    """The name table and the config of a model directory; only its config.json is read.
-
-    Raises ConfigError when there is none, or none that has a table.
-    """
-    path = model / "config.json"
-    try:
-        config = json.loads(path.read_text())
-        return table_for(config), config
-    except OSError:
-        found = Violation("--model", f"{model} has no config.json", "Name a Hugging Face model directory")
-    except UnknownModelError as error:
-        found = Violation("--model", str(error), "Choose a supported model or add a table")
-    except (ValueError, KeyError, TypeError) as error:
-        found = Violation(
-            "--model", f"{path} cannot be used: {error!r}", "Name a directory with a complete config.json"
-        )
-    raise ConfigError([found])
 
 
 @dataclass(frozen=True, eq=False)

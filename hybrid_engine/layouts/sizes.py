@@ -11,19 +11,30 @@ inference    tp pp dp ep
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 from hybrid_engine.layouts.inference import InferenceParallelism
 from hybrid_engine.layouts.training import TrainParallelism
 from hybrid_engine.models.table import ModelTable
 
 TRAIN, INFER = "--train", "--infer"
+LARGEST_SIZE = 2**20
+MOST_RANKS = 2**17
+"""Beyond these a plan would take minutes, and more memory than it tells of."""
+
+
+def whole_number(text: str) -> int:
+    """Of the digits 0 to 9 alone: Python also reads `1_0` and other scripts' digits. Raises ValueError."""
+    if not re.fullmatch("[0-9]{1,30}", text):
+        raise ValueError(f"{shortened(text)} is not a whole number")
+    return int(text)
 
 
 def _positions(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(":"))
+    return tuple(whole_number(number) for number in text.split(":"))
 
 
 def _flag(text: str) -> bool:
@@ -31,26 +42,26 @@ def _flag(text: str) -> bool:
 
 
 _TRAIN_KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "tp": ("tensor", int),
-    "pp": ("pipeline", int),
-    "vpp": ("virtual_pipeline", int),
-    "cp": ("context", int),
-    "dp": ("data", int),
-    "ep": ("expert", int),
-    "etp": ("expert_tensor", int),
-    "first": ("num_layers_in_first_pipeline_stage", int),
-    "last": ("num_layers_in_last_pipeline_stage", int),
+    "tp": ("tensor", whole_number),
+    "pp": ("pipeline", whole_number),
+    "vpp": ("virtual_pipeline", whole_number),
+    "cp": ("context", whole_number),
+    "dp": ("data", whole_number),
+    "ep": ("expert", whole_number),
+    "etp": ("expert_tensor", whole_number),
+    "first": ("num_layers_in_first_pipeline_stage", whole_number),
+    "last": ("num_layers_in_last_pipeline_stage", whole_number),
     "embedding": ("account_for_embedding_in_pipeline_split", _flag),
     "loss": ("account_for_loss_in_pipeline_split", _flag),
     "layout": ("pipeline_layout", str),
     "noop": ("noop_layers", _positions),
-    "vocab": ("make_vocab_size_divisible_by", int),
+    "vocab": ("make_vocab_size_divisible_by", whole_number),
 }
 _INFER_KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "tp": ("tensor", int),
-    "pp": ("pipeline", int),
-    "dp": ("data", int),
-    "ep": ("expert", int),
+    "tp": ("tensor", whole_number),
+    "pp": ("pipeline", whole_number),
+    "dp": ("data", whole_number),
+    "ep": ("expert", whole_number),
 }
 
 
@@ -69,6 +80,9 @@ def parse_job(
     if found:
         raise ConfigError(found)
     world_size = _world_size(training, inference, world_size, found)
+    if world_size > MOST_RANKS:
+        found.append(Violation(f"{TRAIN} dp", f"{world_size} ranks", f"Use sizes that make at most {MOST_RANKS}"))
+        raise ConfigError(found)
     training.pop("data", None)
     inference.pop("data", None)
     sides = TrainParallelism(world_size, **training), InferenceParallelism(world_size, **inference)
@@ -92,18 +106,18 @@ def _parse(
     for part in filter(None, text.replace(" ", "").split(",")):
         key, _, value = part.partition("=")
         if key not in keys:
-            found.append(Violation(f"{option} {key}", "unknown key", f"Known keys: {', '.join(keys)}"))
+            found.append(Violation(f"{option} {clipped(key)}", "unknown key", f"Known keys: {', '.join(keys)}"))
             continue
         name, read = keys[key]
         try:
             parsed = read(value)
         except (ValueError, KeyError):
-            found.append(Violation(f"{option} {key}", f"{value!r} cannot be read", "See --help for examples"))
+            found.append(Violation(f"{option} {key}", f"{shortened(value)} cannot be read", "See --help for examples"))
             continue
         if name in values:
             found.append(Violation(f"{option} {key}", "given twice", "Leave one out"))
-        elif isinstance(parsed, int) and not isinstance(parsed, bool) and parsed < 1:
-            found.append(Violation(f"{option} {key}", f"{parsed} is no size", "Use 1 or more"))
+        elif isinstance(parsed, int) and not isinstance(parsed, bool) and not 1 <= parsed <= LARGEST_SIZE:
+            found.append(Violation(f"{option} {key}", f"{parsed} is no size", f"Use 1 to {LARGEST_SIZE}"))
         values[name] = parsed
     return values
 

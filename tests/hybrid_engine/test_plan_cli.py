@@ -113,7 +113,7 @@ def test_everything_impossible_is_said_at_once(tmp_path: Path) -> None:
         "--hosts-of": "0 is no size",
         "--dtype": "'int3' is not known",
         "--link-gbps": "'host=fast' cannot be read",
-        "--html": "there is no directory",
+        "--html": "page.html cannot be written: No such file or directory",
     }.items():
         assert re.search(f"- {re.escape(key)}: .*{re.escape(problem)}", result.stderr), (key, result.stderr)
 
@@ -131,6 +131,12 @@ def test_everything_impossible_is_said_at_once(tmp_path: Path) -> None:
         ("dp=2,first=1,embedding=1,pp=2", "tp=1", "--train embedding: set beside the number of layers"),
         ("dp=4,etp=3", "tp=1", "--train etp: 3, but the model has no experts"),
         ("dp=4", "tp=8", "--infer tp: TP 8 x PP 1 = 8 does not divide the world size 4"),
+        *(("dp=1,tp=" + size, "tp=1", f"--train tp: '{size}' cannot be read") for size in ("２", "0_2", "1e1", "+1")),
+        ("dp=1,noop=0_1", "tp=1", "--train noop: '0_1' cannot be read"),
+        ("dp=1000000000", "tp=1", "--train dp: 1000000000 is no size"),  # each before anything is planned
+        ("dp=1000000", "tp=1", "--train dp: 1000000 ranks. Use sizes that make at most 131072"),
+        ("dp=1,pp=1000000000", "tp=1", "--train pp: 1000000000 is no size"),
+        ("dp=1,layout=Et*999999999|L", "tp=1", "--train layout: 'Et*999999999|L' stands for more than 100000 layers"),
         ("dp=4,noop=9", "tp=4", "--train noop: [9] of 5 positions, counted from 0"),
     ],
 )
@@ -140,10 +146,46 @@ def test_impossible_sizes(tmp_path: Path, train: str, infer: str, text: str) -> 
     assert text in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--bucket-mb", value) for value in ("1" + 23 * "0", "０", "2_0", "0", "-1", "2000000")),
+        *((option, value) for option in ("--hosts-of", "--rank") for value in ("８", "1_0", "1" * 30)),
+        *((option, value) for option in ("--device-gib", "--host-gib") for value in ("inf", "nan", "1e300")),
+        *(("--link-gbps", value) for value in ("host=inf", "host=nan", "host=-1")),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_at_once(option: str, value: str, tmp_path: Path) -> None:
+    result = run("--model", saved(tmp_path, DENSE), "--train", "dp=1", "--infer", "tp=1", option, value)
+    assert result.exit_code == 2 and option in result.stderr and not result.stdout
+
+
+@pytest.mark.parametrize("place", [".", "/dev/full", "/proc/page.html", "x" * 300, "missing/page.html"])
+def test_a_page_that_cannot_be_written_is_refused_before_planning(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybrid_engine.cli.plan_job", lambda *_, **__: pytest.fail("it was planned"))
+    monkeypatch.chdir(tmp_path)
+    result = run("--model", saved(tmp_path, DENSE), "--train", "dp=1", "--infer", "tp=1", "--html", place)
+    assert result.exit_code == 2 and result.stderr.startswith("impossible configuration (1):\n  - --html: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
+
+
+def test_an_answer_that_cannot_be_written_ends_in_a_sentence(tmp_path: Path) -> None:
+    """A real full device: what is left in the buffers must not fail again when Python ends."""
+    command = (sys.executable, "-m", "hybrid_engine", "plan", "--model", saved(tmp_path, DENSE), "--json")
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [*command, "--train", "dp=1", "--infer", "tp=1"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (ended.returncode, ended.stderr) == (2, "writing the answer: No space left on device\n")
+
+
 def test_models_that_cannot_be_read(tmp_path: Path) -> None:
     sizes = ("--train", "dp=1,tp=x", "--infer", "tp=1")
     missing = run("--model", str(tmp_path), *sizes)
-    assert missing.exit_code == 2 and "has no config.json" in missing.stderr and "'x' cannot be read" in missing.stderr
+    assert missing.exit_code == 2 and "config.json cannot be read: No such file" in missing.stderr
+    assert "'x' cannot be read" in missing.stderr
     unknown = run("--model", saved(tmp_path, {"architectures": ["Unknown"]}), *sizes)
     assert unknown.exit_code == 2 and "no name table for architectures ['Unknown']" in unknown.stderr
     incomplete = run("--model", saved(tmp_path, {"architectures": ["LlamaForCausalLM"]}), *sizes)
