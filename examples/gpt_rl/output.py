@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
 import warnings
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -74,13 +76,19 @@ class Output:
             self._show(error)
             self._log_traceback(error)
 
+    def end(self, reason: str, number: signal.Signals) -> NoReturn:
+        """End this process at once, from any thread, as after that signal."""
+        self.warn(reason)
+        self.console.show_cursor()  # a progress bar hides it
+        os._exit(128 + number)
+
     def _show(self, error: Exception) -> None:
         name = "" if isinstance(error, HybridEngineError) else f"{type(error).__name__}: "
         lines = [f"{name}{error}", *getattr(error, "__notes__", [])]
         if self.log_file is not None:
             lines.append(f"more in {self.log_file} and the logs beside it")
-        text = "\n".join(f"rank {self.rank}: {line}" for line in lines)
-        self.console.print(text, style="red", highlight=False, soft_wrap=True, markup=False)
+        for line in lines:
+            self.warn(line)
 
     def _log_traceback(self, error: Exception) -> None:
         if self.log_file is None and isinstance(error, HybridEngineError):
