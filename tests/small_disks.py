@@ -1,4 +1,4 @@
-"""Places where writing soon fails: a file system of 2 MiB, and a limit on the size of files."""
+"""Places where writing soon fails: small file systems, and a limit on the size of files."""
 
 from __future__ import annotations
 
@@ -25,14 +25,22 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""
-    place = tmp_path / "small"
+    with mounted_disk(tmp_path / "small", 2) as place:
+        yield place
+
+
+@contextmanager
+def mounted_disk(place: Path, mebibytes: int) -> Iterator[Path]:
+    """A file system of that size at `place`; skips the test where mounting is refused."""
     place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(place)]
     try:
         result = subprocess.run(mount, capture_output=True, text=True)
     except FileNotFoundError:
         pytest.skip("there is no mount command")
     if result.returncode != 0:
         pytest.skip(f"mounting is refused here: {result.stderr.strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", str(place)], check=True)

@@ -114,6 +114,18 @@ class RunDirectory:
             problem = f"{self.checkpoints} holds {_listed(foreign)}, which no run has written"
             raise ConfigError([Violation("--no-resume", problem, "Move it elsewhere, or use another --out")])
 
+    def require_room(self) -> None:
+        """Raise FileError unless another checkpoint like the latest one fits beside it. Writes nothing."""
+        progress, place = self.progress(), self.checkpoints
+        if progress is None:
+            return
+        with naming("measuring", place):
+            files = [path for path in self.checkpoint(progress.iteration).rglob("*") if path.is_file()]
+            needed, free = sum(path.stat().st_size for path in files), shutil.disk_usage(place).free
+        if free < needed:
+            problem = f"the next checkpoint needs {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
+            raise FileError(f"{place}: no space left on device: {problem}. Free some space there")
+
     def require_same(self, fingerprint: Mapping[str, Any]) -> None:
         """Raise ConfigError naming every setting in which the run found here differs from `fingerprint`."""
         if not _exists(self._fingerprint_file):

@@ -52,6 +52,8 @@ def main(
             output.say(f"The run in {out} is finished: {settings.rl.iterations} iterations are done.")
             output.say("Ask for more with --iterations, or start over with --no-resume.")
         else:
+            if resume and output.rank == 0:
+                directory.require_room()
             run(settings, directory, resume, output, stop)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -230,6 +230,16 @@ def test_starting_over_follows_no_links(under_way: RunDirectory, tmp_path: Path)
     assert names(under_way) == []
 
 
+def test_a_disk_without_room_for_another_checkpoint(under_way: RunDirectory) -> None:
+    under_way.require_room()
+    free = shutil.disk_usage(under_way.path).free
+    weights = under_way.weights(20) / "rank0000.pt"
+    with weights.open("wb") as file:
+        file.truncate(free + (1 << 40))  # sparse: it takes nothing
+    with pytest.raises(FileError, match=r"checkpoints: no space left on device: the next checkpoint needs [\d,.]+ MB"):
+        under_way.require_room()
+
+
 def check_refused(run: RunDirectory, *words: str, resume: bool = True) -> None:
     """With these words; nothing has changed, nor does a later step change anything."""
     before = contents(run.path)

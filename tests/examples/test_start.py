@@ -23,6 +23,7 @@ from examples.gpt_rl.run_state import Progress, RunDirectory
 from examples.gpt_rl.settings import load_settings
 from hybrid_engine.errors import ConfigError
 from tests.launch import REPO_ROOT
+from tests.small_disks import mounted_disk
 
 CONFIG = Path(settings.__file__).parent / "configs" / "tp2_to_dp2.yaml"
 HOLD_THE_LOCK = """
@@ -152,6 +153,15 @@ def test_nothing_can_be_written(tmp_path: Path) -> None:
     assert f"locking {out / 'lock'}: file too large" in output and "ulimit" in output
 
 
+def test_a_full_disk(tmp_path: Path) -> None:
+    with mounted_disk(tmp_path / "disk", 1) as disk:
+        with pytest.raises(OSError, match="No space left"):
+            (disk / "filler").write_bytes(bytes(2 << 20))
+        output = refusal(disk / "run")
+    assert len(output.splitlines()) == 1
+    assert f"locking {disk / 'run' / 'lock'}: no space left on device (0.0 MB free on {disk})" in output
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_of_another_user(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
@@ -166,6 +176,12 @@ def test_all_of_the_launchers_variables_are_asked_for(tmp_path: Path) -> None:
     assert "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set" in process.stdout
     assert "torch.distributed.run" in process.stdout and process.stderr == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_make_gives_the_iteration_under_way_its_time() -> None:
+    command = ["make", "-n", "rl", "PYTHON_ENV=/none", "STOP_SECONDS=1234"]
+    output = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=True).stdout
+    assert "--shutdown-timeout 1234 -m examples.gpt_rl.train" in output.replace("\\\n", "").replace("    ", "")
 
 
 def is_running(pid: int) -> bool:
