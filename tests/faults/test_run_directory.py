@@ -1,0 +1,136 @@
+"""What happens to a run's directory while a job writes it: a second job, a killed torchrun, Ctrl-C, a full disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from examples.gpt_rl.run_state import RunDirectory
+from tests.faults.job import Fault, Job
+from tests.small_disks import mounted_disk
+
+pytestmark = [pytest.mark.faults, pytest.mark.engines]
+
+SECONDS_TO_START = 200
+SECONDS_OF_TORCHRUN = 30
+"""torchrun's own patience after Ctrl-C, where it is not told another."""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return Job(tmp_path_factory.mktemp("directory"))
+
+
+def test_a_second_job_ends_and_the_first_goes_on(job: Job, record: Callable[..., None]) -> None:
+    run = RunDirectory(job.out)
+    with job.started() as first:
+        wait_until(lambda: len(run.rows()) > 1)
+        logs = {path: path.read_text() for path in job.out.glob("log-rank*.txt")}
+        second = job.run(None, "--no-resume")
+        record(fault="a second job in the same directory", **second.row(), seconds_in_all=round(second.total_seconds))
+        rows = len(run.rows())
+        wait_until(lambda: len(run.rows()) > rows)
+        first.launcher.send_signal(signal.SIGINT)
+        first.wait(SECONDS_TO_START)
+    assert second.status == 1 and second.survivors == []
+    assert second.terminal.count(f"another job is writing {job.out}: process ") == 1
+    assert len(logs) == 2 and all(path.read_text().startswith(text) for path, text in logs.items())
+    iterations = [row["iteration"] for row in run.rows()]
+    assert iterations == list(range(len(iterations)))
+    assert "Stopped after iteration" in first.outcome().terminal
+
+
+def test_ranks_end_with_a_killed_torchrun(job: Job, record: Callable[..., None]) -> None:
+    run = RunDirectory(job.out)
+    before = len(run.rows())
+    with job.started() as running:
+        wait_until(lambda: len(run.rows()) > before)
+        running.launcher.kill()
+        started = time.monotonic()
+        running.wait(60)
+        seconds = time.monotonic() - started
+    outcome = running.outcome()
+    again = job.run(None, "--iterations", str(len(run.rows())))
+    record(fault="SIGKILL of torchrun", **{**outcome.row(), "seconds": round(seconds, 1)}, resumed=again.status == 0)
+    assert seconds < 10 and outcome.leftovers == []
+    assert again.status == 0, again.terminal
+
+
+def test_ctrl_c_waits_for_a_long_iteration(job: Job, record: Callable[..., None]) -> None:
+    """Long for torchrun's default patience: one rank is stopped for that time, in the middle of an iteration.
+
+    The other one waits for it inside a library, and says all the same that it heard.
+    """
+    run = RunDirectory(job.out)
+    before = run.progress().iteration
+    fault = Fault("stop", "examples.gpt_rl.trainer:Trainer._update", call=2)
+    with job.started(fault, environment={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}) as running:
+        wait_until(lambda: job.fault_time is not None)
+        running.launcher.send_signal(signal.SIGINT)
+        wait_until(lambda: "Stopping after this iteration, with a checkpoint" in running.terminal, 20)
+        time.sleep(SECONDS_OF_TORCHRUN + 5)
+        os.kill(stopped_one(running.processes()), signal.SIGCONT)
+        running.wait(SECONDS_TO_START)
+    outcome = running.outcome()
+    record(fault="Ctrl-C in an iteration of 35 s", **outcome.row(), resumed=run.progress().iteration == before + 2)
+    assert run.progress().iteration == before + 2
+    assert f"Stopped after iteration {before + 2}; the same command goes on" in outcome.terminal
+    assert outcome.leftovers == []
+
+
+def test_the_disk_fills_up(checkpoints_disk: Path, tmp_path: Path, record: Callable[..., None]) -> None:
+    """While a checkpoint is written; then there is no room for anything; then there is room again."""
+    job = Job(tmp_path, out=checkpoints_disk / "run")
+    run = RunDirectory(job.out)
+    outcome = job.run()
+    record(fault="the disk fills up while a checkpoint is written", **outcome.row())
+    assert outcome.status == 1 and outcome.leftovers == []
+    assert "no space left on device" in outcome.terminal and f"MB free on {checkpoints_disk}" in outcome.terminal
+    assert f"{run.checkpoints}/iteration-" in outcome.terminal
+    assert list(job.out.rglob("*.incomplete")) == []
+    reached = run.progress().iteration
+
+    filler = checkpoints_disk / "filler"
+    fill(filler)
+    full = job.run()
+    record(fault="no room at the start", **full.row(), seconds_in_all=round(full.total_seconds))
+    assert full.status == 1 and full.terminal.count("no space left on device") == 1
+    assert f"rank 0: {run.checkpoints}: no space left on device: the next checkpoint needs" in full.terminal
+
+    filler.unlink()
+    subprocess.run(["mount", "-o", "remount,size=200m", str(checkpoints_disk)], check=True)
+    again = job.run(None, "--iterations", str(reached + 2))
+    assert again.status == 0, again.terminal
+    assert [row["iteration"] for row in run.rows()] == list(range(reached + 3))
+
+
+@pytest.fixture
+def checkpoints_disk(tmp_path: Path) -> Iterator[Path]:
+    """With room for the first checkpoints (10 MB each), not for as many as are kept."""
+    with mounted_disk(tmp_path / "disk", 25) as place:
+        yield place
+
+
+def fill(path: Path) -> None:
+    """Write until the disk is full to the last byte."""
+    with pytest.raises(OSError, match="No space left"), path.open("wb", buffering=0) as file:
+        while file.write(bytes(1 << 12)):
+            pass
+
+
+def stopped_one(processes: dict[int, str]) -> int:
+    """The process that has got SIGSTOP."""
+    return next(pid for pid in processes if "State:\tT" in Path(f"/proc/{pid}/status").read_text())
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = SECONDS_TO_START) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
