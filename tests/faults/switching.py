@@ -65,6 +65,8 @@ def break_switches(directory: str, layout: str, num_cycles: int, seed: int) -> F
     worker = jobs.build_worker(model, actor, {**generate, "bucket_mb": 1, "timeout_seconds": 60})
     chance, findings, held = random.Random(seed), Findings(), []
     points = _points(worker)
+    if actor.get("overlap_param_gather"):
+        del points["training.prepare"]  # Megatron's gather: a rank that fails before a collective ends the job
     for cycle in range(num_cycles):
         with worker.train_context():
             worker.update(jobs.batch(seed=cycle), jobs.cross_entropy)
@@ -153,11 +155,12 @@ def _held() -> dict[str, int]:
     }
 
 
-def main(num_cycles: str = "200") -> None:
-    """All layouts, the cycles shared out among them."""
-    share = int(num_cycles) // len(LAYOUTS) + 1
+def main(num_cycles: str = "200", *layouts: str) -> None:
+    """These layouts, or all; the cycles are shared out among them."""
+    chosen = layouts or tuple(LAYOUTS)
+    share = -(-int(num_cycles) // len(chosen))
     run: Callable[..., list[Findings]] = launch
-    for number, layout in enumerate(LAYOUTS):
+    for number, layout in enumerate(chosen):
         with tempfile.TemporaryDirectory() as directory:
             for rank, findings in enumerate(run(break_switches, 2, directory, layout, share, number, timeout=1500)):
                 print(f"{layout}, rank {rank}: {findings}")
