@@ -24,12 +24,9 @@ FAULTS = {
     "train step": Fault("raise", "hybrid_engine.backends.megatron.train_engine:TrainEngine.train_step", call=8),
     "transports run": Fault("raise", "hybrid_engine.transports.router:TransportSet.run", call=2),
     "transports prepare": Fault("raise", "hybrid_engine.transports.router:TransportSet.prepare", call=2),
-    "allocate": Fault("raise", "hybrid_engine.backends.vllm.adaptor:VllmAdaptor.allocate", call=2),
     "generate": Fault("raise", f"{ENGINE}._run", call=3),
     "vLLM's start, before its groups": Fault("raise", f"{WORKER}.init_device"),
-    "vLLM's start, the model": Fault("raise", f"{WORKER}.load_model"),
     "vLLM's start, memory": Fault("raise", f"{WORKER}.determine_available_memory"),
-    "vLLM's start, KV cache": Fault("raise", f"{WORKER}.initialize_from_config"),
     "vLLM's start, warm-up": Fault("raise", f"{WORKER}.compile_or_warm_up_model"),
 }
 
