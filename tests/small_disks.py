@@ -43,4 +43,4 @@ def mounted_disk(place: Path, mebibytes: int) -> Iterator[Path]:
     try:
         yield place
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", "--lazy", str(place)], check=True)  # a rank that hangs has files there
