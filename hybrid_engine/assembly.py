@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from hybrid_engine.agreement import Agreement
+from hybrid_engine.agreement import SHORT_PATIENCE, Agreement
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.hosts import host_id
 from hybrid_engine.layouts.from_config import inference_parallelism
@@ -34,7 +34,7 @@ def build_inference_engine(
     vLLM looks at the memory that is free while it starts: training state is best off the device meanwhile.
     """
     order = _choose_rank_order(config, table, training, agreement)
-    with agreement.phase("building the inference engine"):
+    with agreement.phase("building the inference engine", SHORT_PATIENCE):
         from hybrid_engine.backends.vllm import InferenceEngine
 
         settings = inference_settings(config, dist.get_world_size(), order)

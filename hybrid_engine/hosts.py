@@ -8,28 +8,36 @@ from pathlib import Path
 
 
 def host_id() -> str:
-    """Equal for two processes exactly when they can see each other under /proc: boot id and process namespace."""
+    """Equal for two processes exactly when they can see each other under /proc: boot id and process namespace.
+
+    Where /proc does not say, the host's name, by which processes of two containers look alike.
+    """
+    return process_space() or socket.gethostname()
+
+
+def process_space() -> str | None:
+    """`host_id`, or None where process ids of others cannot be relied on."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return socket.gethostname()
+        return None
+
+
+def state_of(pid: int) -> str | None:
+    """What keeps a process of this host from going on, in words: it has ended or is stopped. None: nothing seen."""
+    try:
+        # the name before it is in brackets and may hold spaces and brackets
+        letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        letter = "X"
+    except (OSError, IndexError):  # no descriptor left, for instance: that says nothing about the other process
+        return None
+    if letter in "ZX":
+        return f"has ended (process {pid})"
+    return f"is stopped (process {pid})" if letter in "Tt" else None
 
 
 def has_ended(pid: int) -> bool:
     """Whether a process of this host is gone, or only waits for its parent to take note."""
-    return _state(pid) in (None, "Z", "X")
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process of this host was stopped by a signal or a debugger."""
-    return _state(pid) in ("T", "t")
-
-
-def _state(pid: int) -> str | None:
-    """The letter of /proc/<pid>/stat, see proc(5); None when there is no such process."""
-    try:
-        # the name before it is in brackets and may hold spaces and brackets
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return None
+    return "has ended" in (state_of(pid) or "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -62,7 +63,9 @@ class HybridEngine:
             agreement=agreement,
             unserved=train.unserved,
         )
-        train.guard = self.sharding.require_kinds
+        # weak: the switch refers to the model, whose hooks in autograd Python's collector does not see through
+        require_kinds = weakref.WeakMethod(self.sharding.require_kinds)
+        train.guard = lambda kinds: (require := require_kinds()) and require(kinds)
 
     def rollout_context(self) -> AbstractContextManager[None]:
         """Generate inside: weights are resharded into vLLM, training state is off the device as configured."""

@@ -14,7 +14,7 @@ def is_lost_connection(error: BaseException) -> bool:
     """Whether torch says of a group that a member ended or did not come; gloo raises plain RuntimeErrors for that."""
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return True
-    return type(error) is RuntimeError and "gloo" in str(error)
+    return type(error) is RuntimeError and "third_party/gloo/" in str(error)
 
 
 def plain_text(error: BaseException) -> str:

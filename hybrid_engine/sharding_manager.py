@@ -152,7 +152,6 @@ class ShardingManager:
         self._owns_agreement = agreement is None
         self._groups: list[dist.ProcessGroup] = []
         self._is_closed = False
-        self._lost: LostRankError | None = None  # after which no switch is possible
         self.state = State.TRAIN
         self.last_report: ReshardReport | None = None
         self._start_hooks: list[Callable[[State, State], None]] = []
@@ -246,8 +245,8 @@ class ShardingManager:
                 hook(before, target)
         try:
             self._switch(before, target)
-        except LostRankError as error:
-            self.state, self._lost = State.IDLE, error
+        except LostRankError:
+            self.state = State.IDLE
             raise
         except Exception as error:
             self._restore(before, target, error)
@@ -311,7 +310,7 @@ class ShardingManager:
             self._note_peak()
 
     def _prepare(self) -> None:
-        # with an overlapped optimizer the others wait in a gather for a rank that fails here, and cannot come back
+        # where gathers overlap, the others wait in one for a rank that fails here
         with self._phase("prepare", SHORT_PATIENCE):
             self.training.prepare()
 
@@ -371,7 +370,6 @@ class ShardingManager:
                 self.offloader.offload(KINDS - wanted)
                 self.offloader.onload(wanted)
         except LostRankError as lost:
-            self._lost = lost
             raise LostRankError(f"{error}\nThe state before could not be restored: {lost}") from error
         except Exception as restore_error:
             away = [kind for kind in KIND_ORDER if self.offloader.is_offloaded(kind)]
@@ -419,8 +417,6 @@ class ShardingManager:
     def _require_open(self) -> None:
         if self._is_closed:
             raise StateError("the switch was closed; build the engine anew")
-        if self._lost is not None:
-            raise StateError(f"no switch is possible after this, end the job: {self._lost}") from self._lost
 
     def _make_plan(self, setups: Sequence[_RankSetup]) -> ReshardPlan:
         """Plan, from what all ranks told each other. A host relays where all of its ranks can."""

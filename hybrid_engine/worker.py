@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_patches
-from hybrid_engine.agreement import SECONDS_TO_BUILD, Agreement
+from hybrid_engine.agreement import SECONDS_TO_BUILD, SHORT_PATIENCE, Agreement
 from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import ConfigError, DependencyError, LostRankError, Violation
@@ -68,7 +68,7 @@ class ActorHybridWorker:
             _require_installed()
             hf_config = self.config.hf_config()
             self.table = table_for(hf_config)
-        with agreement.phase("building the training engine"):
+        with agreement.phase("building the training engine", SHORT_PATIENCE):
             from hybrid_engine.backends.megatron import build
             from hybrid_engine.backends.megatron.train_engine import TrainEngine
 

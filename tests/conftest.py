@@ -33,6 +33,17 @@ hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, deran
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is marked `faults` unless it is asked for. An `addopts = -m` would be lost with another `-m`."""
+    if "faults" in config.option.markexpr:
+        return
+    left_out = [item for item in items if item.get_closest_marker("faults")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("faults")]
+
+
 SHARED_MEMORY = Path("/dev/shm")
 # vLLM's CPU communicator, and Python's multiprocessing.shared_memory, which vLLM uses between processes.
 LEFTOVER_PATTERNS = ("-tp:*", "*cpushm*", "psm_*")

@@ -11,16 +11,6 @@ from typing import Any
 import pytest
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave them out of every other run; an `addopts = -m` would be lost as soon as somebody gives another `-m`."""
-    if "faults" in config.option.markexpr:
-        return
-    left_out = [item for item in items if item.get_closest_marker("faults")]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("faults")]
-
-
 @pytest.fixture(scope="session")
 def record() -> Iterator[Callable[..., None]]:
     """Call with the figures of a case: a row of the table that is written at the end."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.agreement import Agreement
 from hybrid_engine.backends.vllm import InferenceSettings, VllmAdaptor
 from hybrid_engine.backends.vllm.arguments import llm_arguments
 from hybrid_engine.backends.vllm.guest import destroy_groups, register_model_class, set_environment
@@ -97,8 +98,9 @@ def vllm_groups(settings: InferenceSettings) -> Iterator[Host]:
 
     arguments = llm_arguments(settings, "cpu")
     del arguments["worker_cls"], arguments["load_format"]
+    agreement = Agreement(timeout_seconds=120)
     try:
-        with unnamed_shared_memory(), placed(settings, rank):
+        with unnamed_shared_memory(agreement), placed(settings, rank):
             config = EngineArgs(**arguments).create_engine_config()
             os.environ["VLLM_DIST_IDENT"] = os.environ[ENGINE_TOKEN]
             with set_current_vllm_config(config):
@@ -107,6 +109,7 @@ def vllm_groups(settings: InferenceSettings) -> Iterator[Host]:
         yield Host(settings, rank)
     finally:
         destroy_groups()
+        agreement.close()
 
 
 def run_cases(directory: str, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:

@@ -151,10 +151,8 @@ class InferenceEngine:
             adapter: name of a delivered adapter.
         """
         num_replicas, state = self.settings.data_parallel_size, self._generator_state
-        # the other ranks of a replica wait in vLLM for one that fails, and cannot come back
-        patience = SHORT_PATIENCE if self.settings.ranks_in_step > 1 else None
         try:
-            with self._agreement.phase("generate", patience):
+            with self._agreement.phase("generate", SHORT_PATIENCE, self.settings.ranks_in_step(self.rank)):
                 self.check_prompts(prompts, sampling.max_tokens)  # all of them everywhere: no replica starts in vain
                 completions = self.generate(prompts[self.dp_rank :: num_replicas], sampling, adapter)
         except BaseException:

@@ -117,10 +117,11 @@ class InferenceSettings:
         """Replicas that share experts and step together."""
         return max(1, self.expert_parallel_size // self.tensor_parallel_size)
 
-    @property
-    def ranks_in_step(self) -> int:
-        """Ranks of one instance, which wait for each other in every step."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.replicas_per_instance
+    def ranks_in_step(self, rank: int) -> list[int]:
+        """The ranks of a rank's instance, which wait for each other in every step, itself included."""
+        size = self.tensor_parallel_size * self.pipeline_parallel_size * self.replicas_per_instance
+        instance = self.place_of(rank).position // size
+        return [other for other in range(self.num_ranks) if self.place_of(other).position // size == instance]
 
     def place_of(self, rank: int) -> Place:
         """Where a global rank stands."""
