@@ -71,7 +71,8 @@ test: lint ## Check style and formatting, then run the tests (but for test-fault
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 test-faults: $(ENV_READY) ## Break real jobs on purpose: kills, stalls, full disks, random failures (FAULTS_JSON=file)
-	FAULTS_JSON='$(or $(FAULTS_JSON),runs/faults.json)' $(PY) -m pytest -m faults $(PYTEST_ARGS) tests/faults
+	FAULTS_JSON='$(or $(FAULTS_JSON),runs/faults.json)' $(PY) -m pytest -m faults $(PYTEST_ARGS) \
+	    tests/faults tests/hybrid_engine/test_failure_watch.py
 
 # The environment is the locked one with that megatron-core and without vLLM.
 core-tests: ## Run what needs megatron-core but not vLLM with version MEGATRON, in an environment of its own

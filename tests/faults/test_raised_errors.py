@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.engines]
 MOST_SECONDS_TO_MESSAGE = 10
 MOST_SECONDS = 50
 """To the end of the last process; below `timeout_seconds`, so nothing waited for its timeout. A rank that waits inside
-vLLM is given time to come back, 25 s, before it is ended."""
+vLLM is given 30 s to come back before it is ended."""
 
 ENGINE = "hybrid_engine.backends.vllm.engine:InferenceEngine"
 WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
