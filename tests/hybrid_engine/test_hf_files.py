@@ -236,7 +236,7 @@ def table_of(**shapes: tuple[int, ...]) -> Any:
 
 
 def test_files_of_others_stay(tmp_path: Path) -> None:
-    """Also those that look like weights; only what the index names is replaced, and model.safetensors."""
+    """Also those that look like weights; what the index names is replaced, and model.safetensors: see older_weights."""
     others = ["model_ema.safetensors", "model-best-of-2024.safetensors", "adapter.safetensors", "notes.txt"]
     for file_nbytes in (ONE_FILE, SEVERAL_FILES, SEVERAL_FILES, ONE_FILE):
         for name in others:
@@ -244,6 +244,48 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
         save(tmp_path, file_nbytes)
     assert [(tmp_path / name).read_text() for name in others] == others
     assert len(list(tmp_path.iterdir())) == len(others) + 2
+
+
+def test_weights_that_came_after_a_killed_save_stay(tmp_path: Path) -> None:
+    """It had not put any file in place, so what has such a name is somebody else's."""
+    killed = begun(tmp_path)
+    (tmp_path / files.SINGLE).write_text("of a user")
+    killed.abandon()
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(files.SINGLE, "of a user")]
+
+
+def test_the_clean_up_of_a_killed_first_save_can_be_killed(quick_path: Path) -> None:
+    """Between its files' final names, and whenever its removal is killed: the next one removes the rest."""
+    directory = quick_path / "hf"
+
+    def prepare() -> None:
+        shutil.rmtree(directory, ignore_errors=True)
+        save(directory, SEVERAL_FILES)
+        made = [path.name for path in our_files(directory)]
+        (directory / made[-1]).unlink()
+        (directory / writing.RECORD).write_text(json.dumps({"made": made, "replaced": []}))
+
+    def abandon() -> None:
+        writing.Publication(directory, {}).abandon()
+
+    for _ in kill_at_every_step(abandon, prepare):
+        assert {seen_by(name, directory) for name in READERS} == {None}
+        abandon()
+        assert not list(directory.iterdir())
+
+
+def test_other_weights_beside_the_index_are_refused(tmp_path: Path) -> None:
+    """transformers would take them, and a save would remove them."""
+    tensors = {"a": ((3,), "float32"), "b": ((2,), "float32")}
+    publication = writing.Publication(tmp_path, writing.plan_files(tensors, 1))
+    publication.begin()
+    publication.publish()
+    table = table_of(a=(3,), b=(2,))
+    save_file({"a": torch.ones(3), "b": torch.ones(2)}, tmp_path / files.SINGLE)
+    assert checkpoint.older_weights(tmp_path, table).keys() == {"a", "b"}
+    save_file({"a": torch.ones(3), "b": torch.ones(2), "other": torch.ones(1)}, tmp_path / files.SINGLE)
+    with pytest.raises(ConfigError, match=rf"{tmp_path / files.SINGLE} holds other weights .*\(other: in the check"):
+        checkpoint.older_weights(tmp_path, table)
 
 
 @pytest.fixture

@@ -125,8 +125,10 @@ def save_hf_checkpoint(
         file_nbytes: most bytes of data in one file.
 
     An older set of weights of the same model is replaced: a kill at any moment leaves that one or the new one, see
-    writing.py. Only files that its index names are removed. Raises ConfigError where the directory holds another
-    model's weights, FileError naming the file (on a full disk before anything is written); what was there stays.
+    writing.py. Only files that its index names are removed, and model.safetensors. Raises ConfigError where either is
+    of another model, FileError naming the file (on a full disk before anything is written); the weights that were there
+    stay. Configuration and tokenizer are replaced just before the weights: a failure in between leaves the new ones
+    beside the old weights.
     """
     with agreement.phase("preparing the weights"):
         weights.prepare()
@@ -163,12 +165,16 @@ def older_weights(directory: Path, table: ModelTable) -> dict[str, files.StoredT
     """Those in the directory, which the new ones will replace. Raises ConfigError unless they are of the same model."""
     if not any((directory / name).is_file() for name in (files.INDEX, files.SINGLE)):
         return {}
+    place = directory
     try:
         older = files.stored_tensors(directory)
         _check_names(older, table)
+        place = directory / files.SINGLE  # transformers reads it even where the index names other files
+        if place.is_file() and files.SINGLE not in {tensor.file for tensor in older.values()}:
+            _check_names(files.stored_in(place), table)
     except HybridEngineError as error:
         reason = error.findings[0] if isinstance(error, ParameterMismatchError) else error
-        problem = f"{directory} holds other weights than this model's ({reason})"
+        problem = f"{place} holds other weights than this model's ({reason})"
         remedy = "Name another directory, or remove its weights and their index"
         raise ConfigError([Violation("path", problem, remedy)]) from error
     return older
@@ -301,7 +307,7 @@ def _write_config(source: Path, directory: Path, dtype: str) -> None:
     path = source / "config.json"
     if not path.is_file():
         return
-    with naming("reading", path):
+    with naming("reading", path, files.DOWNLOAD_AGAIN):
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError(f"a {type(config).__name__}, not a mapping")

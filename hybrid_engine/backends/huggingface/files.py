@@ -96,7 +96,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         raise ConfigError([Violation("path", problem, "Complete the download")])
     stored: dict[str, StoredTensor] = {}
     for file in names:
-        found = _stored_in(directory / file)
+        found = stored_in(directory / file)
         if twice := sorted(stored.keys() & found.keys()):
             problem = f"{directory} holds {twice[0]} in {stored[twice[0]].file} and in {file}"
             raise ConfigError([Violation("path", problem, "Download the checkpoint again")])
@@ -125,8 +125,8 @@ def is_plain_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
-def _stored_in(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file, checked against its length."""
+def stored_in(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file, checked against its length. Raises ConfigError, FileError."""
     with naming("reading", path, DOWNLOAD_AGAIN):
         with path.open("rb") as file:
             encoded, nbytes = read_header(file), os.fstat(file.fileno()).st_size
@@ -253,7 +253,7 @@ class SliceReader:
 
     def read(self, name: str, stored: StoredTensor, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> torch.Tensor:
         """The box [offsets, offsets + lengths) of a tensor."""
-        with naming("reading", self._paths[stored.file]):
+        with naming("reading", self._paths[stored.file], DOWNLOAD_AGAIN):
             if not lengths:
                 return self._files[stored.file].get_tensor(name)
             box = tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))

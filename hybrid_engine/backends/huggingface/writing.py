@@ -1,9 +1,9 @@
 """New safetensors files: planned, filled by all ranks, and put in the place of an older set with no moment in between.
 
 Only renames within the directory are used: every shared file system has them (NFS and Lustre cannot exchange two
-directories), files of others are never touched, and the directory may be a mount point. Readers choose differently:
-transformers takes model.safetensors where it exists, else the index; vLLM and we take the index, and vLLM without one
-every *.safetensors. So the index is always written, new files have names that are free, and
+directories), files that no reader takes weights from are not touched, and the directory may be a mount point. Readers
+choose differently: transformers takes model.safetensors where it exists, else the index; vLLM and we take the index,
+and vLLM without one every *.safetensors. So the index is always written, new files have names that are free, and
 
     the index names the old set -> new files appear -> the index names the new set -> the old set is removed
 
@@ -208,13 +208,18 @@ class Publication:
                     pass
                 case found:
                     raise ValueError(f"it says {str(found)[:100]}")
-        in_use = set(indexed_files(directory) or replaced)
+        indexed = indexed_files(directory)
         with naming("removing an incomplete save from", directory):
-            if not replaced and not all((directory / name).is_file() for name in in_use):
-                (directory / INDEX).unlink(missing_ok=True)  # the first save here: its index came before its files
-                in_use = set()
-            for name in sorted({*made, *replaced} - in_use):
+            # the first save here: its index came before its files
+            is_first = bool(indexed) and not replaced and not all((directory / name).is_file() for name in indexed)
+            if indexed is None:  # then no file has its final name yet: what has one was put there by somebody else
+                unused = {name for name in made if name.endswith(SUFFIX)}
+            else:
+                unused = {*made, *replaced} - set(() if is_first else indexed)
+            for name in sorted(unused):
                 (directory / name).unlink(missing_ok=True)
+            if is_first:
+                (directory / INDEX).unlink()  # after its files, which are known to be ours as long as it is there
             record.unlink()
             sync(directory)
 
