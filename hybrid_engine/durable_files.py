@@ -1,10 +1,10 @@
 """Files that survive a kill, a power cut and a full disk, or say why they do not.
 
-    with naming("reading the settings", path):     # whatever is wrong with the file becomes a FileError that names it
+    with naming("reading the settings", path, "Write them again"):  # what is wrong with the file becomes a FileError
         settings = json.loads(path.read_text())
     write_text(path, text)                          # the old contents or the new ones, on the disk when it returns
 
-A directory of several files is written under another name, flushed with `sync_tree`, and put in place by
+A directory of several files is written under another name, file by file flushed, and put in place by
 `replace_directory`; whoever reads or writes it asks `current_directory` or calls `recover_directory` first.
 """
 
@@ -53,13 +53,15 @@ _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def naming(doing: str, path: str | Path, remedy: str = "Restore it from a copy, or remove it") -> Iterator[None]:
+def naming(doing: str, path: str | Path, remedy: str | None = None) -> Iterator[None]:
     """Turn what is wrong with a file into a FileError: "<doing> <path>: <what is wrong>. <what to do>".
 
     Args:
         doing: e.g. "writing the checkpoint".
         path: of the file or directory.
-        remedy: for contents that are damaged; the operating system's errors have remedies of their own.
+        remedy: for contents that are damaged, where a file is read; the operating system's errors have remedies of
+            their own. Without one, errors that are not about the file system pass: a writer's contents come from
+            memory, and what went wrong there (CUDA out of memory in torch.save) is no fault of the file.
 
     The original error is the cause. Where an OSError lies behind it, that is the one told of: torch.save to a file that
     Python opened reports a full disk as "[enforce fail at inline_container.cc] unexpected pos". Errors of this project
@@ -70,17 +72,22 @@ def naming(doing: str, path: str | Path, remedy: str = "Restore it from a copy, 
     except HybridEngineError:
         raise
     except (OSError, RuntimeError, *_DAMAGE) as error:
-        raise FileError(f"{doing} {path}: {_problem(error, Path(path), remedy)}".replace("\0", "\\0")) from error
+        if (problem := _problem(error, Path(path), remedy)) is None:
+            raise
+        raise FileError(f"{doing} {path}: {problem}".replace("\0", "\\0")) from error
 
 
-def _problem(error: Exception, path: Path, remedy: str) -> str:
+def _problem(error: Exception, path: Path, remedy: str | None) -> str | None:
+    """None where the file is not to blame."""
     if (system := _system_error_behind(error)) is not None:
         return _system_problem(system, path)
     if "\0" in str(path):
         return "a path cannot contain a NUL. Name another path"
+    if remedy is None and not isinstance(error, OSError):
+        return None
     reason = (str(error).splitlines() or [""])[0][:200]
     kind = "damaged or cut short" if isinstance(error, _DAMAGE) else "not usable"
-    return f"{kind} ({type(error).__name__}{': ' * bool(reason)}{reason}). {remedy}"
+    return f"{kind} ({type(error).__name__}{': ' * bool(reason)}{reason}). {remedy or 'Name another path'}"
 
 
 def is_disk_full(error: FileError) -> bool:
@@ -95,7 +102,7 @@ def _system_error_behind(error: BaseException | None) -> OSError | None:
         if isinstance(error, OSError) and error.errno is not None:
             return error
         seen.add(id(error))
-        error = error.__cause__ or error.__context__
+        error = error.__cause__ if error.__suppress_context__ else error.__context__  # as a traceback shows them
     return None
 
 
@@ -195,22 +202,12 @@ def sync(path: str | Path) -> None:
         os.close(descriptor)
 
 
-def sync_tree(directory: str | Path) -> None:
-    """`sync` of every file and directory below, and of `directory` itself."""
-    for place, _, names in os.walk(directory, topdown=False):
-        for name in names:
-            path = Path(place, name)
-            if path.is_file() and not path.is_symlink():
-                sync(path)
-        sync(place)
-
-
 def reserve(descriptor: int, nbytes: int) -> None:
     """Make a file `nbytes` long with all of its space allocated, or raise OSError with the file as it was.
 
-    A later store through a mapping then finds its page: without one the kernel answers with SIGBUS, which no program
-    can turn into a message. Where the file system cannot allocate, the C library writes to every block instead. No
-    promise on file systems that never overwrite in place (ZFS, compressed btrfs), which may need space again.
+    A full disk is then told of before the file is filled. Where the file system cannot allocate, the C library writes
+    to every block instead. No promise on file systems that never overwrite in place (ZFS, compressed btrfs), which may
+    need space again.
     """
     before = os.fstat(descriptor).st_size
     try:
@@ -244,6 +241,12 @@ def current_directory(target: str | Path) -> Path:
     target = Path(target)
     replaced = _replaced(target)
     return replaced if replaced.exists() and not target.exists() else target
+
+
+def leftovers(target: str | Path) -> list[Path]:
+    """What a killed `replace_directory` may have left beside `target`, and `recover_directory` removes."""
+    replaced = _replaced(Path(target))
+    return [path for path in (replaced, _removed(replaced)) if path.exists()]
 
 
 def recover_directory(target: str | Path) -> None:

@@ -168,7 +168,7 @@ class Reference:
             if not all(found):
                 missing = [rank for rank, has_file in enumerate(found) if not has_file]
                 raise RuntimeError(f"no {path.parent} of ranks {missing}: resume with the --save of the run's start")
-            with naming("reading the reference", path):
+            with naming("reading the reference", path, "Restore it from a copy, or start the run again"):
                 return torch.load(path, map_location="cpu", weights_only=True)
         weights = [_tensors(chunk) for chunk in unwrap_model(policy)]
         if args.save:

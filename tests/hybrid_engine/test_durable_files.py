@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -21,7 +22,6 @@ from hybrid_engine.durable_files import (
     replace_directory,
     reserve,
     sync,
-    sync_tree,
     write_text,
 )
 from hybrid_engine.errors import ConfigError, FileError, StateError, Violation
@@ -48,7 +48,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_an_error_about_a_file_names_it(name: str, tmp_path: Path) -> None:
     fault, message = WRONG[name]
-    with pytest.raises(FileError) as caught, naming("reading the settings", tmp_path):
+    with pytest.raises(FileError) as caught, naming("reading the settings", tmp_path, "Write them again"):
         fault(tmp_path)
     assert str(caught.value).startswith(f"reading the settings {tmp_path}: {message}")
     assert caught.value.__cause__ is not None
@@ -67,6 +67,34 @@ def test_the_remedy_for_damage_is_the_callers() -> None:
     message = r"reading latest: damaged .*\. Name an older one in latest$"
     with pytest.raises(FileError, match=message), naming("reading", "latest", "Name an older one in latest"):
         json.loads("")
+
+
+class Unpicklable:
+    """Whose contents fail half-way, as those on a device without memory do."""
+
+    def __reduce__(self):
+        raise RuntimeError("CUDA out of memory")
+
+
+def test_what_fails_in_memory_is_no_fault_of_the_file_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "rank0000.pt"
+    with pytest.raises(RuntimeError, match="CUDA out of memory"), naming("writing", path), path.open("wb") as file:
+        torch.save({"a": Unpicklable()}, file)
+
+
+def test_a_system_error_without_a_number_is_told_too() -> None:
+    message = r"writing there: .*\(UnsupportedOperation: not writable\)\. Name another path"
+    with pytest.raises(FileError, match=message), naming("writing", "there"):
+        raise io.UnsupportedOperation("not writable")
+
+
+def test_a_system_error_that_was_dealt_with_is_not_the_cause(tmp_path: Path) -> None:
+    message = r"damaged or cut short \(ValueError: no number\)"
+    with pytest.raises(FileError, match=message), naming("reading", tmp_path, "Write it again"):
+        try:
+            (tmp_path / "optional").read_text()
+        except FileNotFoundError:
+            raise ValueError("no number") from None
 
 
 def test_a_path_with_a_nul_is_told(tmp_path: Path) -> None:
@@ -141,7 +169,6 @@ def make_directory(path: Path, text: str) -> Path:
     path.mkdir()
     for name in ("a", "b"):
         (path / name).write_text(text)
-    sync_tree(path)
     return path
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hybrid_engine.agreement import Agreement
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.errors import HybridEngineError
+from hybrid_engine.errors import ConfigError, HybridEngineError, StateError
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.worker import share_of
 from tests.hybrid_engine.tiny_models import (
@@ -313,28 +313,71 @@ class LoneRank:
         return [value]
 
 
+@pytest.fixture
+def save(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, str], None]:
+    """Saves one value, as the only rank."""
+    from hybrid_engine.backends.megatron import checkpoint
+
+    monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(checkpoint, "_state_of", dict)
+    return lambda directory, value: checkpoint.save_checkpoint(directory, {"value": value}, LoneRank())
+
+
+@pytest.mark.parametrize("name", ["results", "results.incomplete", "results.replaced", "results.replaced.removed"])
+def test_files_of_others_are_refused_and_stay(tmp_path: Path, save: Callable[[Path, str], None], name: str) -> None:
+    """In the directory itself, and where a save puts things beside it."""
+    save(tmp_path / "results", "old")
+    (tmp_path / name).mkdir(exist_ok=True)
+    (tmp_path / name / "precious.txt").write_text("precious")
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+    with pytest.raises(ConfigError, match=rf"{tmp_path / name} holds what is no part of a checkpoint: precious\.txt"):
+        save(tmp_path / "results", "new")
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+
+
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+def test_a_link_to_the_directory_stays_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[Path, str], None], can_exchange: bool
 ) -> None:
-    """Killed before every call that changes a file; then it is loaded, and saved once more."""
     from hybrid_engine import durable_files
     from hybrid_engine.backends.megatron import checkpoint, rank_files
 
-    directory = tmp_path / "weights"
-    monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(checkpoint, "_state_of", dict)
     if not can_exchange:
         monkeypatch.setattr(durable_files, "_exchange", lambda first, second: False)
+    real, link = tmp_path / "disk" / "weights", tmp_path / "link"
+    link.symlink_to(real)
+    for value in ("old", "new"):
+        save(link, value)
+        assert link.is_symlink()
+        assert rank_files.read_rank_file(real, 0)["value"] == value
+    assert list(real.parent.iterdir()) == [real]
+    real.rename(real.with_name("weights.replaced"))  # as a kill between two renames leaves it
 
-    def save(value: str) -> None:
-        checkpoint.save_checkpoint(directory, {"value": value}, LoneRank())
+    def refuse(state: Any, actor: object, path: Path) -> None:
+        raise StateError(f"{state} in {path}")
+
+    monkeypatch.setattr(checkpoint, "_require_fit", refuse)  # there is no actor
+    with pytest.raises(StateError, match=rf"'new'.* in {real}\.replaced/rank0000\.pt"):
+        checkpoint.load_checkpoint(link, None, LoneRank())
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_killed_save_leaves_the_old_checkpoint_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[[Path, str], None], can_exchange: bool
+) -> None:
+    """Killed before every call that changes a file; then it is loaded, and saved once more."""
+    from hybrid_engine import durable_files
+    from hybrid_engine.backends.megatron import rank_files
+
+    directory = tmp_path / "weights"
+    if not can_exchange:
+        monkeypatch.setattr(durable_files, "_exchange", lambda first, second: False)
 
     def loaded() -> str:
         return rank_files.read_rank_file(durable_files.current_directory(directory), 0)["value"]
 
     seen = []
-    for _ in kill_at_every_step(lambda: save("new"), lambda: save("old")):
+    for _ in kill_at_every_step(lambda: save(directory, "new"), lambda: save(directory, "old")):
         seen.append(loaded())
     assert seen == ["old"] * seen.count("old") + ["new"] * seen.count("new")
     assert [seen[0], seen[-1]] == ["old", "new"]

@@ -29,12 +29,12 @@ from hybrid_engine.backends.megatron import rank_files
 from hybrid_engine.backends.megatron.build import Actor
 from hybrid_engine.backends.megatron.checkpoint_checks import differences, optimizer_differences
 from hybrid_engine.backends.megatron.lora import LoraLinear
-from hybrid_engine.durable_files import current_directory, naming, recover_directory, replace_directory
-from hybrid_engine.errors import StateError
+from hybrid_engine.durable_files import current_directory, leftovers, naming, recover_directory, replace_directory
+from hybrid_engine.errors import ConfigError, StateError, Violation
 from megatron_patches import optimizers
 
 _NUM_TOLD = 5
-"""Differences that an error names."""
+"""Differences, or files, that an error names."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,18 @@ def save_checkpoint(directory: str | Path, actor: Actor, agreement: Agreement) -
     Written and flushed beside it, and put in place at the end: a kill or a power cut at any moment leaves the
     checkpoint that was there or the new one, for `load_checkpoint` and for the next save. On file systems that cannot
     exchange two names the old one is called `<directory>.replaced` for the moment between two renames. A save that
-    fails leaves nothing behind. Raises FileError naming the file.
+    fails leaves nothing behind. A symbolic link stays one: what it points to is replaced. Raises FileError naming the
+    file, ConfigError where the directory holds anything but a checkpoint.
 
     Pending parameter gathers are the caller's to finish. All training state must be on the device; nothing is copied
     in memory. All ranks see one file system.
     """
-    directory, rank = Path(directory), dist.get_rank()
-    incomplete = directory.with_name(f"{directory.name}.incomplete")
+    rank = dist.get_rank()
+    with agreement.phase("looking into the checkpoint's directory"), naming("preparing the checkpoint", directory):
+        directory = Path(directory).resolve()
+        incomplete = directory.with_name(f"{directory.name}.incomplete")
+        if rank == 0:
+            _require_nothing_foreign(directory, incomplete, *leftovers(directory))
     try:
         with agreement.phase("preparing the checkpoint's directory"):
             if rank == 0:
@@ -115,6 +120,15 @@ def save_checkpoint(directory: str | Path, actor: Actor, agreement: Agreement) -
         if rank == 0:
             _remove(incomplete, error)
         raise
+
+
+def _require_nothing_foreign(*directories: Path) -> None:
+    """Raise ConfigError unless those that exist hold a checkpoint's files only: they will be removed."""
+    for directory in directories:
+        if directory.exists() and (names := rank_files.foreign_names(directory)):
+            more = f" and {len(names) - _NUM_TOLD} more" if len(names) > _NUM_TOLD else ""
+            problem = f"{directory} holds what is no part of a checkpoint: {', '.join(names[:_NUM_TOLD])}{more}"
+            raise ConfigError([Violation("directory", problem, "Save to another directory, or move these away")])
 
 
 def _make_room(directory: Path, incomplete: Path) -> None:
@@ -143,8 +157,9 @@ def load_checkpoint(directory: str | Path, actor: Actor, agreement: Agreement) -
     Raises then, on all ranks, StateError when a rank's file is missing, was written in another layout, naming both, or
     is of another model; FileError naming a file that cannot be read or is not what was written.
     """
-    found = current_directory(directory)
     with agreement.phase("reading the checkpoint"):
+        with naming("reading the checkpoint", directory):
+            found = current_directory(Path(directory).resolve())
         state = rank_files.read_rank_file(found, dist.get_rank())
         _require_fit(state, actor, found / rank_files.file_name(dist.get_rank()))
         moments = [

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ MANIFEST = "manifest.json"
 
 _REMEDY = "Resume from an older checkpoint, or restore the file from a copy"
 _CHUNK_NBYTES = 1 << 22
+_OURS = re.compile(r"(rank\d{4,}\.pt|manifest\.json)(\.incomplete)?")
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ class Contents:
 
 def file_name(rank: int) -> str:
     return f"rank{rank:04d}.pt"
+
+
+def foreign_names(directory: Path) -> list[str]:
+    """What a directory holds that is no file of a checkpoint, whole or incomplete; sorted. Raises OSError."""
+    return sorted(path.name for path in directory.iterdir() if not (_OURS.fullmatch(path.name) and path.is_file()))
 
 
 def write_rank_file(path: Path, state: Any) -> Contents:
