@@ -10,8 +10,10 @@
 A checkpoint counts once `latest` names it, and `latest` is replaced in one step. Rows of iterations after it are
 dropped when the run is taken up again: those iterations are done once more, with the same batches and samples.
 
-Nothing is deleted because a file is missing or damaged, and nothing that this program did not write: a directory that
-is not clearly a run, or a run whose progress cannot be told, is refused with what to do about it.
+A run that is taken up removes what a killed save left: weights that are not complete, and later checkpoints than
+`latest` without progress.json. Nothing else is deleted because a file is missing or damaged, and nothing that this
+program did not write: a directory that is not clearly a run, or a run whose progress cannot be told, is refused with
+what to do about it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_engine.durable_files import append_text, naming, write_text
-from hybrid_engine.errors import ConfigError, FileError, Violation
+from hybrid_engine.errors import ConfigError, FileError, Violation, shortened
 
 NUM_KEPT = 2
 
@@ -92,7 +94,7 @@ class RunDirectory:
     def require_resumable(self, fingerprint: Mapping[str, Any]) -> None:
         """Raise unless a run with this configuration can go on here, or start without a loss. Writes nothing."""
         self.require_ours()
-        if self.progress() is not None:
+        if self.progress() is not None or self._lacks_only_latest():
             self.require_same(fingerprint)
             self.rows()
             return
@@ -124,7 +126,7 @@ class RunDirectory:
             needed, free = sum(path.stat().st_size for path in files), shutil.disk_usage(place).free
         if free < needed:
             problem = f"the next checkpoint needs {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
-            raise FileError(f"{place}: no space left on device: {problem}. Free some space there")
+            raise FileError(f"{place}: too little space: {problem}. Free some space there")
 
     def require_same(self, fingerprint: Mapping[str, Any]) -> None:
         """Raise ConfigError naming every setting in which the run found here differs from `fingerprint`."""
@@ -145,7 +147,7 @@ class RunDirectory:
         remedy = "Put the run's own file back, use another --out, or remove the directory yourself"
         values = _read_json(path, remedy)
         if not isinstance(values, dict) or not values.keys() >= _SECTIONS:
-            raise FileError(f"{path} is not the configuration of a run ({_shown(values)}). {remedy}")
+            raise FileError(f"{path} is not the configuration of a run ({shortened(values)}). {remedy}")
         return values
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -158,7 +160,7 @@ class RunDirectory:
         name = _read(path, self._repair_of_latest()).decode(errors="replace").strip()
         iteration = _iteration_of(name)
         if iteration is None:
-            raise FileError(f"{path} says {_shown(name)}, not a checkpoint's name. {self._repair_of_latest()}")
+            raise FileError(f"{path} says {shortened(name)}, not a checkpoint's name. {self._repair_of_latest()}")
         if not self.checkpoint(iteration).is_dir():
             raise FileError(f"{path} names {name}, which does not exist. {self._repair_of_latest()}")
         return self._progress_of(iteration)
@@ -189,10 +191,10 @@ class RunDirectory:
         path, remedy = self.checkpoint(iteration) / "progress.json", self.way_back(iteration)
         values = _read_json(path, remedy)
         if not isinstance(values, dict) or not values.keys() >= {"iteration", "row"}:
-            raise FileError(f"{path} is not a checkpoint's progress ({_shown(values)}). {remedy}")
+            raise FileError(f"{path} is not a checkpoint's progress ({shortened(values)}). {remedy}")
         problem = _problem_of(values["row"])
         if problem is None and not values["iteration"] == values["row"]["iteration"] == iteration:
-            problem = f"belongs to iteration {_shown(values['iteration'])}, not to {iteration}"
+            problem = f"belongs to iteration {shortened(values['iteration'])}, not to {iteration}"
         if problem is not None:
             raise FileError(f"{path}: {problem}. {remedy}")
         return Progress(iteration, values["row"])
@@ -213,7 +215,22 @@ class RunDirectory:
         """progress.json is the last thing that is written into a checkpoint."""
         return [number for number in self._iterations() if (self.checkpoint(number) / "progress.json").is_file()]
 
+    def _lacks_only_latest(self) -> bool:
+        """Whether the run was killed between the last two steps of its first checkpoint: nothing was done after it."""
+        if _exists(self.latest_file) or not self._iterations() == self._complete_iterations() == [0]:
+            return False
+        self._progress_of(0)
+        return all(row["iteration"] == 0 for row in self.rows())
+
     # -- writing ------------------------------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Call when the run is resumable: finish, or remove, what a kill during a save left."""
+        if self._lacks_only_latest():
+            self._name_latest(0)
+        progress = self.progress()
+        for iteration in self._iterations() if progress is not None else []:
+            self._discard_incomplete(iteration, and_weights=iteration > progress.iteration)
 
     def start_over(self, fingerprint: Mapping[str, Any]) -> None:
         """Remove what an earlier run left here, nothing else, and note the configuration of the new one."""
@@ -232,7 +249,7 @@ class RunDirectory:
         directory = self.checkpoint(progress.iteration)
         text = json.dumps({"iteration": progress.iteration, "row": progress.row})
         write_text(directory / "progress.json", text + "\n")
-        write_text(self.latest_file, directory.name + "\n")
+        self._name_latest(progress.iteration)
         # One that a run left behind after `latest` is from a future that will come again.
         past = [number for number in self._complete_iterations() if 0 < number <= progress.iteration]
         kept = {0, *past[-NUM_KEPT:]}
@@ -243,12 +260,19 @@ class RunDirectory:
 
     def discard_incomplete(self, iteration: int) -> None:
         """Call when a checkpoint could not be written: what is there of it would keep a full disk full."""
+        self._discard_incomplete(iteration, and_weights=True)
+
+    def _discard_incomplete(self, iteration: int, *, and_weights: bool) -> None:
+        """What a save began, and the weights too of a checkpoint without progress.json if `and_weights`."""
         directory, incomplete = self.checkpoint(iteration), self.weights(iteration).with_name("weights.incomplete")
         with naming("removing", directory):
-            if iteration not in self._complete_iterations() and directory.exists():
+            if and_weights and iteration not in self._complete_iterations() and directory.exists():
                 _remove_checkpoint(directory)
-            elif incomplete.exists():
+            elif incomplete.exists() and not directory.is_symlink():
                 shutil.rmtree(incomplete)
+
+    def _name_latest(self, iteration: int) -> None:
+        write_text(self.latest_file, self.checkpoint(iteration).name + "\n")
 
     def append_row(self, row: Row) -> None:
         """Add a line to the metrics."""
@@ -285,12 +309,12 @@ def _iteration_of(name: str) -> int | None:
 def _problem_of(row: Any) -> str | None:
     """What is wrong with a row of metrics."""
     if not isinstance(row, dict):
-        return f"not a row of metrics: {_shown(row)}"
+        return f"not a row of metrics: {shortened(row)}"
     iteration = row.get("iteration")
     if type(iteration) is not int or iteration < 0:
-        return f"iteration is {_shown(iteration)}, not a number from 0 on"
+        return f"iteration is {shortened(iteration)}, not a number from 0 on"
     wrong = {name: value for name, value in row.items() if value is not None and type(value) not in (int, float)}
-    return f"not numbers: {_shown(wrong)}" if wrong else None
+    return f"not numbers: {shortened(wrong)}" if wrong else None
 
 
 def _exists(path: Path) -> bool:
@@ -316,12 +340,6 @@ def _read_json(path: Path, remedy: str) -> Any:
     content = _read(path, remedy)
     with naming("reading", path, remedy):
         return json.loads(content)
-
-
-def _shown(value: object) -> str:
-    """A value in a message, cut where it is long."""
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:60]} ..."
 
 
 def _listed(names: list[str]) -> str:

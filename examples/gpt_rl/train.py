@@ -78,6 +78,7 @@ def claim(directory: RunDirectory, settings: Settings, resume: bool, rank: int) 
     lock = take_lock(directory.lock_file)
     if resume:
         directory.require_resumable(settings.fingerprint())
+        directory.recover()
     else:
         directory.require_replaceable()
     tell_others(settings.world_size)

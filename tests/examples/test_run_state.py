@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from examples.gpt_rl import settings
 from examples.gpt_rl.run_state import Progress, RunDirectory
+from examples.gpt_rl.settings import load_settings
+from examples.gpt_rl.train import claim
 from hybrid_engine.errors import ConfigError, FileError
+from tests.small_disks import small_disk  # noqa: F401
 
+MIB = 1 << 20
+CONFIG = Path(settings.__file__).parent / "configs" / "tp2_to_dp2.yaml"
+SETTINGS = load_settings(CONFIG, 2).model_copy(update={"world_size": 1})  # one rank waits for no other
 FINGERPRINT = {
     "world_size": 2,
     "actor_config": {"lr": 0.1},
@@ -236,8 +243,59 @@ def test_a_disk_without_room_for_another_checkpoint(under_way: RunDirectory) -> 
     weights = under_way.weights(20) / "rank0000.pt"
     with weights.open("wb") as file:
         file.truncate(free + (1 << 40))  # sparse: it takes nothing
-    with pytest.raises(FileError, match=r"checkpoints: no space left on device: the next checkpoint needs [\d,.]+ MB"):
+    with pytest.raises(FileError, match=r"checkpoints: too little space: the next checkpoint needs [\d,.]+ MB"):
         under_way.require_room()
+
+
+def test_what_a_killed_save_left_does_not_take_the_room_of_the_next(
+    small_disk: Path,  # noqa: F811
+) -> None:
+    """It goes when the run is taken up."""
+    run = RunDirectory(small_disk / "run")
+    run.start_over(SETTINGS.fingerprint())
+    for iteration in (0, 10):
+        complete(run, iteration)
+    (run.weights(10) / "rank0000.pt").write_bytes(bytes(MIB // 2))
+    for place in (
+        run.checkpoint(0) / "weights.incomplete",
+        run.weights(20),
+        run.checkpoint(30) / "weights.incomplete",
+    ):
+        place.mkdir(parents=True)
+        (place / "rank0000.pt").write_bytes(bytes(MIB // 4 * 3 // 2))
+    with pytest.raises(FileError, match=r"too little space: the next checkpoint needs 0\.5 MB, 0\.4 MB are free"):
+        run.require_room()
+    claim(run, SETTINGS, resume=True, rank=0).close()
+    run.require_room()
+    assert names(run) == ["iteration-0000", "iteration-0010"]
+    assert run.weights(10).is_dir() and not list(run.path.rglob("*.incomplete"))
+
+
+def test_a_save_that_was_begun_again_leaves_earlier_checkpoints_alone(under_way: RunDirectory) -> None:
+    """Also those that lack progress.json: the first is the reference."""
+    for iteration in (0, 10):
+        (under_way.checkpoint(iteration) / "progress.json").unlink()
+    before = contents(under_way.path)
+    under_way.recover()
+    assert contents(under_way.path) == before
+
+
+def test_a_kill_before_the_first_latest_loses_nothing(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.start_over(SETTINGS.fingerprint())
+    complete(run, 0)
+    run.latest_file.unlink()
+    before = contents(run.path)
+    claim(run, SETTINGS, resume=True, rank=0).close()
+    run.lock_file.unlink()
+    assert contents(run.path) == {**before, "checkpoints/latest": b"iteration-0000\n"}
+
+    run.latest_file.unlink()
+    with pytest.raises(ConfigError, match="world_size"):
+        run.require_resumable({**SETTINGS.fingerprint(), "world_size": 4})
+    run.append_row({"iteration": 1})
+    with pytest.raises(FileError, match="latest is missing"):
+        run.require_resumable(SETTINGS.fingerprint())
 
 
 def check_refused(run: RunDirectory, *words: str, resume: bool = True) -> None:

@@ -100,8 +100,8 @@ def test_the_disk_fills_up(checkpoints_disk: Path, tmp_path: Path, record: Calla
     fill(filler)
     full = job.run()
     record(fault="no room at the start", **full.row(), seconds_in_all=round(full.total_seconds))
-    assert full.status == 1 and full.terminal.count("no space left on device") == 1
-    assert f"rank 0: {run.checkpoints}: no space left on device: the next checkpoint needs" in full.terminal
+    assert full.status == 1 and full.terminal.count("too little space") == 1
+    assert f"rank 0: {run.checkpoints}: too little space: the next checkpoint needs" in full.terminal
 
     filler.unlink()
     subprocess.run(["mount", "-o", "remount,size=200m", str(checkpoints_disk)], check=True)
