@@ -140,14 +140,25 @@ def _writing() -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough
-        raise
+    except BrokenPipeError:  # the reader has seen enough, as `head` does; the command's status stays its own
+        _discard_output()
     except (FileError, OSError) as error:
         problem = str(error) if isinstance(error, FileError) else f"writing the answer: {error.strerror or error}"
-        with open(os.devnull, "w") as nowhere, suppress(OSError, ValueError):  # what is left would fail again at exit
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        _discard_output()
         typer.echo(problem, err=True)
         raise typer.Exit(2) from None
+
+
+def _discard_output() -> None:
+    """What is left in the buffers would fail again when Python ends."""
+    with open(os.devnull, "w") as nowhere, suppress(OSError, ValueError):
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Called while the error is handled; rich's own would end the command with status 1."""
+        raise
 
 
 def _peak_memory() -> int:
@@ -178,9 +189,9 @@ def verify(
 
     found: list[Violation] = []
     if layers < 1:
-        found.append(Violation("--layers", f"{layers} is no number of layers", "Use 1 or more"))
+        found.append(Violation("--layers", f"{layers}, but must be at least 1", "Use 1 or more"))
     if nproc is not None and nproc < 1:
-        found.append(Violation("--nproc", f"{nproc} is no number of processes", "Use 1 or more"))
+        found.append(Violation("--nproc", f"{nproc}, but must be at least 1", "Use 1 or more"))
         nproc = None
     table, _ = _collect(found, read_model, model, "--model") or (None, {})
     sizes = _collect(found, parse_job, train, infer, table, nproc)
@@ -194,21 +205,21 @@ def verify(
         _collect(found, _check_room_for_ranks, world_size)
         if found:
             _refuse(found)
-    with unwinding_on_sigterm(), scratch_directory(SCRATCH_PREFIX) as directory:
-        case = case_of(f"{train} to {infer}", model, directory, *sizes, layers, order.value, dtype)
-        _collect(found, case.config, world_size)
-        if found:
-            _refuse(found)
-        try:
+    try:
+        with unwinding_on_sigterm(), scratch_directory(SCRATCH_PREFIX) as directory:
+            case = case_of(f"{train} to {infer}", model, directory, *sizes, layers, order.value, dtype)
+            _collect(found, case.config, world_size)
+            if found:
+                _refuse(found)
             (verdict,) = run_cases([case], world_size)
-        except ReshardError as error:
-            typer.echo(str(error), err=True)
-            raise typer.Exit(3) from None
+    except (FileError, ReshardError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2 if isinstance(error, FileError) else 3) from None
     with _writing():
         if as_json:
             typer.echo(json.dumps({**asdict(verdict), "faults": verdict.faults}, indent=2))
         else:
-            Console().print(_verdict_table(verdict))
+            _Console().print(_verdict_table(verdict))
             for line in (*verdict.remarks, *verdict.faults):
                 typer.echo(line)
     raise typer.Exit(1 if verdict.faults else 0)
@@ -246,7 +257,7 @@ def _option_violations(
     numbers = {"--hosts-of": hosts_of, "--bucket-mb": bucket_mb, "--device-gib": device_gib, "--host-gib": host_gib}
     for key, value in numbers.items():
         if value is not None and not 0 < value <= LARGEST_SIZE:
-            yield Violation(key, f"{value:g} is no size", f"Use a number above 0, at most {LARGEST_SIZE}")
+            yield Violation(key, f"{value:g} is not a valid size", f"Use a number above 0, at most {LARGEST_SIZE}")
     if dtype is not None and dtype not in DTYPE_NBYTES:
         yield Violation("--dtype", f"{shortened(dtype)} is not known", f"Use one of {', '.join(DTYPE_NBYTES)}")
     if html is not None and (problem := _unwritable(html)):
@@ -274,7 +285,7 @@ def _parse_rates(text: str) -> dict[Link, float]:
         except ValueError:
             found.append(Violation("--link-gbps", f"{shortened(part)} cannot be read", f"For example {_RATES}"))
     found += [
-        Violation("--link-gbps", f"{link.value}={rate:g} is no rate", "Use a number above 0, at most 1e9")
+        Violation("--link-gbps", f"{link.value}={rate:g} is not a valid rate", "Use a number above 0, at most 1e9")
         for link, rate in rates.items()
         if not 0 < rate <= 1e9
     ]
@@ -307,7 +318,7 @@ def _refuse(found: list[Violation]) -> None:
 
 
 def _print(job: JobPlan, facts: dict[str, Any]) -> None:
-    console = Console()
+    console = _Console()
     console.print(_bytes_table(facts), _peers_table(facts), _memory_table(facts))
     memory = facts["memory"]
     console.print(_fit_text(job, memory))

@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Field
 
 from hybrid_engine.documents import read_json, read_yaml
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
+from hybrid_engine.layouts.sizes import LARGEST_SIZE
 from hybrid_engine.models.directory import read_model
 
 
@@ -27,7 +28,6 @@ def _not_a_flag(value: Any) -> Any:
 
 
 # Upper bounds are far beyond any job, and small enough that nothing which is made of them takes long or overflows.
-LARGEST_SIZE = 2**20
 _Number = BeforeValidator(_not_a_flag)
 Size = Annotated[int, _Number, Field(ge=1, le=LARGEST_SIZE)]
 Position = Annotated[int, _Number, Field(ge=0, lt=LARGEST_SIZE)]

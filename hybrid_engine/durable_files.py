@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
+import logging
 import os
 import pickle
 import resource
@@ -24,6 +26,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hybrid_engine.errors import FileError, HybridEngineError
+
+logger = logging.getLogger(__name__)
 
 _DAMAGE = (EOFError, struct.error, ValueError, pickle.PickleError, zipfile.BadZipFile, zlib.error, RecursionError)
 """What readers raise about contents; ValueError is also that of JSON, of UTF-8 and of a NUL in a path."""
@@ -160,12 +164,17 @@ def write_bytes(path: str | Path, contents: bytes) -> None:
 def append_text(path: str | Path, text: str) -> None:
     """Append whole lines to a file, all of them or none. Raises FileError.
 
-    A last line that a kill cut short is removed first. Not flushed to the disk: a power cut may take the newest lines.
+    A last line that a kill cut short is removed first, with a warning; one of whole JSON lacks only its newline, and
+    gets it. Not flushed to the disk: a power cut may take the newest lines.
     """
     path = Path(path)
     with naming("appending to", path), path.open("ab+", buffering=0) as file:
-        end = _end_of_last_line(file.fileno())
-        os.ftruncate(file.fileno(), end)
+        end, size = _end_of_last_line(file.fileno()), os.fstat(file.fileno()).st_size
+        if _is_whole(os.pread(file.fileno(), size - end, end)):
+            end, text = size, "\n" + text
+        elif size > end:
+            logger.warning("%s: removed the last %d bytes, a line that was cut short", path, size - end)
+            os.ftruncate(file.fileno(), end)
         try:
             rest = memoryview(text.encode())
             while rest:
@@ -173,6 +182,14 @@ def append_text(path: str | Path, text: str) -> None:
         except BaseException:
             os.ftruncate(file.fileno(), end)
             raise
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether this is all of a JSON object or array. What else is JSON may be part of something longer: 1 of 12."""
+    try:
+        return isinstance(json.loads(line), dict | list)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _end_of_last_line(descriptor: int, step: int = 1 << 16) -> int:

@@ -71,7 +71,7 @@ def run_ranks(
 
     Without torchrun's own process, which takes seconds to start. The store through which ranks meet is here, so it
     outlives their process groups; it and the ranks' gloo groups listen on the loopback interface only. Afterwards, also
-    after an interrupt, no rank is alive, nor what a rank started; but for what took a session of its own and outlived
+    after an interrupt, no rank is alive, nor what a rank started, except what took a session of its own and outlived
     its rank. Ranks write without buffers, so what one said is there even if it was killed; each through a pipe of its
     own, so no rank's words stand in another's line.
     """
@@ -183,7 +183,7 @@ class _Lines:
 
 
 def _store_on_loopback() -> TCPStore:
-    """By itself, a TCPStore listens on all interfaces, whatever host name it is given, and asks nobody who he is."""
+    """By itself, a TCPStore listens on all interfaces, whatever host name it is given, and authenticates nobody."""
     from torch.distributed import TCPStore
 
     listener = socket.create_server((_LOOPBACK, 0))

@@ -36,15 +36,19 @@ class Reference:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def _end(self, patience: float = _SECONDS_TO_END) -> int | None:
+        """End the process and forget it, so that the next use starts another; its exit status if there was one."""
         process, connection, self._process, self._connection = self._process, self._connection, None, None
         if process is None or connection is None:
-            return
+            return None
         connection.close()
         try:
-            process.wait(_SECONDS_TO_END)
+            return process.wait(patience)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            return process.wait()
 
     def log_probs(self, checkpoint: Path, tokens: torch.Tensor, timeout: float = 600) -> torch.Tensor:
         """Of every token of the vocabulary after every position: [B, S] int64 -> [B, S, vocabulary] float32.
@@ -54,14 +58,14 @@ class Reference:
         import torch
 
         connection = self._connection or self._start()
-        connection.send((str(checkpoint), tokens.tolist()))
-        if not connection.poll(timeout):
-            raise ReshardError(f"transformers computed no log-probabilities of {checkpoint} within {timeout:g} s")
         try:
+            connection.send((str(checkpoint), tokens.tolist()))
+            if not connection.poll(timeout):
+                self._end(patience=0)  # its late answer would be taken for that to the next question
+                raise ReshardError(f"transformers computed no log-probabilities of {checkpoint} within {timeout:g} s")
             values, error = connection.recv()
-        except EOFError:
-            assert self._process is not None
-            status = self._process.wait()
+        except (EOFError, ConnectionError):
+            status = self._end()
             raise ReshardError(f"the process of transformers ended with status {status} at {checkpoint}") from None
         if error is not None:
             raise ReshardError(f"transformers cannot compute log-probabilities of {checkpoint}:\n{error}")

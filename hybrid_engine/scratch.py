@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from hybrid_engine.errors import FileError
+
 
 @contextlib.contextmanager
 def scratch_directory(prefix: str) -> Iterator[Path]:
@@ -18,6 +20,8 @@ def scratch_directory(prefix: str) -> Iterator[Path]:
 
     Whoever has one holds a lock on it, which the kernel takes back however the process ends. So this also removes the
     directories of this user and prefix whose processes were killed.
+
+    Raises FileError where the file system has no locks.
     """
     _remove_abandoned(prefix)
     path, lock = _locked_directory(prefix)
@@ -48,9 +52,19 @@ def unwinding_on_sigterm() -> Iterator[None]:
 def _locked_directory(prefix: str) -> tuple[Path, int]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix))
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if path.is_dir():  # else another process took it for abandoned before it was locked
+        # Until it is locked, another process may take it for abandoned: before it is opened, or after.
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            os.close(lock)
+            path.rmdir()
+            remedy = "Set TMPDIR to a directory on a file system with flock(2)"
+            raise FileError(f"locking {path}: {error.strerror}. {remedy}") from error
+        if path.is_dir():
             return path, lock
         os.close(lock)
 

@@ -80,7 +80,9 @@ class InferenceParallelism:
     def violations(self, table: ModelTable) -> list[Violation]:
         """Everything that makes these sizes impossible for a model; keys are the attributes' names."""
         sizes = {name: getattr(self, name) for name in ("world_size", "tensor", "pipeline", "expert")}
-        if found := [Violation(key, f"{size} is no size", "Use 1 or more") for key, size in sizes.items() if size < 1]:
+        if found := [
+            Violation(key, f"{size} is not a valid size", "Use 1 or more") for key, size in sizes.items() if size < 1
+        ]:
             return found
         return [
             *rank_violations(self),

@@ -117,7 +117,7 @@ def _parse(
         if name in values:
             found.append(Violation(f"{option} {key}", "given twice", "Leave one out"))
         elif isinstance(parsed, int) and not isinstance(parsed, bool) and not 1 <= parsed <= LARGEST_SIZE:
-            found.append(Violation(f"{option} {key}", f"{parsed} is no size", f"Use 1 to {LARGEST_SIZE}"))
+            found.append(Violation(f"{option} {key}", f"{parsed} is not a valid size", f"Use 1 to {LARGEST_SIZE}"))
         values[name] = parsed
     return values
 

@@ -273,7 +273,8 @@ def _size_violations(sizes: TrainParallelism) -> list[Violation]:
     for name in (*optional, "num_layers_in_last_pipeline_stage"):
         if (value := getattr(sizes, name)) is not None:
             numbers[name] = value
-    return [Violation(name, f"{value} is no size", "Use 1 or more") for name, value in numbers.items() if value < 1]
+    too_small = {name: value for name, value in numbers.items() if value < 1}
+    return [Violation(name, f"{value} is not a valid size", "Use 1 or more") for name, value in too_small.items()]
 
 
 def rank_violations(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:

@@ -38,7 +38,7 @@ class Fault:
         kind: "raise" a FaultError, "kill" the process itself by SIGKILL, or "stop" it by SIGSTOP.
         where: module:function, e.g. "examples.gpt_rl.trainer:Trainer._update"; it happens as the function is entered.
         rank: on which it happens.
-        call: at the how-manieth call.
+        call: at which call, counted from 1.
     """
 
     kind: str

@@ -165,6 +165,24 @@ def test_lines_are_appended_whole_or_not_at_all(tmp_path: Path) -> None:
     assert path.read_text() == "1\n"
 
 
+def test_a_last_line_of_whole_json_is_kept_and_what_is_removed_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "lines"
+    path.write_text('{"a": 1}\n{"a": 2}')
+    with file_size_limit(20), pytest.raises(FileError):
+        append_text(path, '{"a": 3}\n')
+    assert path.read_text() == '{"a": 1}\n{"a": 2}'
+    append_text(path, '{"a": 3}\n')
+    assert path.read_text() == '{"a": 1}\n{"a": 2}\n{"a": 3}\n'
+    assert caplog.messages == []
+    for rest in ("1", '{"a": 4', "[" * 100_000):  # a lone 1 may be the beginning of 12
+        path.write_text(f"1\n{rest}")
+        append_text(path, "2\n")
+        assert path.read_text() == "1\n2\n"
+        assert f"{path}: removed the last {len(rest)} bytes" in caplog.messages[-1]
+
+
 def make_directory(path: Path, text: str) -> Path:
     path.mkdir()
     for name in ("a", "b"):

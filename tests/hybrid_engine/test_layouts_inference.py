@@ -103,5 +103,5 @@ def test_impossible_sizes_are_refused() -> None:
         inference_layout(table, InferenceParallelism(8, tensor=8, pipeline=5, expert=9, rank_order=(0,) * 8), 0)
     keys = [violation.key for violation in caught.value.findings]
     assert sorted(set(keys)) == ["expert", "pipeline", "rank_order", "tensor"], caught.value
-    with pytest.raises(ConfigError, match="pipeline: 0 is no size"):
+    with pytest.raises(ConfigError, match="pipeline: 0 is not a valid size"):
         inference_side(table_for(DENSE), InferenceParallelism(8, pipeline=0))

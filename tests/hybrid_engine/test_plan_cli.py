@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -110,7 +111,7 @@ def test_everything_impossible_is_said_at_once(tmp_path: Path) -> None:
         "--train ep": "2, but the model has no experts",
         "--infer pp": "10 stages for 4 layers",
         "--infer ep": "5 is no multiple of TP 3",
-        "--hosts-of": "0 is no size",
+        "--hosts-of": "0 is not a valid size",
         "--dtype": "'int3' is not known",
         "--link-gbps": "'host=fast' cannot be read",
         "--html": "page.html cannot be written: No such file or directory",
@@ -125,7 +126,7 @@ def test_everything_impossible_is_said_at_once(tmp_path: Path) -> None:
         ("tp=2,dp=3", "tp=2,dp=4", "--infer dp: training has 6 ranks, inference 8"),
         ("tp=2,dp=2,pd=1", "tp=2", "--train pd: unknown key. Known keys: tp, pp, vpp"),
         ("tp=two,dp=1", "tp=0", "--train tp: 'two' cannot be read"),
-        ("tp=two,dp=1", "tp=0", "--infer tp: 0 is no size"),
+        ("tp=two,dp=1", "tp=0", "--infer tp: 0 is not a valid size"),
         ("tp=1,tp=2,dp=1", "tp=1", "--train tp: given twice"),
         ("dp=2,layout=Et|ttL,pp=2", "tp=1", "--train layout: 3 layers (t), the model has 4"),
         ("dp=2,first=1,embedding=1,pp=2", "tp=1", "--train embedding: set beside the number of layers"),
@@ -133,9 +134,9 @@ def test_everything_impossible_is_said_at_once(tmp_path: Path) -> None:
         ("dp=4", "tp=8", "--infer tp: TP 8 x PP 1 = 8 does not divide the world size 4"),
         *(("dp=1,tp=" + size, "tp=1", f"--train tp: '{size}' cannot be read") for size in ("２", "0_2", "1e1", "+1")),
         ("dp=1,noop=0_1", "tp=1", "--train noop: '0_1' cannot be read"),
-        ("dp=1000000000", "tp=1", "--train dp: 1000000000 is no size"),  # each before anything is planned
+        ("dp=1000000000", "tp=1", "--train dp: 1000000000 is not a valid size"),  # each before anything is planned
         ("dp=1000000", "tp=1", "--train dp: 1000000 ranks. Use sizes that make at most 131072"),
-        ("dp=1,pp=1000000000", "tp=1", "--train pp: 1000000000 is no size"),
+        ("dp=1,pp=1000000000", "tp=1", "--train pp: 1000000000 is not a valid size"),
         ("dp=1,layout=Et*999999999|L", "tp=1", "--train layout: 'Et*999999999|L' stands for more than 100000 layers"),
         ("dp=4,noop=9", "tp=4", "--train noop: [9] of 5 positions, counted from 0"),
     ],
@@ -179,6 +180,19 @@ def test_an_answer_that_cannot_be_written_ends_in_a_sentence(tmp_path: Path) -> 
             [*command, "--train", "dp=1", "--infer", "tp=1"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
         )
     assert (ended.returncode, ended.stderr) == (2, "writing the answer: No space left on device\n")
+
+
+@pytest.mark.parametrize("options", [["--json"], []], ids=["json", "tables"])
+def test_a_reader_that_has_seen_enough_is_no_failure(options: list[str], tmp_path: Path) -> None:
+    """`plan ... | head`: here the reader is gone before anything is written."""
+    command = (sys.executable, "-m", "hybrid_engine", "plan", "--model", saved(tmp_path, DENSE), *options)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        ended = subprocess.run(
+            [*command, "--train", "dp=1", "--infer", "tp=1"], stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def test_models_that_cannot_be_read(tmp_path: Path) -> None:

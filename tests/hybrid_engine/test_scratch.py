@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from hybrid_engine.cli import app
-from hybrid_engine.scratch import scratch_directory
+from hybrid_engine.errors import FileError, ReshardError
+from hybrid_engine.reference import Reference
+from hybrid_engine.scratch import _remove_abandoned, scratch_directory
 from tests.hybrid_engine.hf_configs import LLAMA_3_8B
 from tests.hybrid_engine.test_plan_cli import saved
 
@@ -67,6 +73,55 @@ def test_directories_of_killed_processes_go_at_the_next_start_and_those_of_other
     finally:
         assert end(alive, signal.SIGTERM) == 128 + signal.SIGTERM
     assert list(temporary.iterdir()) == []
+
+
+def test_a_directory_that_is_taken_for_abandoned_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another start, between its creation and its lock."""
+    made, make = [], tempfile.mkdtemp
+
+    def make_and_lose(**options: str) -> str:
+        made.append(make(**options))
+        if len(made) == 1:
+            _remove_abandoned("held-")
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
+    with scratch_directory("held-") as own:
+        assert len(made) == 2 and str(own) == made[1] and own.is_dir()
+
+
+def test_a_file_system_without_locks_is_told(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretended: those that can be mounted here have locks."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    message = r"locking .*held-\w+: Operation not supported\. Set TMPDIR"
+    with pytest.raises(FileError, match=message), scratch_directory("held-"):
+        pass
+    assert list(temporary.iterdir()) == []
+    saved(temporary, LLAMA_3_8B)
+    result = CliRunner().invoke(app, ["verify", "--model", str(temporary), "--train", "dp=1", "--infer", "tp=1"])
+    assert result.exit_code == 2 and result.stderr.startswith("locking ") and result.stderr.count("\n") == 1
+    assert [path.name for path in temporary.iterdir()] == ["config.json"]
+
+
+def test_after_a_failure_another_process_is_asked(temporary: Path) -> None:
+    """The one that failed would give a late answer to an earlier question, or none."""
+    tokens = torch.zeros(1, 1, dtype=torch.int64)
+    with Reference() as reference:
+        for _ in range(2):
+            reference._start()
+            process = reference._process
+            with pytest.raises(ReshardError, match=r"no log-probabilities of \S*slow within 0 s"):
+                reference.log_probs(temporary / "slow", tokens, timeout=0)
+            assert process.returncode == -signal.SIGKILL and reference._connection is None
+            reference._start()
+            reference._process.kill()
+            with pytest.raises(ReshardError, match=r"ended with status -9 at \S*killed"):
+                reference.log_probs(temporary / "killed", tokens)
+            assert reference._connection is None
 
 
 def test_the_process_of_transformers_ends_with_its_parent() -> None:
