@@ -375,7 +375,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["../a.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", None, 5, ["a"]])
 def test_an_index_names_files_of_its_directory(tmp_path: Path, name: object) -> None:
     (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ConfigError, match="which is no file of its directory"):
+    with pytest.raises(ConfigError, match="which is not in its directory"):
         files.stored_tensors(tmp_path)
 
 

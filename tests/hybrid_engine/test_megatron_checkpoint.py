@@ -330,7 +330,7 @@ def test_files_of_others_are_refused_and_stay(tmp_path: Path, save: Callable[[Pa
     (tmp_path / name).mkdir(exist_ok=True)
     (tmp_path / name / "precious.txt").write_text("precious")
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
-    with pytest.raises(ConfigError, match=rf"{tmp_path / name} holds what is no part of a checkpoint: precious\.txt"):
+    with pytest.raises(ConfigError, match=rf"{tmp_path / name} holds other things than a checkpoint: precious\.txt"):
         save(tmp_path / "results", "new")
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 

@@ -115,7 +115,7 @@ def indexed_files(directory: Path) -> list[str] | None:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError([Violation("path", f"{index} has no weight_map", "Download it again")])
     if foreign := [str(name) for name in weight_map.values() if not is_plain_name(name)]:
-        problem = f"{index} has weights in {', '.join(foreign)[:200]}, which is no file of its directory"
+        problem = f"{index} has weights in {', '.join(foreign)[:200]}, which is not in its directory"
         raise ConfigError([Violation("path", problem, "Name files without directories")])
     return sorted(set(weight_map.values()))
 

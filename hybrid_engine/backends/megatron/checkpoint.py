@@ -127,7 +127,7 @@ def _require_nothing_foreign(*directories: Path) -> None:
     for directory in directories:
         if directory.exists() and (names := rank_files.foreign_names(directory)):
             more = f" and {len(names) - _NUM_TOLD} more" if len(names) > _NUM_TOLD else ""
-            problem = f"{directory} holds what is no part of a checkpoint: {', '.join(names[:_NUM_TOLD])}{more}"
+            problem = f"{directory} holds other things than a checkpoint: {', '.join(names[:_NUM_TOLD])}{more}"
             raise ConfigError([Violation("directory", problem, "Save to another directory, or move these away")])
 
 

@@ -43,7 +43,7 @@ def file_name(rank: int) -> str:
 
 
 def foreign_names(directory: Path) -> list[str]:
-    """What a directory holds that is no file of a checkpoint, whole or incomplete; sorted. Raises OSError."""
+    """What a directory holds beside the files of a checkpoint, whole or incomplete; sorted. Raises OSError."""
     return sorted(path.name for path in directory.iterdir() if not (_OURS.fullmatch(path.name) and path.is_file()))
 
 
