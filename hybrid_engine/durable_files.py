@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from hybrid_engine.errors import FileError, HybridEngineError
 
@@ -50,6 +51,7 @@ _REMEDIES = {
 }
 _LIMITS = {errno.EFBIG: resource.RLIMIT_FSIZE, errno.EMFILE: resource.RLIMIT_NOFILE}
 
+_CHUNK_NBYTES = 1 << 22  # read at once
 _RENAME_EXCHANGE = 2
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 """renameat2 where the kernel or the file system cannot exchange: NFS and Lustre among them."""
@@ -201,6 +203,16 @@ def _end_of_last_line(descriptor: int, step: int = 1 << 16) -> int:
             return start + found + 1
         stop = start
     return 0
+
+
+def crc32_of(file: BinaryIO, start: int = 0) -> tuple[int, int]:
+    """CRC-32 of what is left of a file, going on from `start`, and how many bytes that is."""
+    crc32, nbytes = start, 0
+    chunk = memoryview(bytearray(_CHUNK_NBYTES))
+    while count := file.readinto(chunk):
+        crc32 = zlib.crc32(chunk[:count], crc32)
+        nbytes += count
+    return crc32, nbytes
 
 
 def sync(path: str | Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from hybrid_engine.durable_files import naming
+from hybrid_engine.durable_files import crc32_of, naming
 from hybrid_engine.errors import ConfigError, FileError, Violation
 from hybrid_engine.planning.layout import DTYPE_NBYTES
 
@@ -38,8 +38,6 @@ MAX_HEADER_NBYTES = 100_000_000
 """As safetensors has it; a damaged length is not a reason to allocate."""
 
 DOWNLOAD_AGAIN = "Download it again, or restore it from a copy"
-
-_CHUNK_NBYTES = 1 << 22
 
 DTYPE_NAMES = {
     "float64": "F64",
@@ -216,10 +214,7 @@ def verify_checksum(path: Path) -> bool:
 
 def checksum(file: BinaryIO, header: bytes) -> str:
     """Of a file whose header has just been read: CRC-32 in hex, with `header` in place of the one in the file."""
-    found = zlib.crc32(header, zlib.crc32(struct.pack("<Q", len(header))))
-    chunk = memoryview(bytearray(_CHUNK_NBYTES))
-    while count := file.readinto(chunk):
-        found = zlib.crc32(chunk[:count], found)
+    found, _ = crc32_of(file, zlib.crc32(struct.pack("<Q", len(header)) + header))
     return f"{found:08x}"
 
 

@@ -20,13 +20,12 @@ from typing import Any, BinaryIO
 
 import torch
 
-from hybrid_engine.durable_files import naming, write_text
+from hybrid_engine.durable_files import crc32_of, naming, write_text
 from hybrid_engine.errors import FileError, StateError
 
 MANIFEST = "manifest.json"
 
 _REMEDY = "Resume from an older checkpoint, or restore the file from a copy"
-_CHUNK_NBYTES = 1 << 22
 _OURS = re.compile(r"(rank\d{4,}\.pt|manifest\.json)(\.incomplete)?")
 
 
@@ -97,12 +96,8 @@ def read_rank_file(directory: Path, rank: int) -> Any:
 
 
 def _contents_of(path: Path) -> Contents:
-    nbytes = crc32 = 0
-    chunk = memoryview(bytearray(_CHUNK_NBYTES))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(chunk):
-            crc32 = zlib.crc32(chunk[:count], crc32)
-            nbytes += count
+        crc32, nbytes = crc32_of(file)
     return Contents(nbytes, f"{crc32:08x}")
 
 
