@@ -26,18 +26,25 @@ def process_space() -> str | None:
 
 def state_of(pid: int) -> str | None:
     """What keeps a process of this host from going on, in words: it has ended or is stopped. None: nothing seen."""
-    try:
-        # the name before it is in brackets and may hold spaces and brackets
-        letter = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        letter = "X"
-    except (OSError, IndexError):  # no descriptor left, for instance: that says nothing about the other process
-        return None
-    if letter in "ZX":
+    if has_ended(pid):
         return f"has ended (process {pid})"
-    return f"is stopped (process {pid})" if letter in "Tt" else None
+    return f"is stopped (process {pid})" if _letter(pid) in _STOPPED else None
 
 
 def has_ended(pid: int) -> bool:
     """Whether a process of this host is gone, or only waits for its parent to take note."""
-    return "has ended" in (state_of(pid) or "")
+    return _letter(pid) in _ENDED
+
+
+_ENDED, _STOPPED = ("Z", "X"), ("T", "t")  # states of proc(5)
+
+
+def _letter(pid: int) -> str:
+    """The state of /proc/<pid>/stat: X where there is no such process, "" where that cannot be read."""
+    try:
+        # the name before it is in brackets and may hold spaces and brackets
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+    except (OSError, IndexError):  # no descriptor left, for instance: that says nothing about the other process
+        return ""
