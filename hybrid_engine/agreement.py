@@ -14,7 +14,7 @@ All of them know of it at once (failure_watch.py), every wait has an end, and th
 from __future__ import annotations
 
 import datetime
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -142,7 +142,7 @@ class Agreement:
         RemoteError with the messages of the ranks that failed; so does a RemoteError of which this rank came to know
         inside the block. LostRankError, with this rank's own error if it has one, when a rank does not come.
         """
-        self._open_group()  # kept in no variable: an error's traceback would keep its connections open
+        self._open_group()  # never kept in a variable: an error's traceback would keep its connections open
         with self._watch.arrived(phase):
             if error is not None and not self._tell(phase, error, patience, waiting):
                 raise self._part(phase, error) from error
@@ -153,7 +153,7 @@ class Agreement:
                 return
             told = None if error is None else (_described(error), _is_secondhand(error))
             messages = self._gather(told, phase, error)
-        self._agreed = _agreed_error(phase, error, dict(enumerate(messages)))
+        self._agreed = _agreed_error(phase, error, messages)
         raise self._agreed from (error if error is not self._agreed else error.__cause__)
 
     def gather(self, value: object, phase: str = "gather") -> list:
@@ -166,10 +166,9 @@ class Agreement:
         return sum(self.gather(value, "total"))
 
     def _gather(self, value: object, phase: str, error: Exception | None = None) -> list:
-        group = self._open_group()
-        values: list = [None] * dist.get_world_size(group)
+        values: list = [None] * dist.get_world_size(self._open_group())
         with self._connected(phase, error):
-            dist.all_gather_object(values, value, group=group)
+            dist.all_gather_object(values, value, group=self._open_group())
         return values
 
     def _open_group(self) -> dist.ProcessGroup:
@@ -229,10 +228,10 @@ def _parted(phase: str, error: Exception | None, reasons: list[str]) -> str:
     return f"{phase}: {_described(error)}\nThe other ranks did not come: {known}. The job cannot go on"
 
 
-def _agreed_error(phase: str, error: Exception | None, messages: dict[int, tuple[str, bool] | None]) -> Exception:
-    """What a rank raises when all ranks know what each has to tell: (text, whether it is secondhand), or None."""
-    firsthand = {rank: told[0] for rank, told in messages.items() if told and not told[1]}
-    texts = firsthand or {rank: told[0] for rank, told in messages.items() if told}
+def _agreed_error(phase: str, error: Exception | None, messages: Sequence[tuple[str, bool] | None]) -> Exception:
+    """What a rank raises when all know what each has to tell: by rank, (text, whether it is secondhand), or None."""
+    firsthand = {rank: told[0] for rank, told in enumerate(messages) if told and not told[1]}
+    texts = firsthand or {rank: told[0] for rank, told in enumerate(messages) if told}
     causes = "\n".join(f"rank {rank}: {text}" for rank, text in texts.items())
     if error is None or (firsthand and isinstance(error, LostRankError)):  # lost by a library: all ranks are here
         return RemoteError(f"{phase} failed on {len(texts)} rank(s):\n{causes}")
