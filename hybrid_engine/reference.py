@@ -24,8 +24,8 @@ _SECONDS_TO_END = 10
 class Reference:
     """Log-probabilities by transformers in float32, on the CPU. A context manager; its process ends with it.
 
-    And with this process, however that ends. The process is started by the first use. It is no pool of multiprocessing:
-    the semaphores of these have names, which stay in /dev/shm when everybody is killed.
+    And with this process, however that ends. The process is started by the first use. Not a multiprocessing pool: its
+    semaphores have names, which stay in /dev/shm when all processes are killed.
     """
 
     def __init__(self) -> None:

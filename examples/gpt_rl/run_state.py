@@ -1,7 +1,7 @@
 """What a run leaves in its directory, so that the same command goes on where it stopped.
 
     OUT/lock                          held by the job that writes here; see run_lock.py
-    OUT/run.json                      configuration of the run; what tells that the directory is one of ours
+    OUT/run.json                      configuration of the run; marks the directory as one of ours
     OUT/metrics.jsonl                 one row per iteration; row 0 is the warm-up
     OUT/checkpoints/iteration-0000/   after the warm-up: also the frozen reference, so it stays
     OUT/checkpoints/iteration-0020/   the two newest of the others; weights/ by Megatron, progress.json by us
