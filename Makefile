@@ -20,8 +20,8 @@ PIP_FLAGS := $(if $(filter requirements-cpu.txt,$(notdir $(REQUIREMENTS))),--no-
 
 # The megatron-core versions that the patches name, and the tests that need megatron-core but not vLLM.
 CORE_VERSIONS := $(shell sed -n 's/^CORE_VERSIONS.*= //p' megatron_patches/patch.py | tr -d '(",)')
-CORE_TESTS := tests/megatron_patches tests/hybrid_engine/test_train_engine.py \
-    $(patsubst %,tests/hybrid_engine/test_megatron_%.py,adaptor dense destination offload)
+CORE_TESTS := tests/megatron_patches tests/hybrid_engine/backends/megatron/test_train_engine.py \
+    $(patsubst %,tests/hybrid_engine/backends/megatron/test_megatron_%.py,adaptor dense destination offload)
 CORE_REQUIREMENTS := build/core-$(MEGATRON)/requirements-cpu.txt
 
 # Modules are found from the checkout, also by subprocesses that run elsewhere.
@@ -72,7 +72,7 @@ test: lint ## Check style and formatting, then run the tests (but for test-fault
 
 test-faults: $(ENV_READY) ## Break real jobs on purpose: kills, stalls, full disks, random failures (FAULTS_JSON=file)
 	FAULTS_JSON='$(or $(FAULTS_JSON),runs/faults.json)' $(PY) -m pytest -m faults $(PYTEST_ARGS) \
-	    tests/faults tests/hybrid_engine/test_failure_watch.py
+	    tests/faults tests/hybrid_engine/ranks/test_failure_watch.py
 
 # The environment is the locked one with that megatron-core and without vLLM.
 core-tests: ## Run what needs megatron-core but not vLLM with version MEGATRON, in an environment of its own
@@ -99,7 +99,7 @@ docs: $(ENV_READY) ## Make docs/configuration.md and docs/constraints.md from th
 	$(PY) docs/make_configuration.py
 
 matrix: $(ENV_READY) ## Switch every layout and model family with both real engines (ONLY=text, JSON=file)
-	OMP_NUM_THREADS=1 $(PY) -m tests.hybrid_engine.matrix $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json '$(JSON)')
+	OMP_NUM_THREADS=1 $(PY) -m tests.hybrid_engine.verification.matrix $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json '$(JSON)')
 
 bench: $(ENV_READY) ## Time resharding beside its peers, as JSON (QUICK=1, ONLY=text, JSON=file)
 	$(PY) benchmarks/reshard.py --json '$(or $(JSON),runs/reshard.json)' \

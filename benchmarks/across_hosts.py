@@ -26,16 +26,16 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.gpu_layouts import ModelShape
-from hybrid_engine.launching import run_ranks
+from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.layouts.inference import inference_side
-from hybrid_engine.layouts.sizes import parse_job
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.weight_container import FillReport, WeightContainer
 from hybrid_engine.models import table_for
-from hybrid_engine.planning.layout import Layout
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.planning.planner import plan
+from hybrid_engine.ranks.launching import run_ranks
+from hybrid_engine.records.layout import Layout
+from hybrid_engine.switch.weight_container import FillReport, WeightContainer
 from hybrid_engine.transports import RelayBuffers, TransportSet, export_handles
 
 WARM_UP = 1

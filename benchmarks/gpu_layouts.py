@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.layouts.inference import inference_side
-from hybrid_engine.layouts.sizes import parse_job
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
-from hybrid_engine.planning.combining import combine
-from hybrid_engine.planning.layout import Buffer, BufferId, Extent, Layout, Place, Shard
+from hybrid_engine.planning.coalescing import combine
 from hybrid_engine.planning.plan import Bucket
 from hybrid_engine.planning.planner import plan
+from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 
 FLAT = "flat"
 """Name of the source buffer."""

@@ -29,13 +29,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.layouts.inference import inference_side
-from hybrid_engine.layouts.placement import rank_order
-from hybrid_engine.layouts.rank_plan import plan_of_rank
-from hybrid_engine.layouts.sizes import parse_job
-from hybrid_engine.layouts.summary import summarize
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
+from hybrid_engine.planning.rank_order import rank_order
+from hybrid_engine.planning.rank_plan import plan_of_rank
+from hybrid_engine.planning.summary import summarize
 
 RANKS = (64, 128, 256, 512, 1024, 2048)
 RANKS_PER_HOST = 8

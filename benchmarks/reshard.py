@@ -28,7 +28,7 @@ from benchmarks.resharding.cases import Case, chosen  # noqa: E402
 from benchmarks.resharding.figures import Figures  # noqa: E402
 from benchmarks.resharding.page import page  # noqa: E402
 from benchmarks.resharding.plots import plot_memory, plot_phases  # noqa: E402
-from hybrid_engine.launching import run_ranks  # noqa: E402
+from hybrid_engine.ranks.launching import run_ranks  # noqa: E402
 
 SECONDS_PER_CASE = 1800
 BUDGET, QUICK_BUDGET = 120.0, 30.0

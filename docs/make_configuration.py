@@ -12,7 +12,7 @@ from typing import Literal, get_args, get_origin
 import pydantic
 
 from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig, LoraConfig, OptimizerConfig
-from hybrid_engine.constraints import CONSTRAINTS
+from hybrid_engine.config.constraints import CONSTRAINTS
 
 
 def page() -> str:
@@ -29,7 +29,7 @@ def constraints_page() -> str:
         "# Constraints\n\n"
         "All of them are looked at before a process group exists, and everything that is broken is reported at once, "
         "each with its key, the numbers and a remedy. Each has a test that breaks it "
-        "(`tests/hybrid_engine/test_constraints.py`). Where the training model only holds weights, as for "
+        "(`tests/hybrid_engine/config/test_constraints.py`). Where the training model only holds weights, as for "
         "`python -m hybrid_engine verify`, those marked so do not count.\n\n" + "\n".join(rows) + "\n"
     )
 

@@ -1,28 +1,29 @@
 """Train with Megatron and generate with vLLM in turn, on one set of devices; weights are resharded at the switch.
 
     Megatron parameters                                                   vLLM parameters
-    backends/megatron/adaptor.py                                          backends/vllm/adaptor.py
+    backends/megatron/adaptor.py                                          backends/vllm/weights/adaptor.py
     name table (models/) + live modules                                   trace of vLLM's own weight loader
-            |  layout(): "this region of tensor T lives here"                    |
+            |  layout(): "this region of tensor T lives here" (records/)         |
             +----------------------> planning/planner.py <-----------------------+
                                      box intersection, once
                                               |  ReshardPlan: buckets of transfers
                                               v
-    training buffers --- transports/ (local, shared_memory, collective) ---> memory/weight_container.py
+    training buffers --- transports/ (local, shared_memory, collective) ---> switch/weight_container.py
     memory/elastic.py                                                     allocate, fill, commit, release
             |                                                                    |
-            +---------------------- sharding_manager.py -------------------------+
-                       states train / forward / infer / idle; offload; agreement of all ranks
+            +---------------------- switch/sharding_manager.py ------------------+
+                       states train / forward / infer / idle; offload; agreement of all ranks (ranks/)
                                               |
                       hybrid_engine.py (both engines given), worker.py (both built from a configuration)
 
 A canonical tensor is a Hugging Face checkpoint tensor; nothing but the adaptors and layouts/ knows a parallel axis.
 backends/huggingface/ puts checkpoints at either end of the same planner. layouts/ computes what both engines would hold
-without them: for the order of ranks, for constraints.py, and for `python -m hybrid_engine plan`; verify.py tries a
-switch with both.
+without them: for the order of ranks, for config/constraints.py, and for advisor/ (`python -m hybrid_engine plan`);
+verification/ tries a switch with both engines (`python -m hybrid_engine verify`).
 
 To change: how a model is named or packed, models/. What moves, planning/. How bytes move, transports/. What is on the
-device when, sharding_manager.py and memory/offloader.py. What an engine does with its weights, backends/.
+device when, switch/ and memory/offloader.py. What an engine does with its weights, backends/. Configuration keys and
+their rules, config/.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.megatron.train_engine import TrainEngine
     from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling
     from hybrid_engine.hybrid_engine import HybridEngine
-    from hybrid_engine.report import ReshardReport
-    from hybrid_engine.sharding_manager import ShardingManager, State
+    from hybrid_engine.switch.report import ReshardReport
+    from hybrid_engine.switch.sharding_manager import ShardingManager, State
     from hybrid_engine.worker import ActorHybridWorker, ReferenceModel
 
 # Names that need torch, Megatron or vLLM load with their first use.
@@ -48,10 +49,10 @@ _LAZY = {
     "HybridEngine": "hybrid_engine.hybrid_engine",
     "InferenceEngine": "hybrid_engine.backends.vllm",
     "ReferenceModel": "hybrid_engine.worker",
-    "ReshardReport": "hybrid_engine.report",
+    "ReshardReport": "hybrid_engine.switch.report",
     "Sampling": "hybrid_engine.backends.vllm",
-    "ShardingManager": "hybrid_engine.sharding_manager",
-    "State": "hybrid_engine.sharding_manager",
+    "ShardingManager": "hybrid_engine.switch.sharding_manager",
+    "State": "hybrid_engine.switch.sharding_manager",
     "TrainEngine": "hybrid_engine.backends.megatron.train_engine",
 }
 

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from hybrid_engine.agreement import SHORT_PATIENCE, Agreement
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.hosts import host_id
-from hybrid_engine.layouts.from_config import inference_parallelism
-from hybrid_engine.layouts.holdings import holdings_of
+from hybrid_engine.config.parallelism import inference_parallelism
 from hybrid_engine.layouts.inference import inference_side
-from hybrid_engine.layouts.placement import rank_order
 from hybrid_engine.models import table_for
-from hybrid_engine.models.lora import VLLM_LORA_RANKS, adapted_modules, adapter_shapes
+from hybrid_engine.models.lora_tensors import VLLM_LORA_RANKS, adapted_modules, adapter_shapes
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.planning.layout import Layout
+from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.ports import TrainingWeights
+from hybrid_engine.ranks.agreement import SHORT_PATIENCE, Agreement
+from hybrid_engine.ranks.hosts import host_id
+from hybrid_engine.records.holdings import holdings_of
+from hybrid_engine.records.layout import Layout
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings

@@ -23,7 +23,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hybrid_engine.durable_files import write_text
+from hybrid_engine.advisor.cluster_plan import GIB, LINK_GBPS, Cluster, JobPlan, plan_job
+from hybrid_engine.advisor.facts import facts_of, facts_of_rank
+from hybrid_engine.advisor.page import page_of
+from hybrid_engine.advisor.sizes_text import LARGEST_SIZE, parse_job, whole_number
 from hybrid_engine.errors import (
     ConfigError,
     DependencyError,
@@ -33,16 +36,13 @@ from hybrid_engine.errors import (
     clipped,
     shortened,
 )
-from hybrid_engine.layouts.facts import facts_of, facts_of_rank
-from hybrid_engine.layouts.job import GIB, LINK_GBPS, Cluster, JobPlan, plan_job
-from hybrid_engine.layouts.page import page_of
-from hybrid_engine.layouts.sizes import LARGEST_SIZE, parse_job, whole_number
+from hybrid_engine.files.durable import write_text
 from hybrid_engine.models.directory import read_model
-from hybrid_engine.planning.layout import DTYPE_NBYTES
 from hybrid_engine.planning.plan import Link
+from hybrid_engine.records.layout import DTYPE_NBYTES
 
 if TYPE_CHECKING:
-    from hybrid_engine.verify import Verdict
+    from hybrid_engine.verification.verify import Verdict
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -184,8 +184,8 @@ def verify(
     Random weights; three switches with changing weights. Every vLLM parameter must be bitwise what vLLM itself loads,
     and Megatron and vLLM must compute the log-probabilities that transformers computes.
     """
-    from hybrid_engine.scratch import scratch_directory, unwinding_on_sigterm
-    from hybrid_engine.verify import SCRATCH_PREFIX, case_of, run_cases
+    from hybrid_engine.files.scratch import scratch_directory, unwinding_on_sigterm
+    from hybrid_engine.verification.verify import SCRATCH_PREFIX, case_of, run_cases
 
     found: list[Violation] = []
     if layers < 1:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
-from hybrid_engine.agreement import Agreement
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.memory.offloader import KINDS, MegatronOffloader
 from hybrid_engine.ports import InferenceWeights
-from hybrid_engine.report import ReshardReport
-from hybrid_engine.sharding_manager import ShardingManager, State
+from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.switch.report import ReshardReport
+from hybrid_engine.switch.sharding_manager import ShardingManager, State
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.megatron.live_model import LiveModel

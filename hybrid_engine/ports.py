@@ -20,8 +20,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from hybrid_engine.planning.layout import Layout
 from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.records.layout import Layout
 
 
 @runtime_checkable

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 
 import megatron_patches
-from hybrid_engine.agreement import SECONDS_TO_BUILD, SHORT_PATIENCE, Agreement
 from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import ConfigError, DependencyError, LostRankError, Violation
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.models import table_for
-from hybrid_engine.models.lora import adapted_modules, adapter_shapes
+from hybrid_engine.models.lora_tensors import adapted_modules, adapter_shapes
 from hybrid_engine.ports import InferenceWeights
-from hybrid_engine.sharding_manager import ShardingManager, State
+from hybrid_engine.ranks.agreement import SECONDS_TO_BUILD, SHORT_PATIENCE, Agreement
+from hybrid_engine.switch.sharding_manager import ShardingManager, State
 from megatron_patches.errors import PatchSetError
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class ActorHybridWorker:
 
     def _weights_with_adapter(self) -> InferenceWeights:
         """vLLM's weights and the adapter beside them; completions use it from then on."""
-        from hybrid_engine.backends.vllm.inbox import ACTOR_ADAPTER, WeightsWithAdapter
-        from hybrid_engine.backends.vllm.settings import AdapterConfig
+        from hybrid_engine.backends.vllm.engine_settings import AdapterConfig
+        from hybrid_engine.backends.vllm.lora.delivery import ACTOR_ADAPTER, WeightsWithAdapter
 
         lora = self.config.actor_config.lora
         shapes = adapter_shapes(self.table, lora.target_modules, lora.rank)
@@ -140,7 +140,7 @@ class ActorHybridWorker:
     def save_checkpoint(self, directory: str | Path) -> None:
         """Write parameters, optimizer state and generators below `directory`. In `train_context`."""
         self.sharding.require(State.TRAIN)
-        from hybrid_engine.backends.megatron import checkpoint
+        from hybrid_engine.backends.megatron import rank_checkpoint as checkpoint
 
         self.train.weights.base.prepare()
         checkpoint.save_checkpoint(directory, self.actor, self.sharding.agreement)
@@ -148,7 +148,7 @@ class ActorHybridWorker:
     def load_checkpoint(self, directory: str | Path) -> None:
         """Take up what `save_checkpoint` wrote, on all ranks or on none. In `train_context`."""
         self.sharding.require(State.TRAIN)
-        from hybrid_engine.backends.megatron import checkpoint
+        from hybrid_engine.backends.megatron import rank_checkpoint as checkpoint
 
         checkpoint.load_checkpoint(directory, self.actor, self.sharding.agreement)
 

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.launching import run_started
+from hybrid_engine.ranks.launching import run_started
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
 _SERVER = multiprocessing.get_context("forkserver")

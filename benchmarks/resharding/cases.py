@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.config import HybridConfig, load_config
-from hybrid_engine.constraints import INFER_KEYS, TRAIN_KEYS
-from hybrid_engine.layouts.sizes import parse_job
+from hybrid_engine.config.constraints import INFER_KEYS, TRAIN_KEYS
 
 QWEN2_5: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -23,8 +23,8 @@ from megatron.core import parallel_state
 
 from benchmarks.resharding.loading import LoaderTarget
 from benchmarks.resharding.measuring import Clock, Digests, gather
-from hybrid_engine.planning.layout import Layout, Shard
-from hybrid_engine.planning.regions import Region
+from hybrid_engine.records.layout import Layout, Shard
+from hybrid_engine.records.regions import Region
 from hybrid_engine.worker import ActorHybridWorker
 
 

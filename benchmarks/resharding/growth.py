@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.resharding.measuring import gather
-from hybrid_engine.sharding_manager import State
+from hybrid_engine.switch.sharding_manager import State
 from hybrid_engine.worker import ActorHybridWorker
 
 WARM_UP_CYCLES = 3

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from benchmarks.resharding.loading import LoaderTarget
 from benchmarks.resharding.measuring import Clock, Digests, digesting_vllm, gather
-from hybrid_engine.hosts import host_id
-from hybrid_engine.memory.weight_container import ContainerState, WeightContainer
-from hybrid_engine.planning.layout import Layout
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.ports import InferenceWeights, TrainingWeights
+from hybrid_engine.ranks.hosts import host_id
+from hybrid_engine.records.layout import Layout
+from hybrid_engine.switch.weight_container import ContainerState, WeightContainer
 from hybrid_engine.transports import TransportSet, export_handles
 from hybrid_engine.worker import ActorHybridWorker
 

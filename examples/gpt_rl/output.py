@@ -14,8 +14,8 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from hybrid_engine.durable_files import naming
 from hybrid_engine.errors import ConfigError, HybridEngineError, RemoteError
+from hybrid_engine.files.durable import naming
 
 _SECONDS_FOR_OTHERS = 20  # to say what went wrong, before a rank that only heard of it does
 

@@ -35,7 +35,7 @@ from examples.gpt_rl.rollouts import Batch, Demonstrations, Rollouts, RolloutSet
 from hybrid_engine.backends.megatron.build import Actor
 from hybrid_engine.backends.megatron.rank_files import write_rank_file
 from hybrid_engine.backends.megatron.train_engine import TrainEngine, causal_inputs
-from hybrid_engine.durable_files import naming
+from hybrid_engine.files.durable import naming
 from hybrid_engine.models import table_for
 from megatron_patches import script
 from megatron_patches.arguments import ReshardingOptions

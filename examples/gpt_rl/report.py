@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from examples.gpt_rl.run_state import Row, RunDirectory
-from hybrid_engine.durable_files import naming
+from hybrid_engine.files.durable import naming
 
 # heading, width, how a row shows it
 _COLUMNS: tuple[tuple[str, int, str, str], ...] = (

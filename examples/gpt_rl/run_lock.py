@@ -19,8 +19,8 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from hybrid_engine.durable_files import naming
 from hybrid_engine.errors import ConfigError, RemoteError, Violation
+from hybrid_engine.files.durable import naming
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.durable_files import append_text, naming, write_text
 from hybrid_engine.errors import ConfigError, FileError, Violation, shortened
+from hybrid_engine.files.durable import append_text, naming, write_text
 
 NUM_KEPT = 2
 
-_TEMPORARY = r"(\.incomplete|\.replaced|\.replaced\.removed)?"  # see durable_files.py
+_TEMPORARY = r"(\.incomplete|\.replaced|\.replaced\.removed)?"  # see files/durable.py
 _CHECKPOINT_NAME = re.compile(r"iteration-(\d{4,9})")
 _IN_A_CHECKPOINT = re.compile(rf"(weights|progress\.json){_TEMPORARY}")
 _IN_CHECKPOINTS = re.compile(rf"{_CHECKPOINT_NAME.pattern}|latest{_TEMPORARY}")

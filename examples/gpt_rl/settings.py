@@ -16,9 +16,9 @@ from pydantic import Field
 
 from examples.gpt_rl import task
 from hybrid_engine import HybridConfig, load_config
-from hybrid_engine.config import NonNegative, Positive, Seed, Size
-from hybrid_engine.documents import read_yaml
+from hybrid_engine.config.keys import NonNegative, Positive, Seed, Size
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
+from hybrid_engine.files.documents import read_yaml
 
 SHARED_SEED_SECTIONS = ("actor_config", "generate_config")
 

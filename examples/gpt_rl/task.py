@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hybrid_engine.documents import read_text
 from hybrid_engine.errors import ConfigError, Violation, clipped
+from hybrid_engine.files.documents import read_text
 
 CHARACTERS = "0123456789+="
 END = len(CHARACTERS)  # ends a completion

@@ -29,7 +29,7 @@ from examples.gpt_rl.run_state import RunDirectory
 from examples.gpt_rl.settings import Settings, load_settings
 from examples.gpt_rl.stopping import StopRequest
 from hybrid_engine.errors import ConfigError, Violation
-from hybrid_engine.launching import end_with_parent
+from hybrid_engine.ranks.launching import end_with_parent
 
 
 def main(

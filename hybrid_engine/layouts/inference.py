@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybrid_engine.errors import ConfigError, Violation
-from hybrid_engine.layouts.holdings import Piece, Placed, SideBuilder, SideLayout
 from hybrid_engine.layouts.parameters import Location, Parameter, cut_violations, head_violations, parameters_of
 from hybrid_engine.models.packing import GateUp, InterleavedQKV, Over, Shape, Span, Split, Vocabulary
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.planning.layout import Layout
-from hybrid_engine.planning.regions import contiguous_strides
-from hybrid_engine.planning.routes import Spread
+from hybrid_engine.records.holdings import Piece, Placed, SideBuilder, SideLayout
+from hybrid_engine.records.layout import Layout
+from hybrid_engine.records.owners import Spread
+from hybrid_engine.records.regions import contiguous_strides
 
 VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this and cuts the padded one."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybrid_engine.errors import ConfigError, Violation
-from hybrid_engine.layouts.holdings import Piece, Placed, SideBuilder, SideLayout
 from hybrid_engine.layouts.parameters import (
     Location,
     Parameter,
@@ -25,9 +24,10 @@ from hybrid_engine.layouts.parameters import (
 from hybrid_engine.layouts.stages import Chunk, PipelineSplit, chunks_of, split_violations
 from hybrid_engine.models.packing import Over, Shape, Vocabulary, held_regions
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.planning.layout import Layout
-from hybrid_engine.planning.regions import contiguous_strides
-from hybrid_engine.planning.routes import Spread
+from hybrid_engine.records.holdings import Piece, Placed, SideBuilder, SideLayout
+from hybrid_engine.records.layout import Layout
+from hybrid_engine.records.owners import Spread
+from hybrid_engine.records.regions import contiguous_strides
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hybrid_engine.megatron_script.engine import ScriptEngine
+    from hybrid_engine.megatron_script.script_engine import ScriptEngine
     from megatron_patches.engines import MegatronScript
 
 
 def make_engine(script: MegatronScript) -> ScriptEngine:
     """The engine for this script. Raises ConfigError with everything that is wrong, before anything is built."""
-    from hybrid_engine.megatron_script.engine import ScriptEngine
+    from hybrid_engine.megatron_script.script_engine import ScriptEngine
 
     return ScriptEngine(script)

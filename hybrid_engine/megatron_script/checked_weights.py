@@ -18,11 +18,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hybrid_engine.agreement import Agreement
 from hybrid_engine.errors import WeightError
-from hybrid_engine.planning.layout import Layout, Shard
-from hybrid_engine.planning.regions import Region
 from hybrid_engine.ports import InferenceWeights, TrainingWeights
+from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.records.layout import Layout, Shard
+from hybrid_engine.records.regions import Region
 from hybrid_engine.transports.copies import strided
 
 logger = logging.getLogger("hybrid_engine")

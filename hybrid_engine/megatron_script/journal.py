@@ -21,10 +21,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_engine.durable_files import append_text, is_disk_full, naming
 from hybrid_engine.errors import FileError
-from hybrid_engine.megatron_script.settings import Prompt
-from hybrid_engine.report import ReshardReport
+from hybrid_engine.files.durable import append_text, is_disk_full, naming
+from hybrid_engine.megatron_script.script_settings import Prompt
+from hybrid_engine.switch.report import ReshardReport
 from megatron_patches.engines import MegatronScript
 
 if TYPE_CHECKING:

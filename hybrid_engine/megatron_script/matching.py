@@ -15,8 +15,8 @@ from typing import Any
 from torch.nn.functional import gelu, silu
 
 from hybrid_engine.errors import Violation
-from hybrid_engine.models.extras import Extras, RotaryScaling
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.models.variants import Extras, RotaryScaling
 
 _FLAGS = {
     "activation_func": "--swiglu, --squared-relu, --quick-geglu, --no-bias-gelu-fusion",

@@ -29,7 +29,7 @@ from hybrid_engine.memory.borrowed import tensor_over
 from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.device_pages import AWAY, DESCRIPTOR, SERIAL, DeviceHandle, table_of
 from hybrid_engine.memory.host_pages import map_pages
-from hybrid_engine.planning.layout import Extent
+from hybrid_engine.records.layout import Extent
 
 _PIDFD_GETFD = 438  # the system call's number on every architecture but Alpha
 

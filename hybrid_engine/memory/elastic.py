@@ -28,7 +28,7 @@ from hybrid_engine.memory.cuda_driver import INSTALL_HINT, CudaDriver, driver_of
 from hybrid_engine.memory.device_pages import DeviceHandle, DeviceMemory
 from hybrid_engine.memory.device_peers import DevicePeer
 from hybrid_engine.memory.host_pages import BufferHandle, HostMemory, map_pages
-from hybrid_engine.planning.layout import Extent
+from hybrid_engine.records.layout import Extent
 
 __all__ = [
     "BufferHandle",

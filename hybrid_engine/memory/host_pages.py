@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from hybrid_engine.errors import DependencyError, StateError, TransportError
-from hybrid_engine.hosts import host_id
+from hybrid_engine.ranks.hosts import host_id
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 _PROT_READ, _PROT_WRITE, _MAP_SHARED = 1, 2, 1  # <sys/mman.h> on Linux

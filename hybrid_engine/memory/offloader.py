@@ -1,6 +1,6 @@
 """Taking training state off the device and putting it back, under unchanged tensor objects.
 
-    inventory() -> items -> storages (views of one storage count once)                         memory/inventory.py
+    inventory() -> items -> storages (views of one storage count once)                         memory/offload_items.py
     offload:  copy -> host arena | drop -> nothing;  then the storage's device memory is freed
     onload:   memory comes back under the same storage object: contents from the arena | zeros
 
@@ -27,7 +27,7 @@ import torch
 
 from hybrid_engine.errors import HybridEngineError, OffloadError
 from hybrid_engine.memory.arena import Arena, Copier
-from hybrid_engine.memory.inventory import (
+from hybrid_engine.memory.offload_items import (
     ACTIONS,
     KINDS,
     Action,

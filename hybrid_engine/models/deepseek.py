@@ -30,10 +30,10 @@ from hybrid_engine.models.blocks import (
     outer_rules,
     output_rules,
 )
-from hybrid_engine.models.extras import Extras, rope_parameters
 from hybrid_engine.models.moe import Experts, expert_rules, expert_settings, expert_shapes, num_experts
 from hybrid_engine.models.packing import Replicated, Split
 from hybrid_engine.models.table import MTP_LAYER, ModelDims, ModelTable, Rule, Serving, in_layer
+from hybrid_engine.models.variants import Extras, rope_parameters
 
 Config = Mapping[str, Any]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.documents import read_json
 from hybrid_engine.errors import ConfigError, UnknownModelError, Violation, clipped
+from hybrid_engine.files.documents import read_json
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
 

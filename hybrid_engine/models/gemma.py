@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hybrid_engine.models.extras import Extras, windows_by_type
 from hybrid_engine.models.llama import Traits, family_table
 from hybrid_engine.models.table import ModelTable, Serving
+from hybrid_engine.models.variants import Extras, windows_by_type
 
 DEFAULTS: dict[str, Any] = {
     "head_dim": 256,

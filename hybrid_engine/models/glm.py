@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hybrid_engine.models.extras import Extras
 from hybrid_engine.models.llama import Traits, family_table, partial_rotary_factor
 from hybrid_engine.models.table import ModelTable, Serving
+from hybrid_engine.models.variants import Extras
 
 
 def glm(config: Mapping[str, Any]) -> ModelTable:

@@ -25,8 +25,8 @@ from hybrid_engine.models.blocks import (
     norm_shapes,
     outer_rules,
 )
-from hybrid_engine.models.extras import Extras, rope_parameters, rotary_scaling, unknown_scaling, windows_by_type
 from hybrid_engine.models.table import ModelDims, ModelTable
+from hybrid_engine.models.variants import Extras, rope_parameters, rotary_scaling, unknown_scaling, windows_by_type
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 """transformers' names -> those of `backends/megatron/build.py`."""

@@ -19,10 +19,10 @@ from hybrid_engine.models.blocks import (
     mlp_shapes,
     model_shapes,
 )
-from hybrid_engine.models.extras import Extras
 from hybrid_engine.models.llama import Traits, family_table, layer_shapes, qwen_windows
 from hybrid_engine.models.packing import Over, Replicated
 from hybrid_engine.models.table import ModelTable, Rule, Serving, in_layer
+from hybrid_engine.models.variants import Extras
 
 
 @dataclass(frozen=True, slots=True)

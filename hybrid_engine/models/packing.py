@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from hybrid_engine.planning.regions import Region
+from hybrid_engine.records.regions import Region
 
 Shape = tuple[int, ...]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybrid_engine.models.extras import Extras
 from hybrid_engine.models.packing import Packing, Shape
+from hybrid_engine.models.variants import Extras
 
 DECODER_LAYER = "decoder.layers.{layer}."
 MTP_LAYER = "mtp.layers.{layer}."
@@ -92,7 +92,7 @@ class ModelTable:
             experts, else 0.
         gpt: keyword arguments of megatron-core's GPTModel, likewise.
         layer_spec: which layers Megatron builds, by name in `backends/megatron/specs.py`.
-        extras: what megatron-core has no setting for, see `models/extras.py`.
+        extras: what megatron-core has no setting for, see `models/variants.py`.
         copies: further tensors of a checkpoint -> the canonical tensor they repeat (shared embeddings of multi-token
             prediction); written when a checkpoint is saved, ignored when one is read.
         unserved: name prefixes of tensors that vLLM's model does not read (multi-token prediction).

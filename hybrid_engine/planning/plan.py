@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from hybrid_engine.planning.layout import Buffer, BufferId, Place
+from hybrid_engine.records.layout import Buffer, BufferId, Place
 
 
 class Link(StrEnum):

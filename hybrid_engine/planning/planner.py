@@ -21,12 +21,13 @@ import numpy as np
 
 from hybrid_engine.errors import PlanError
 from hybrid_engine.planning.buckets import BytesByRank, Need, Outline, outline_buckets
-from hybrid_engine.planning.layout import Layout, Shard
 from hybrid_engine.planning.plan import Bucket, ByteCount, Link, ReshardPlan, Transfer, fingerprint_of
-from hybrid_engine.planning.regions import Region
 from hybrid_engine.planning.relays import RelayPlanner, Shipment, wire_dtype
-from hybrid_engine.planning.routes import Hosts, Lap, Routes, Spread, unheld, unheld_by_hosts
-from hybrid_engine.planning.validation import layout_faults, shard_fault
+from hybrid_engine.planning.routes import Hosts, Lap, Routes, unheld, unheld_by_hosts
+from hybrid_engine.records.layout import Layout, Shard
+from hybrid_engine.records.owners import Spread
+from hybrid_engine.records.regions import Region
+from hybrid_engine.records.validation import layout_faults, shard_fault
 
 DEFAULT_BUCKET_NBYTES = 256 * 1024 * 1024
 

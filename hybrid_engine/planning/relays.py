@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from hybrid_engine.planning.layout import DTYPE_NBYTES, Buffer, BufferId, Place
 from hybrid_engine.planning.plan import Bucket, Link, Transfer
-from hybrid_engine.planning.regions import Region, contiguous_strides
+from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Place
+from hybrid_engine.records.regions import Region, contiguous_strides
 
 NUM_SLOTS = 2
 

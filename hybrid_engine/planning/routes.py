@@ -24,28 +24,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybrid_engine.planning.plan import Link
-from hybrid_engine.planning.regions import Region, subtract_all, union
+from hybrid_engine.records.owners import Spread, groups_of_columns, presence_of
+from hybrid_engine.records.regions import Region, subtract_all, union
 
 _LINKS = tuple(Link)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Spread:
-    """One box of a tensor and the ranks that hold (or want) it.
-
-    Attributes:
-        offsets, lengths: of the box, in elements, one entry per dim.
-        ranks: sorted; a rank is in it once for every place in which it has the box.
-    """
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    ranks: np.ndarray
-
-    @property
-    def region(self) -> Region:
-        """The box, of a tensor without a name: equal for all tensors that are spread alike."""
-        return Region("", self.offsets, self.lengths)
 
 
 class Hosts:
@@ -399,12 +381,6 @@ def unheld_by_hosts(sources: Sequence[Spread], wants: Sequence[Spread], hosts: H
     return numel
 
 
-def presence_of(spread: Spread, num_ranks: int) -> np.ndarray:
-    present = np.zeros(num_ranks, dtype=bool)
-    present[spread.ranks] = True
-    return present
-
-
 def _touching(sources: Sequence[Spread], wants: Sequence[Spread]) -> list[list[int]]:
     """For every wanted box, the indices of the source boxes that share elements with it."""
     if not sources or not wants:
@@ -419,19 +395,6 @@ def _touching(sources: Sequence[Spread], wants: Sequence[Spread]) -> list[list[i
         common = np.all(np.maximum(low, start) < np.minimum(high, stop), axis=1)
         found.append(np.flatnonzero(common).tolist())
     return found
-
-
-def groups_of_columns(rows: Sequence[np.ndarray], num_columns: int) -> list[np.ndarray]:
-    """Indices of equal columns of a boolean matrix, as groups in a fixed order; each group is sorted."""
-    if num_columns == 0:
-        return []
-    if not rows:
-        return [np.arange(num_columns)]
-    packed = np.ascontiguousarray(np.packbits(np.array(rows), axis=0).T)
-    keys = packed.view(np.dtype((np.void, packed.shape[1]))).ravel()
-    _, group_of = np.unique(keys, return_inverse=True)
-    order = np.argsort(group_of, kind="stable")
-    return np.split(order, np.cumsum(np.bincount(group_of))[:-1])
 
 
 def _position_on_host(host: np.ndarray) -> np.ndarray:

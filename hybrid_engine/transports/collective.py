@@ -31,11 +31,11 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
-from hybrid_engine.planning.layout import BufferId
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ports import PhaseClock
-from hybrid_engine.process_groups import plain_text
+from hybrid_engine.ranks.process_groups import plain_text
+from hybrid_engine.records.layout import BufferId
 from hybrid_engine.transports.copies import copy_straight, failure_at, strided, synchronize
 from hybrid_engine.transports.relay_buffers import RelayBuffers
 

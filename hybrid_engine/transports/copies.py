@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from hybrid_engine.errors import TransportError
-from hybrid_engine.planning.layout import Place
 from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.records.layout import Place
 
 SourceOf = Callable[[Transfer], torch.Tensor]
 """The flat source buffer of a transfer."""

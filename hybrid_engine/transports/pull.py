@@ -5,7 +5,7 @@
     InProcessTransport      the twin for tests: every rank's sources are at hand in one process
 
 The source rank does nothing while it is read, so nobody waits for anybody. The caller fences: before the first bucket,
-until all sources hold final values; before an owner releases what a bucket reads (hybrid_engine/handover.py), or, after
+until all sources hold final values; before an owner releases what a bucket reads (switch/release_fence.py), or, after
 the last one, overwrites its buffer.
 """
 
@@ -16,9 +16,9 @@ from contextlib import ExitStack
 
 import torch
 
-from hybrid_engine.planning.layout import BufferId
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.ports import PhaseClock
+from hybrid_engine.records.layout import BufferId
 from hybrid_engine.transports.copies import SourceOf, copy_straight
 
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 
 from hybrid_engine.memory.elastic import Handle, allocate_elastic, export_tensor, exported_buffer_of
-from hybrid_engine.planning.layout import Buffer, BufferId
 from hybrid_engine.planning.relays import NUM_SLOTS
+from hybrid_engine.records.layout import Buffer, BufferId
 
 _ALIGNMENT = 512  # bytes
 

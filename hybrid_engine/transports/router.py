@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import ConfigError, PeerTransportError, TransportError, Violation
 from hybrid_engine.memory.elastic import Handle, export_tensor
-from hybrid_engine.planning.combining import combine
-from hybrid_engine.planning.layout import Buffer, BufferId
+from hybrid_engine.planning.coalescing import combine
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.ports import Transport
+from hybrid_engine.records.layout import Buffer, BufferId
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.pull import LocalTransport
 from hybrid_engine.transports.relay_buffers import RelayBuffers

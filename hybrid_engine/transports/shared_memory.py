@@ -14,8 +14,8 @@ import torch
 
 from hybrid_engine.errors import TransportError
 from hybrid_engine.memory.elastic import BufferHandle, DeviceHandle, Handle, Peer, map_peer, open_peer
-from hybrid_engine.planning.layout import BufferId, Extent
 from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.records.layout import BufferId, Extent
 from hybrid_engine.transports.copies import SourceOf, failure_at
 from hybrid_engine.transports.pull import PullTransport
 

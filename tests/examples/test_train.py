@@ -17,7 +17,7 @@ import yaml
 
 from examples.gpt_rl import settings
 from examples.gpt_rl.run_state import RunDirectory
-from hybrid_engine.launching import kill_tree
+from hybrid_engine.ranks.launching import kill_tree
 from tests.launch import REPO_ROOT
 
 CONFIG = Path(settings.__file__).parent / "configs" / "tp2_to_dp2.yaml"

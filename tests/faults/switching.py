@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hybrid_engine import ActorHybridWorker
 from hybrid_engine.errors import HybridEngineError
-from hybrid_engine.sharding_manager import State
+from hybrid_engine.switch.sharding_manager import State
 from tests.faults.job import FaultError
 from tests.hybrid_engine import jobs
 from tests.launch import launch

@@ -17,7 +17,7 @@ does not end by SIGTERM once another has failed (whatever --shutdown-timeout say
 
 FAULTS = {
     "train step": Fault("stop", "hybrid_engine.backends.megatron.train_engine:TrainEngine.train_step", call=8),
-    "fill": Fault("stop", "hybrid_engine.memory.weight_container:WeightContainer.fill", call=2),
+    "fill": Fault("stop", "hybrid_engine.switch.weight_container:WeightContainer.fill", call=2),
     "decoding with TP 2": Fault("stop", "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model", call=10),
 }
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from hybrid_engine.errors import ReshardError
-from hybrid_engine.reference import Reference
-from hybrid_engine.scratch import scratch_directory
-from hybrid_engine.verify import SCRATCH_PREFIX
+from hybrid_engine.files.scratch import scratch_directory
+from hybrid_engine.verification.reference import Reference
+from hybrid_engine.verification.verify import SCRATCH_PREFIX
 from tests.faults.running import Running
+from tests.hybrid_engine.advisor.test_plan_cli import saved
 from tests.hybrid_engine.hf_configs import LLAMA_3_8B
-from tests.hybrid_engine.test_plan_cli import saved
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
@@ -33,7 +33,7 @@ def test_a_verify_that_is_ended_leaves_nothing(
     arguments = ["--model", saved(tmp_path, LLAMA_3_8B), "--train", "tp=2,dp=1", "--infer", "tp=2"]
     command = ["-m", "hybrid_engine", "verify", *arguments]
     with Running(command, tmp_path, {"TMPDIR": str(temporary)}) as running:
-        running.wait_for(lambda: any("hybrid_engine.reference" in line for line in running.processes().values()))
+        running.wait_for(lambda: any(".verification.reference" in line for line in running.processes().values()))
         running.launcher.send_signal(number)
         signalled = time.monotonic()
         running.wait(MOST_SECONDS)

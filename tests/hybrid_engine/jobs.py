@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hybrid_engine import ActorHybridWorker, HybridConfig, Sampling, load_config
-from tests.hybrid_engine import vllm_support
+from tests.hybrid_engine.backends.vllm import vllm_support
 from tests.hybrid_engine.tiny_models import token_batch
 
 SEQ_LENGTH = 32

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from hybrid_engine.models import table_for
-from hybrid_engine.planning.layout import Layout
+from hybrid_engine.records.layout import Layout
 from tests.hybrid_engine.tiny_models import (
     SIZES,
     label_log_probs,

@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_engine import ActorHybridWorker, ReferenceModel, assembly, sharding_manager
+from hybrid_engine import ActorHybridWorker, ReferenceModel, assembly
 from hybrid_engine.errors import ConfigError, HybridEngineError, StateError, Violation
 from hybrid_engine.planning.relays import staging_nbytes
+from hybrid_engine.switch import sharding_manager
 from hybrid_engine.worker import share_of
 from tests.hybrid_engine import jobs
 from tests.hybrid_engine.tiny_models import running

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,68 +17,41 @@ import hybrid_engine
 REPO_ROOT = Path(__file__).resolve().parents[2]
 ENGINE, PATCHES = "hybrid_engine", "megatron_patches"
 
-# Floor of a module: the longest prefix counts. Imports go downward or stay on their floor.
-FLOORS = {
-    "hybrid_engine.errors": 0,
-    "hybrid_engine.durable_files": 0,
-    "hybrid_engine.scratch": 0,
-    "hybrid_engine.planning": 0,
-    "hybrid_engine.layouts": 0,
-    "hybrid_engine.models": 0,
-    "hybrid_engine.config": 0,
-    "hybrid_engine.constraints": 0,
-    "hybrid_engine.documents": 0,
-    "hybrid_engine.reduced": 0,
-    "hybrid_engine.report": 0,
-    "hybrid_engine.hosts": 0,
-    "hybrid_engine.ports": 1,
-    "hybrid_engine.process_groups": 1,
-    "hybrid_engine.failure_watch": 1,
-    "hybrid_engine.agreement": 1,
-    "hybrid_engine.memory": 2,
-    "hybrid_engine.transports": 2,
-    "hybrid_engine.backends": 2,
-    "hybrid_engine.handover": 3,
-    "hybrid_engine.sharding_manager": 3,
-    "hybrid_engine.states": 3,
-    "hybrid_engine.hybrid_engine": 4,
-    "hybrid_engine.assembly": 4,
-    "hybrid_engine.megatron_script": 4,
-    "hybrid_engine.worker": 4,
-    "hybrid_engine.launching": 4,
-    "hybrid_engine.reference": 4,
-    "hybrid_engine.verify": 4,
-    "hybrid_engine.cli": 4,
-    "hybrid_engine.__main__": 4,
-    "hybrid_engine": 4,
-}
-PURE = (
-    "hybrid_engine.errors",
-    "hybrid_engine.durable_files",
-    "hybrid_engine.planning",
-    "hybrid_engine.layouts",
-    "hybrid_engine.models",
+# Bottom to top. A module imports from its own package and from lower floors, nothing from its own floor or above.
+FLOORS = (
+    ("errors",),
+    ("files", "records", "ranks"),
+    ("models", "planning", "memory"),
+    ("layouts", "ports"),
+    ("config", "advisor", "transports"),
+    ("backends", "switch"),
+    ("assembly", "hybrid_engine"),
+    ("worker", "megatron_script"),
+    ("verification",),
+    ("cli",),
+    ("__main__", ""),
 )
-PURE_PACKAGES = {"numpy"}
-ASSIGNMENT, ASSIGNMENT_PACKAGES = "hybrid_engine.layouts.placement", {"scipy"}
-CONFIG_PACKAGES = {"pydantic", "yaml"}
+FLOOR_OF = {name: number for number, floor in enumerate(FLOORS) for name in floor}
+MODULES_AT_THE_TOP = 8
+# What the pure ones import beside the standard library.
+PURE = {
+    "errors": set(),
+    "files": {"yaml"},
+    "records": {"numpy"},
+    "models": {"numpy"},
+    "planning": {"numpy", "scipy"},
+    "layouts": {"numpy"},
+    "config": {"pydantic"},
+    "advisor": {"numpy"},
+}
 # Who may import it: the one backend, and the top floor, which applies the patches.
 ENGINES = {
     "megatron": ("hybrid_engine.backends.megatron",),
     "vllm": ("hybrid_engine.backends.vllm",),
 }
 # What loads where neither engine is installed.
-WITHOUT_ENGINES = (
-    "hybrid_engine",
-    "hybrid_engine.config",
-    "hybrid_engine.cli",
-    "hybrid_engine.layouts",
-    "hybrid_engine.planning",
-    "hybrid_engine.models",
-    "hybrid_engine.memory",
-    "hybrid_engine.transports",
-    "hybrid_engine.sharding_manager",
-    "hybrid_engine.hybrid_engine",
+WITHOUT_ENGINES = tuple(
+    f"hybrid_engine.{name}" for floor in FLOORS[: FLOOR_OF["verification"]] for name in floor if name != "backends"
 )
 
 
@@ -137,44 +111,59 @@ def below(module: str, prefix: str) -> bool:
     return module == prefix or module.startswith(prefix + ".")
 
 
-def floor_of(module: str) -> int:
-    prefixes = [prefix for prefix in FLOORS if below(module, prefix)]
-    return FLOORS[max(prefixes, key=len)]
+def part_of(module: str) -> str:
+    """The package or module of the engine's top level that a module belongs to; "" for `hybrid_engine` itself."""
+    return module.removeprefix(ENGINE).removeprefix(".").partition(".")[0]
 
 
-def test_every_module_has_a_floor() -> None:
-    """A new module at the top of the package must be put on one; one that is gone leaves none behind."""
-    modules = [module_name(path) for path in sources(ENGINE)]
-    unplaced = [
-        module
-        for module in modules
-        if module != ENGINE and max((p for p in FLOORS if below(module, p)), key=len) == ENGINE
-    ]
-    assert unplaced == []
-    assert set(FLOORS) <= set(modules)
+def circles(edges: Iterable[tuple[str, str]]) -> list[str]:
+    """What of a graph lies on a circle or between two."""
+    graph: dict[str, set[str]] = {}
+    for source, target in edges:
+        if source != target:
+            graph.setdefault(source, set()).add(target)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_every_part_has_a_floor() -> None:
+    """A new module or package at the top must be put on one; one that is gone leaves none behind."""
+    assert set(FLOOR_OF) == {part_of(module_name(path)) for path in sources(ENGINE)}
+    assert len(list((REPO_ROOT / ENGINE).glob("*.py"))) <= MODULES_AT_THE_TOP
 
 
 def test_imports_go_downward() -> None:
-    upward = [
+    wrong = [
         str(found)
         for found in all_imports(ENGINE)
-        if found.package == ENGINE and found.target != ENGINE and floor_of(found.target) > floor_of(found.module)
+        if found.package == ENGINE
+        and (source := part_of(found.module)) != (target := part_of(found.target))
+        and FLOOR_OF[target] >= FLOOR_OF[source]
+        and target
     ]
-    assert upward == []
+    assert wrong == []
 
 
-def test_the_lowest_floor_is_pure() -> None:
-    impure = []
-    for found in all_imports(ENGINE):
-        allowed = set(sys.stdlib_module_names) | PURE_PACKAGES | {ENGINE}
-        if found.module in ("hybrid_engine.config", "hybrid_engine.documents"):
-            allowed |= CONFIG_PACKAGES
-        elif found.module == ASSIGNMENT:
-            allowed |= ASSIGNMENT_PACKAGES
-        elif not any(below(found.module, prefix) for prefix in PURE):
-            continue
-        if found.package not in allowed:
-            impure.append(str(found))
+@pytest.mark.parametrize("package", [ENGINE, PATCHES])
+def test_no_circles(package: str) -> None:
+    """Neither between modules nor between folders, at any depth; imports inside functions count."""
+    imports = [found for found in all_imports(package) if found.package == package]
+    assert circles((found.module, found.target) for found in imports) == []
+    for depth in (2, 3, 4):
+        folders = [tuple(".".join(name.split(".")[:depth]) for name in (one.module, one.target)) for one in imports]
+        assert circles(folders) == []
+
+
+def test_the_lower_floors_are_pure() -> None:
+    impure = [
+        str(found)
+        for found in all_imports(ENGINE)
+        if part_of(found.module) in PURE
+        and found.package not in {ENGINE, *sys.stdlib_module_names, *PURE[part_of(found.module)]}
+    ]
     assert impure == []
 
 
@@ -194,7 +183,7 @@ def test_patches_are_used_by_the_megatron_backend_and_the_top_floor() -> None:
         for found in all_imports(ENGINE)
         if found.package == PATCHES
         and not below(found.module, "hybrid_engine.backends.megatron")
-        and floor_of(found.module) < 4
+        and FLOOR_OF[part_of(found.module)] < FLOOR_OF["assembly"]
     ]
     assert elsewhere == []
 
@@ -254,14 +243,14 @@ def test_files_are_of_a_few_hundred_lines() -> None:
         ("def f():\n    from megatron import core", ["megatron"]),
         ("from hybrid_engine import worker, load_config", ["hybrid_engine.worker", "hybrid_engine"]),
         ("from .. import worker", ["hybrid_engine.worker"]),
-        ("from .regions import Region", ["hybrid_engine.planning.regions"]),
+        ("from .regions import Region", ["hybrid_engine.records.regions"]),
     ],
 )
 def test_imports_are_found(source: str, targets: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader of sources itself."""
     file = tmp_path / "hybrid_engine" / "planning" / "module.py"
     file.parent.mkdir(parents=True)
-    for name in ("hybrid_engine/worker.py", "hybrid_engine/planning/regions.py"):
+    for name in ("hybrid_engine/worker.py", "hybrid_engine/records/regions.py"):
         (tmp_path / name).touch()
     file.write_text(source)
     monkeypatch.setattr(sys.modules[__name__], "REPO_ROOT", tmp_path)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.models import ModelTable, table_for
-from hybrid_engine.planning.layout import Shard
+from hybrid_engine.records.layout import Shard
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.megatron.build import Actor

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from hybrid_engine.launching import run_ranks
+from hybrid_engine.ranks.launching import run_ranks
 
 PATH_VARIABLE: Final = "MEGATRON_LM_PATH"
 REPO_ROOT: Final = Path(__file__).resolve().parents[2]

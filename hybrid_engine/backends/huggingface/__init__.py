@@ -5,6 +5,6 @@ writing.py     new files, filled by all ranks, which take the place of an older 
 checkpoint.py  load_hf_checkpoint, save_hf_checkpoint: plan between files and training shards, each rank its own bytes
 """
 
-from hybrid_engine.backends.huggingface.checkpoint import load_hf_checkpoint, save_hf_checkpoint
+from hybrid_engine.backends.huggingface.hf_checkpoint import load_hf_checkpoint, save_hf_checkpoint
 
 __all__ = ["load_hf_checkpoint", "save_hf_checkpoint"]

@@ -12,13 +12,13 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import unwrap_model
 
-from hybrid_engine.backends.megatron.lora import ADAPTER, WRAPPED, MergedWeights, wrapped_layers
+from hybrid_engine.backends.megatron.lora_layers import ADAPTER, WRAPPED, MergedWeights, wrapped_layers
 from hybrid_engine.errors import ParameterMismatchError, ReshardError, WeightError
 from hybrid_engine.memory.elastic import exported_buffer_of
-from hybrid_engine.models.lora import adapter_packings, adapter_shapes
+from hybrid_engine.models.lora_tensors import adapter_packings, adapter_shapes
 from hybrid_engine.models.packing import Held, Over, Shape, held_regions
 from hybrid_engine.models.table import Match, ModelTable
-from hybrid_engine.planning.layout import Buffer, BufferId, Extent, Layout, Place, Shard
+from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from megatron_patches.buffers import iter_buffers
 
 MERGED = "weights with adapters"

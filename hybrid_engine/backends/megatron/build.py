@@ -27,16 +27,16 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
-from hybrid_engine.backends.megatron.extras import finish_model
-from hybrid_engine.backends.megatron.lora import add_adapters
+from hybrid_engine.backends.megatron.lora_layers import add_adapters
+from hybrid_engine.backends.megatron.model_variants import finish_model
 from hybrid_engine.backends.megatron.routing import rank_groups
 from hybrid_engine.backends.megatron.specs import layer_spec_for, mtp_spec_for
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.constraints import Job, broken_rules
+from hybrid_engine.config.constraints import Job, broken_rules
 from hybrid_engine.errors import ConfigError, ModelError, Violation
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.process_groups import end_groups
+from hybrid_engine.ranks.process_groups import end_groups
 from megatron_patches.buffers import buffer_allocator, iter_buffers
 
 ACTIVATIONS = {
@@ -159,7 +159,7 @@ def build_model(
     `weights_only`: the model is there to hold weights and need not run; with context parallelism it does not.
 
     Raises ConfigError for settings of the config that the model would not have, and for what else breaks a rule of
-    `constraints.py`.
+    `config/constraints.py`.
     """
     job = Job(actor, table, torch.distributed.get_world_size())
     if violations := broken_rules(job, weights_only=weights_only):
@@ -235,7 +235,7 @@ def _transformer_config(actor: ActorConfig, table: ModelTable) -> TransformerCon
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=actor.tensor_model_parallel_size,
-        # what a rank holds does not depend on it, and megatron-core's own attention refuses more; see constraints.py
+        # what a rank holds does not depend on it, and megatron-core's own attention refuses more: config/constraints.py
         context_parallel_size=1,
         sequence_parallel=actor.sequence_parallel,
         params_dtype=dtype,

@@ -15,7 +15,7 @@ import torch
 
 from hybrid_engine.backends.megatron.adaptor import MERGED, MegatronAdaptor
 from hybrid_engine.errors import StateError
-from hybrid_engine.planning.layout import BufferId, Layout
+from hybrid_engine.records.layout import BufferId, Layout
 
 
 class MegatronDestination:

@@ -8,7 +8,7 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
-from hybrid_engine.backends.megatron.inventory import MegatronInventory
+from hybrid_engine.backends.megatron.training_state import MegatronInventory
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offloader import KINDS, OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable

@@ -20,8 +20,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from hybrid_engine.durable_files import crc32_of, naming, write_text
 from hybrid_engine.errors import FileError, StateError
+from hybrid_engine.files.durable import crc32_of, naming, write_text
 
 MANIFEST = "manifest.json"
 

@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
 from hybrid_engine.errors import ModelError
-from hybrid_engine.models.extras import Extras
+from hybrid_engine.models.variants import Extras
 
 TopK = tuple[torch.Tensor, torch.Tensor]
 

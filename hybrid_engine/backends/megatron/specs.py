@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from hybrid_engine.backends.megatron.extras import extend
+from hybrid_engine.backends.megatron.model_variants import extend
 from hybrid_engine.models.table import ModelTable
 
 LayerSpec = Callable[[ModelTable, TransformerConfig, bool], TransformerBlockSubmodules]

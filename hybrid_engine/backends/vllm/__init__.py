@@ -21,10 +21,10 @@ placement.py  which place in vLLM's groups each rank takes
 worker.py     vLLM's worker as a guest; names.py is what it shares with the engine
 """
 
-from hybrid_engine.backends.vllm.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.engine import InferenceEngine
-from hybrid_engine.backends.vllm.settings import AdapterConfig, Completion, InferenceSettings, Sampling
+from hybrid_engine.backends.vllm.engine_settings import AdapterConfig, Completion, InferenceSettings, Sampling
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
+from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 
 __all__ = [
     "TESTED_VERSION",

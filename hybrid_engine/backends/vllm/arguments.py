@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from hybrid_engine.backends.vllm.placement import placed
-from hybrid_engine.backends.vllm.quantization import check_quantization, config_overrides
-from hybrid_engine.backends.vllm.settings import InferenceSettings
+from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
+from hybrid_engine.backends.vllm.process.group_placement import placed
+from hybrid_engine.backends.vllm.weights.quantization import check_quantization, config_overrides
 from hybrid_engine.errors import ConfigError, Violation
 
 _DEFAULT_CPU_KV_CACHE = 256 << 20
@@ -21,7 +21,7 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
         settings: the engine's.
         device_type: vLLM's name for the platform: "cpu" or "cuda".
     """
-    from hybrid_engine.backends.vllm.loader import LOAD_FORMAT
+    from hybrid_engine.backends.vllm.weights.loader import LOAD_FORMAT
 
     arguments: dict[str, Any] = {
         "model": settings.model_dir,
@@ -48,7 +48,7 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
     kv_cache_bytes = settings.kv_cache_bytes
     if device_type == "cpu":
         kv_cache_bytes = kv_cache_bytes or _DEFAULT_CPU_KV_CACHE
-        arguments["worker_cls"] = "hybrid_engine.backends.vllm.worker.GuestCPUWorker"
+        arguments["worker_cls"] = "hybrid_engine.backends.vllm.process.cpu_worker.GuestCPUWorker"
     if kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = kv_cache_bytes
     if settings.max_loras:

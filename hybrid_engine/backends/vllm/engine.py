@@ -24,18 +24,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.agreement import SHORT_PATIENCE, Agreement
-from hybrid_engine.backends.vllm.adapters import Adapters
-from hybrid_engine.backends.vllm.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.arguments import check_arguments, is_eager, is_sleepy, llm_arguments
-from hybrid_engine.backends.vllm.guest import (
+from hybrid_engine.backends.vllm.engine_settings import AdapterConfig, Completion, InferenceSettings, Sampling
+from hybrid_engine.backends.vllm.lora.from_memory import Adapters
+from hybrid_engine.backends.vllm.process.group_placement import placed
+from hybrid_engine.backends.vllm.process.isolation import (
     check_world,
     destroy_groups,
     register_model_class,
     set_environment,
 )
-from hybrid_engine.backends.vllm.placement import placed
-from hybrid_engine.backends.vllm.random_state import get_state, random_state_kept, seeded_state, set_state
+from hybrid_engine.backends.vllm.process.random_state import get_state, random_state_kept, seeded_state, set_state
+from hybrid_engine.backends.vllm.process.shm_cleanup import check_room, unnamed_shared_memory
 from hybrid_engine.backends.vllm.requests import (
     abandon,
     completion_of,
@@ -44,10 +44,10 @@ from hybrid_engine.backends.vllm.requests import (
     reset_prefix_cache,
     sampling_params,
 )
-from hybrid_engine.backends.vllm.settings import AdapterConfig, Completion, InferenceSettings, Sampling
-from hybrid_engine.backends.vllm.shared_memory import check_room, unnamed_shared_memory
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
+from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.errors import ConfigError, ModelError, StateError, Violation
+from hybrid_engine.ranks.agreement import SHORT_PATIENCE, Agreement
 
 _SECONDS_TO_BUILD = 1800.0
 
@@ -295,7 +295,7 @@ class InferenceEngine:
         with unnamed_shared_memory(self._agreement), placed(self.settings, self.rank), self._stance():
             from vllm import LLM
 
-            from hybrid_engine.backends.vllm.loader import capturing
+            from hybrid_engine.backends.vllm.weights.loader import capturing
 
             def capture(model: torch.nn.Module, model_config: Any) -> VllmAdaptor:
                 dtype = getattr(torch, self.settings.dtype)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.backends.vllm.settings import Completion, Sampling
+from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
 from hybrid_engine.errors import ConfigError, StateError, Violation
 
 _NUM_NAMED = 8

@@ -1,0 +1,167 @@
+"""A job as it would be on a cluster: both layouts, who moves what, what fits, how long it takes.
+
+read_model(directory)  ->  parse_job(sizes)  ->  plan_job(...)  ->  JobPlan
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from hybrid_engine.advisor.memory_peaks import MemoryPeaks, memory_peaks
+from hybrid_engine.advisor.other_systems import PeerBytes, peers
+from hybrid_engine.layouts.inference import InferenceParallelism, inference_side
+from hybrid_engine.layouts.training import TrainParallelism, training_side
+from hybrid_engine.models.table import ModelTable
+from hybrid_engine.planning.plan import Link
+from hybrid_engine.planning.planner import DEFAULT_BUCKET_NBYTES
+from hybrid_engine.planning.rank_order import rank_order
+from hybrid_engine.planning.rank_plan import RankPlan, plan_of_rank
+from hybrid_engine.planning.summary import ByteSummary, summarize
+from hybrid_engine.records.holdings import SideLayout
+
+GIB = 1024**3
+LINK_GBPS: Mapping[Link, float] = {Link.SELF: 2000.0, Link.HOST: 400.0, Link.NETWORK: 45.0}
+"""Assumed gigabytes (10^9) per second of one rank, in each direction: a copy within an H200's memory, NVLink 4, one
+400 Gbit/s adapter for each GPU; each somewhat below its nominal rate."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the job runs on.
+
+    Attributes:
+        ranks_per_host: consecutive ranks.
+        device_gib: memory of one device. host_gib: of one host; None: not checked.
+        link_gbps: 10^9 bytes per second of one rank, by link.
+    """
+
+    ranks_per_host: int = 8
+    device_gib: float = 141.0
+    host_gib: float | None = None
+    link_gbps: Mapping[Link, float] = field(default_factory=lambda: LINK_GBPS)
+
+    def hosts(self, num_ranks: int) -> list[int]:
+        """Host number of every rank. The ranks of a host are taken to read each other's memory."""
+        return [rank // self.ranks_per_host for rank in range(num_ranks)]
+
+
+@dataclass(frozen=True, eq=False)
+class JobPlan:
+    """What was found out about a job. Arrays are by rank.
+
+    Attributes:
+        train, infer: sizes; `infer.rank_order` is the chosen order, None if sequential.
+        source, destination: both layouts.
+        bytes: of the chosen order. sequential: of sequential order.
+        memory: peaks. peers: others.
+    """
+
+    table: ModelTable
+    train: TrainParallelism
+    infer: InferenceParallelism
+    cluster: Cluster
+    dtype: str
+    bucket_nbytes: int
+    source: SideLayout
+    destination: SideLayout
+    bytes: ByteSummary
+    sequential: ByteSummary
+    memory: MemoryPeaks
+    peers: Sequence[PeerBytes]
+
+    @property
+    def world_size(self) -> int:
+        return self.train.world_size
+
+    @property
+    def model_nbytes(self) -> int:
+        """Bytes of all tensors that vLLM serves, each once."""
+        holdings = self.destination.holdings
+        return sum(
+            int(np.prod(holdings.shapes[name], dtype=np.int64)) * holdings.itemsizes[name] for name in holdings.spreads
+        )
+
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """Estimated seconds each rank is busy: links one after the other, each at the larger of in and out."""
+        rates = {link: rate * 1e9 for link, rate in self.cluster.link_gbps.items()}
+        moved = self.bytes
+        return (
+            moved.own / rates[Link.SELF]
+            + np.maximum(moved.host, moved.sent_host) / rates[Link.HOST]
+            + np.maximum(moved.network, moved.sent_network) / rates[Link.NETWORK]
+        )
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether every rank's peak is within its device."""
+        return bool(self.memory.device.max() <= self.cluster.device_gib * GIB)
+
+    @cached_property
+    def host_nbytes(self) -> np.ndarray:
+        """Host memory that is taken while vLLM generates, by host."""
+        return np.bincount(self.cluster.hosts(self.world_size), weights=self.memory.host).astype(np.int64)
+
+    @property
+    def fits_host(self) -> bool | None:
+        """Whether every host can take its ranks' state; None when its size is not known."""
+        if self.cluster.host_gib is None:
+            return None
+        return bool(self.host_nbytes.max() <= self.cluster.host_gib * GIB)
+
+    def plan_of(self, rank: int) -> RankPlan:
+        """Every transfer of one rank."""
+        hosts = self.cluster.hosts(self.world_size)
+        unserved = [name for name in self.table.shapes if not self.table.is_served(name)]
+        return plan_of_rank(
+            self.source, self.destination, hosts, rank, self.bucket_nbytes, unserved, relaying_hosts=set(hosts)
+        )
+
+
+def plan_job(
+    table: ModelTable,
+    train: TrainParallelism,
+    infer: InferenceParallelism,
+    cluster: Cluster,
+    *,
+    order: str = "auto",
+    dtype: str = "bfloat16",
+    bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
+) -> JobPlan:
+    """Lay out both sides, choose the order of ranks, count bytes.
+
+    Args:
+        infer: sizes in sequential order.
+        order: "auto" or "sequential", see `placement.rank_order`.
+        dtype: of the weights.
+
+    Raises ConfigError with every violation, DependencyError for "auto" without scipy.
+    """
+    source = training_side(table, train, dtype)
+    positions = inference_side(table, infer, dtype)
+    hosts = cluster.hosts(train.world_size)
+    sequential = summarize(source.holdings, positions.holdings, hosts, set(hosts))
+    chosen = rank_order(order, source.holdings, positions.holdings, hosts, infer.tensor)
+    destination, moved = positions, sequential
+    if chosen != tuple(range(train.world_size)):
+        infer = replace(infer, rank_order=chosen)
+        destination = inference_side(table, infer, dtype)
+        moved = summarize(source.holdings, destination.holdings, hosts, set(hosts))
+    return JobPlan(
+        table=table,
+        train=train,
+        infer=infer,
+        cluster=cluster,
+        dtype=dtype,
+        bucket_nbytes=bucket_nbytes,
+        source=source,
+        destination=destination,
+        bytes=moved,
+        sequential=sequential,
+        memory=memory_peaks(source, destination, train, dtype, bucket_nbytes),
+        peers=peers(source.holdings, destination.holdings, train, infer),
+    )

@@ -1,0 +1,317 @@
+"""Training shards from a Hugging Face checkpoint, and a checkpoint from training shards.
+
+A checkpoint is a layout like any other: its tensors are buffers of one more rank, which no process runs. So the planner
+says which box of which stored tensor goes where, finds gaps and overlaps, and picks among replicas who writes what.
+Every rank reads or writes its own boxes and nothing else; nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.backends.huggingface import publishing as writing
+from hybrid_engine.backends.huggingface import safetensors_files as files
+from hybrid_engine.errors import ConfigError, HybridEngineError, ParameterMismatchError, Violation
+from hybrid_engine.files.durable import naming, write_bytes, write_text
+from hybrid_engine.models.table import ModelTable
+from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.planning.planner import plan
+from hybrid_engine.ports import TrainingWeights
+from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
+from hybrid_engine.records.regions import Region, contiguous_strides
+from hybrid_engine.transports.copies import strided
+
+logger = logging.getLogger(__name__)
+
+FILE_NBYTES = 5 * 10**9
+"""Data per file of a saved checkpoint, as transformers has it."""
+
+NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Endings of tensors that older checkpoints carry and no model reads."""
+
+COMPANIONS = (
+    "config.json",
+    "generation_config.json",
+    "*token*.json",
+    "tokenizer.model",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
+)
+"""Files that belong to a model beside its weights."""
+
+
+class LoadableWeights(TrainingWeights, Protocol):
+    """Training weights that a checkpoint can be read into."""
+
+    def zero_padding(self) -> None:
+        """Zero what no weight covers."""
+        ...
+
+    def zero_adapters(self) -> None:
+        """Make adapters add nothing."""
+        ...
+
+
+def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelTable, agreement: Agreement) -> None:
+    """Fill this rank's training shards from a checkpoint; on all ranks or on none. Collective.
+
+    Args:
+        path: directory with safetensors files, one or many with an index, that every rank can read.
+        weights: the shards, on the device.
+        table: the model's name table.
+        agreement: of all ranks.
+
+    Stored values are cast to the shards' dtype. Padding (of the vocabulary) becomes zero, and adapters add nothing.
+    Main parameters of an optimizer are not touched: see `ActorHybridWorker.load_hf_checkpoint`.
+
+    All that can be wrong with the files is found before the first shard changes on any rank: names, shapes, lengths,
+    and contents where a file carries a checksum (those of `save_hf_checkpoint` do; safetensors has none). Ranks share
+    that reading, a file each. Raises ConfigError; FileError naming the file; or ParameterMismatchError naming every
+    tensor that is missing, has another shape or is unknown to the table.
+    """
+    directory = Path(path)
+    with agreement.phase("reading the checkpoint's headers"):
+        stored = files.stored_tensors(directory)
+        _check_names(stored, table)
+        known = {name: stored[name] for name in table.shapes}
+        rank = dist.get_world_size()
+        source = _layout_of(known, rank, {})
+        transfers = list(plan(source, weights.layout(), _hosts(), may_stay_unread=table.shapes).transfers())
+    with agreement.phase("verifying the checkpoint"):
+        for file in _share_of_files(stored):
+            if not files.verify_checksum(directory / file):
+                logger.info("%s has no checksum: its contents are taken as they are", directory / file)
+    with ExitStack() as stack:
+        with agreement.phase("preparing the weights"):
+            weights.prepare()
+            buffers = weights.buffers()
+            names = sorted({known[transfer.tensor].file for transfer in transfers})
+            reader = stack.enter_context(files.SliceReader(directory, names))
+        with agreement.phase("reading the checkpoint"), torch.no_grad():
+            _read(transfers, buffers, known, reader)
+            weights.zero_padding()
+            weights.zero_adapters()
+
+
+def save_hf_checkpoint(
+    path: str | Path,
+    weights: TrainingWeights,
+    table: ModelTable,
+    agreement: Agreement,
+    model_dir: str | Path | None = None,
+    dtype: str | None = None,
+    file_nbytes: int = FILE_NBYTES,
+) -> None:
+    """Write the training shards as a checkpoint that transformers and vLLM load. Collective.
+
+    Args:
+        path: directory on storage that all ranks share; made if missing.
+        weights: the shards, on the device.
+        table: the model's name table.
+        agreement: of all ranks.
+        model_dir: configuration and tokenizer are copied from here.
+        dtype: of the stored weights, e.g. "bfloat16"; default: that of the shards.
+        file_nbytes: most bytes of data in one file.
+
+    An older set of weights of the same model is replaced: a kill at any moment leaves that one or the new one, see
+    writing.py. Only files that its index names are removed, and model.safetensors. Raises ConfigError where either is
+    of another model, FileError naming the file (on a full disk before anything is written); the weights that were there
+    stay. Configuration and tokenizer are replaced just before the weights: a failure in between leaves the new ones
+    beside the old weights.
+    """
+    with agreement.phase("preparing the weights"):
+        weights.prepare()
+        own = weights.layout()
+    layouts = agreement.gather(own, "save_hf_checkpoint")
+    directory, rank = Path(path), dist.get_rank()
+    with agreement.phase("planning the checkpoint"):
+        source = Layout.merge(layouts)
+        stored = writing.plan_files(_tensors_to_store(source, table, dtype), file_nbytes)
+        destination = _layout_of(stored, dist.get_world_size(), table.copies)
+        transfers = [part for part in plan(source, destination, _hosts()).transfers() if part.src_rank == rank]
+    publication = writing.Publication(directory, stored)
+    try:
+        with agreement.phase("creating the checkpoint's files"):
+            if rank == 0:
+                publication.abandon()  # what an earlier one left that was killed
+                older = older_weights(directory, table)
+                publication.begin()
+        with agreement.phase("writing the checkpoint"), torch.no_grad():
+            _write(transfers, weights.buffers(), stored, directory)
+        with agreement.phase("sealing the checkpoint"):
+            for file in _share_of_files(stored):
+                writing.seal(directory / (file + writing.SUFFIX))
+        with agreement.phase("publishing the checkpoint"):
+            if rank == 0:
+                publish(publication, directory, model_dir, stored, older)
+    except BaseException as error:
+        if rank == 0:
+            _abandon(publication, error)
+        raise
+
+
+def older_weights(directory: Path, table: ModelTable) -> dict[str, files.StoredTensor]:
+    """Those in the directory, which the new ones will replace. Raises ConfigError unless they are of the same model."""
+    if not any((directory / name).is_file() for name in (files.INDEX, files.SINGLE)):
+        return {}
+    place = directory
+    try:
+        older = files.stored_tensors(directory)
+        _check_names(older, table)
+        place = directory / files.SINGLE  # transformers reads it even where the index names other files
+        if place.is_file() and files.SINGLE not in {tensor.file for tensor in older.values()}:
+            _check_names(files.stored_in(place), table)
+    except HybridEngineError as error:
+        reason = error.findings[0] if isinstance(error, ParameterMismatchError) else error
+        problem = f"{place} holds other weights than this model's ({reason})"
+        remedy = "Name another directory, or remove its weights and their index"
+        raise ConfigError([Violation("path", problem, remedy)]) from error
+    return older
+
+
+def publish(
+    publication: writing.Publication,
+    directory: Path,
+    model_dir: str | Path | None,
+    stored: Mapping[str, files.StoredTensor],
+    older: Mapping[str, files.StoredTensor],
+) -> None:
+    """The configuration comes in two steps: until the new weights are there, its dtype rounds neither set."""
+    dtype = _usual_dtype(stored)
+    if older:
+        wider = torch.promote_types(getattr(torch, dtype), getattr(torch, _usual_dtype(older)))
+        dtype = str(wider).removeprefix("torch.")
+    _copy_companions(model_dir, directory, dtype)
+    publication.publish()
+    if older:
+        _write_config(directory, directory, _usual_dtype(stored))
+
+
+def _abandon(publication: writing.Publication, error: BaseException) -> None:
+    """After `error`, which is what counts; what cannot be cleaned up is said with it."""
+    try:
+        publication.abandon()
+    except HybridEngineError as left:
+        error.add_note(f"The files of this save are still there: {left}")
+
+
+def _share_of_files(stored: Mapping[str, files.StoredTensor]) -> list[str]:
+    """Every file is some rank's to read through."""
+    return sorted({tensor.file for tensor in stored.values()})[dist.get_rank() :: dist.get_world_size()]
+
+
+def _check_names(stored: Mapping[str, files.StoredTensor], table: ModelTable) -> None:
+    findings = [f"{name}: not in the checkpoint" for name in table.shapes if name not in stored]
+    findings += [
+        f"{name}: shape {stored[name].shape} in the checkpoint, {shape} by the model's configuration"
+        for name, shape in table.shapes.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    for name in stored:
+        is_copy = name in table.copies or (table.dims.tied_embeddings and name == "lm_head.weight")
+        if name not in table.shapes and not is_copy and not name.endswith(NOT_WEIGHTS):
+            findings.append(f"{name}: in the checkpoint, but the model's name table has no such tensor")
+    if findings:
+        raise ParameterMismatchError(findings)
+
+
+def _tensors_to_store(source: Layout, table: ModelTable, dtype: str | None) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name -> (shape, dtype) in the checkpoint's order, copies last."""
+    held_in = {shard.region.tensor: source.buffers[shard.place.buffer].dtype for shard in source.shards}
+    if missing := [name for name in table.shapes if name not in held_in]:
+        raise ParameterMismatchError([f"{name}: no training rank holds it" for name in missing])
+    stored = {name: (shape, table.dtypes.get(name) or dtype or held_in[name]) for name, shape in table.shapes.items()}
+    return stored | {copy: stored[name] for copy, name in table.copies.items()}
+
+
+def _layout_of(stored: Mapping[str, files.StoredTensor], rank: int, copies: Mapping[str, str]) -> Layout:
+    """The files as the layout of one more rank: every stored tensor is a buffer; a copy holds another's region."""
+    buffers, shards = {}, []
+    for name, tensor in stored.items():
+        buffer = BufferId(rank, name)
+        buffers[buffer] = Buffer(math.prod(tensor.shape), tensor.dtype, group=copies.get(name, name))
+        region = Region(copies.get(name, name), (0,) * len(tensor.shape), tensor.shape)
+        shards.append(Shard(region, Place(buffer, 0, contiguous_strides(tensor.shape))))
+    shapes = {name: tensor.shape for name, tensor in stored.items() if name not in copies}
+    return Layout(shapes, buffers, tuple(shards))
+
+
+def _read(
+    transfers: list[Transfer],
+    buffers: Mapping[str, torch.Tensor],
+    stored: Mapping[str, files.StoredTensor],
+    reader: files.SliceReader,
+) -> None:
+    for transfer in transfers:
+        strides = contiguous_strides(stored[transfer.tensor].shape)
+        offsets = _unravel(transfer.src.offset, strides)
+        box = reader.read(transfer.tensor, stored[transfer.tensor], offsets, transfer.lengths)
+        strided(buffers[transfer.dst.buffer.name], transfer.lengths, transfer.dst).copy_(box)
+
+
+def _write(
+    transfers: list[Transfer],
+    buffers: Mapping[str, torch.Tensor],
+    stored: Mapping[str, files.StoredTensor],
+    directory: Path,
+) -> None:
+    with writing.BoxWriter(directory) as writer:
+        for transfer in transfers:
+            box = strided(buffers[transfer.src.buffer.name], transfer.lengths, transfer.src)
+            writer.write(stored[transfer.dst.buffer.name], transfer.dst, box)
+        writer.flush()
+
+
+def _unravel(position: int, strides: tuple[int, ...]) -> tuple[int, ...]:
+    index = []
+    for stride in strides:
+        index.append(position // stride)
+        position %= stride
+    return tuple(index)
+
+
+def _hosts() -> list[str]:
+    """Host names by rank: files are on none of them."""
+    return [""] * dist.get_world_size() + ["files"]
+
+
+def _usual_dtype(stored: Mapping[str, files.StoredTensor]) -> str:
+    """That of most tensors."""
+    return Counter(tensor.dtype for tensor in stored.values()).most_common(1)[0][0]
+
+
+def _copy_companions(model_dir: str | Path | None, directory: Path, dtype: str) -> None:
+    """Configuration and tokenizer."""
+    if model_dir is not None and Path(model_dir).resolve() != directory.resolve():
+        for pattern in COMPANIONS:
+            for path in Path(model_dir).glob(pattern):
+                if path.name != "config.json":
+                    with naming("copying", path):
+                        write_bytes(directory / path.name, path.read_bytes())
+    _write_config(directory if model_dir is None else Path(model_dir), directory, dtype)
+
+
+def _write_config(source: Path, directory: Path, dtype: str) -> None:
+    """That of `source`, saying what is stored: the dtype of most weights, and no quantisation."""
+    path = source / "config.json"
+    if not path.is_file():
+        return
+    with naming("reading", path, files.DOWNLOAD_AGAIN):
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"a {type(config).__name__}, not a mapping")
+    config.pop("quantization_config", None)
+    config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    write_text(directory / path.name, json.dumps(config, indent=2) + "\n")

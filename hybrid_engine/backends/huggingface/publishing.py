@@ -1,0 +1,267 @@
+"""New safetensors files: planned, filled by all ranks, and put in the place of an older set with no moment in between.
+
+Only renames within the directory are used: every shared file system has them (NFS and Lustre cannot exchange two
+directories), files that no reader takes weights from are not touched, and the directory may be a mount point. Readers
+choose differently: transformers takes model.safetensors where it exists, else the index; vLLM and we take the index,
+and vLLM without one every *.safetensors. So the index is always written, new files have names that are free, and
+
+    the index names the old set -> new files appear -> the index names the new set -> the old set is removed
+
+A kill leaves, for every reader, the old set or the new one; in an empty directory an index without its files, which all
+of them refuse. RECORD says what has to be removed then, and the next save does it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from itertools import count, product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid_engine.backends.huggingface.safetensors_files import (
+    CHECKSUM,
+    DTYPE_NAMES,
+    INDEX,
+    NO_CHECKSUM,
+    SINGLE,
+    StoredTensor,
+    checksum,
+    indexed_files,
+    is_plain_name,
+    read_header,
+    stored_tensors,
+)
+from hybrid_engine.files.durable import naming, reserve, sync, write_text
+from hybrid_engine.records.layout import DTYPE_NBYTES, Place
+
+RECORD = "model.safetensors.saving.json"
+"""There while a save is under way: {"made": names of its files, "replaced": names of the older set}."""
+
+SUFFIX = ".incomplete"
+"""Of files that are being filled."""
+
+
+def plan_files(tensors: Mapping[str, tuple[tuple[int, ...], str]], max_file_nbytes: int) -> dict[str, StoredTensor]:
+    """Spread tensors, name -> (shape, dtype), over files of at most `max_file_nbytes` of data (one tensor at least)."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, (shape, dtype) in tensors.items():
+        nbytes = math.prod(shape) * DTYPE_NBYTES[dtype]
+        if groups[-1] and filled + nbytes > max_file_nbytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += nbytes
+    stored: dict[str, StoredTensor] = {}
+    for number, names in enumerate(groups, start=1):
+        file = SINGLE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        # wide elements first, so that every tensor starts at a multiple of its element size
+        ordered = sorted(names, key=lambda name: -DTYPE_NBYTES[tensors[name][1]])
+        start = 8 + len(_header_bytes({name: tensors[name] for name in ordered}))
+        for name in ordered:
+            shape, dtype = tensors[name]
+            stored[name] = StoredTensor(file, shape, dtype, start)
+            start += stored[name].nbytes
+    return stored
+
+
+def _header_bytes(tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", CHECKSUM: NO_CHECKSUM.decode()}}
+    start = 0
+    for name, (shape, dtype) in tensors.items():
+        stop = start + math.prod(shape) * DTYPE_NBYTES[dtype]
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        start = stop
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    return encoded + b" " * (-len(encoded) % 8)
+
+
+class BoxWriter:
+    """Fills files that `Publication.begin` made, on any rank; what was written is on the disk after `flush`.
+
+    Writes, not stores through a mapping: those of two hosts into one page of a network file system undo each other, and
+    a store that finds no space ends the process.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._files: dict[str, int] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> BoxWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def write(self, stored: StoredTensor, place: Place, box: torch.Tensor) -> None:
+        """Put `box` at `place` (elements) of a tensor, cast to its dtype. Raises FileError."""
+        flat = box.detach().to(device="cpu", dtype=getattr(torch, stored.dtype)).contiguous().reshape(-1)
+        data = memoryview(flat.view(torch.uint8).numpy())
+        width = DTYPE_NBYTES[stored.dtype]
+        with naming("writing", self._directory / (stored.file + SUFFIX)):
+            descriptor = self._open(stored.file)
+            for start, nbytes in _runs(box.shape, place, width):
+                run, data = data[:nbytes], data[nbytes:]
+                position = stored.start + start
+                while run:
+                    written = os.pwrite(descriptor, run, position)
+                    run, position = run[written:], position + written
+
+    def flush(self) -> None:
+        """Wait until it is on the disk. Raises FileError."""
+        for file, descriptor in self._files.items():
+            with naming("writing", self._directory / (file + SUFFIX)):
+                os.fsync(descriptor)
+
+    def _open(self, file: str) -> int:
+        if file not in self._files:
+            self._files[file] = os.open(self._directory / (file + SUFFIX), os.O_WRONLY | os.O_CLOEXEC)
+            self._stack.callback(os.close, self._files[file])
+        return self._files[file]
+
+
+def _runs(lengths: tuple[int, ...], place: Place, width: int) -> Iterator[tuple[int, int]]:
+    """(first byte, number of bytes) of every piece of a box that lies in one piece, in the box's own order."""
+    if 0 in lengths:
+        return
+    numel, dims = 1, len(lengths)
+    while dims and (lengths[dims - 1] == 1 or place.strides[dims - 1] == numel):
+        dims -= 1
+        numel *= lengths[dims]
+    strides = place.strides[:dims]
+    for index in product(*map(range, lengths[:dims])):
+        offset = place.offset + sum(i * stride for i, stride in zip(index, strides, strict=True))
+        yield offset * width, numel * width
+
+
+def seal(path: Path) -> None:
+    """Write a filled file's checksum into it, and both to the disk. Raises FileError."""
+    with naming("writing", path), path.open("r+b") as file:
+        header = read_header(file)
+        found = checksum(file, header)
+        file.seek(8 + header.index(NO_CHECKSUM))
+        file.write(found.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class Publication:
+    """A set of files on its way into a directory, and the removal of the set before it; on one rank.
+
+    abandon() what an earlier one left -> begin() -> all ranks write, some `seal` -> publish(), or abandon() on failure
+    """
+
+    def __init__(self, directory: Path, stored: Mapping[str, StoredTensor]) -> None:
+        self._directory = directory
+        self._stored = stored
+        self._final: dict[str, str] = {}
+
+    def begin(self) -> None:
+        """Make directory and files, with their headers and all of their space. Raises FileError, ConfigError."""
+        with naming("creating", self._directory):
+            self._directory.mkdir(parents=True, exist_ok=True)
+            replaced = _files_in_use(self._directory)
+            self._final = self._free_names(replaced)
+            made = [name + SUFFIX for name in self._final] + sorted(self._final.values())
+            write_text(self._directory / RECORD, json.dumps({"made": made, "replaced": sorted(replaced)}) + "\n")
+        for file, names in by_file(self._stored).items():
+            path = self._directory / (file + SUFFIX)
+            header = _header_bytes({name: (self._stored[name].shape, self._stored[name].dtype) for name in names})
+            with naming("creating", path), path.open("w+b") as opened:
+                data_nbytes = sum(self._stored[name].nbytes for name in names)
+                reserve(opened.fileno(), 8 + len(header) + data_nbytes)
+                opened.write(struct.pack("<Q", len(header)) + header)
+
+    def publish(self) -> None:
+        """Put the new set, filled and flushed, in the place of the old one. Raises FileError."""
+        directory, new = self._directory, set(self._final.values())
+        with naming("publishing", directory):
+            replaced = _files_in_use(directory)
+            if not (directory / INDEX).is_file():  # without one vLLM would read what it finds of both sets
+                self._write_index(stored_tensors(directory) if replaced else self._under_final_names())
+            for file, final in self._final.items():
+                (directory / (file + SUFFIX)).replace(directory / final)
+            sync(directory)
+            self._write_index(self._under_final_names())
+            for file in sorted(replaced - new):
+                (directory / file).unlink(missing_ok=True)
+            (directory / RECORD).unlink()
+            sync(directory)
+
+    def abandon(self) -> None:
+        """Remove what this save, or one that was killed, left in the directory. Raises FileError, ConfigError."""
+        directory, record = self._directory, self._directory / RECORD
+        if not record.is_file():
+            return
+        with naming("reading", record, f"Remove it, and *{SUFFIX}"):
+            match json.loads(record.read_text(encoding="utf-8")):
+                case {"made": [*made], "replaced": [*replaced]} if all(map(is_plain_name, made + replaced)):
+                    pass
+                case found:
+                    raise ValueError(f"it says {str(found)[:100]}")
+        indexed = indexed_files(directory)
+        with naming("removing an incomplete save from", directory):
+            # the first save here: its index came before its files
+            is_first = bool(indexed) and not replaced and not all((directory / name).is_file() for name in indexed)
+            if indexed is None:  # then no file has its final name yet: what has one was put there by somebody else
+                unused = {name for name in made if name.endswith(SUFFIX)}
+            else:
+                unused = {*made, *replaced} - set(() if is_first else indexed)
+            for name in sorted(unused):
+                (directory / name).unlink(missing_ok=True)
+            if is_first:
+                (directory / INDEX).unlink()  # after its files, which are known to be ours as long as it is there
+            record.unlink()
+            sync(directory)
+
+    def _free_names(self, replaced: set[str]) -> dict[str, str]:
+        """Name while it is filled -> name in the end. model.safetensors alone may replace its like, in one rename."""
+        files = list(by_file(self._stored))
+        if files == [SINGLE]:
+            if replaced <= {SINGLE}:
+                return {SINGLE: SINGLE}
+            stems = {SINGLE: "model-00001-of-00001"}
+        else:
+            stems = {file: Path(file).stem for file in files}
+        tried = ({file: f"{stem}{ending}.safetensors" for file, stem in stems.items()} for ending in _endings())
+        return next(names for names in tried if not any((self._directory / name).exists() for name in names.values()))
+
+    def _under_final_names(self) -> dict[str, StoredTensor]:
+        return {
+            name: dataclasses.replace(tensor, file=self._final[tensor.file]) for name, tensor in self._stored.items()
+        }
+
+    def _write_index(self, stored: Mapping[str, StoredTensor]) -> None:
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in stored.values())},
+            "weight_map": {name: tensor.file for name, tensor in stored.items()},
+        }
+        write_text(self._directory / INDEX, json.dumps(index, indent=2) + "\n")
+
+
+def by_file(stored: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
+    """File -> names in the order of their data."""
+    files: dict[str, list[str]] = {}
+    for name, tensor in sorted(stored.items(), key=lambda item: item[1].start):
+        files.setdefault(tensor.file, []).append(name)
+    return files
+
+
+def _endings() -> Iterator[str]:
+    yield ""
+    for number in count(2):
+        yield f"-{number}"
+
+
+def _files_in_use(directory: Path) -> set[str]:
+    """What any reader takes weights from: the files of the index, and model.safetensors."""
+    return {*(indexed_files(directory) or ()), *(name for name in (SINGLE,) if (directory / name).is_file())}

@@ -1,0 +1,255 @@
+"""Safetensors files: which tensor lies where in which file, slices out of them, and whether they are what was saved.
+
+Format: 8 bytes little-endian length of the header, the header as JSON (per tensor: dtype, shape, byte offsets from the
+end of the header), then the data without gaps. Source: github.com/huggingface/safetensors, "Format". It has no
+checksum; ours is an entry of the header's metadata, so that it is replaced in one step with what it is about.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import zlib
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from hybrid_engine.errors import ConfigError, FileError, Violation
+from hybrid_engine.files.durable import crc32_of, naming
+from hybrid_engine.records.layout import DTYPE_NBYTES
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+CHECKSUM = "hybrid_engine.crc32"
+"""Entry of a file's metadata: CRC-32 of the whole file, in hex, taken while these digits were NO_CHECKSUM.
+
+CRC-32, because it is to find flipped bits and torn writes: 1.9 GB/s on one core, sha256 0.8."""
+
+NO_CHECKSUM = b"00000000"
+
+MAX_HEADER_NBYTES = 100_000_000
+"""As safetensors has it; a damaged length is not a reason to allocate."""
+
+DOWNLOAD_AGAIN = "Download it again, or restore it from a copy"
+
+DTYPE_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+        file: name of the file in the checkpoint's directory.
+        shape: elements per dim.
+        dtype: torch's name without the prefix.
+        start: first byte of the data, from the beginning of the file.
+    """
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a checkpoint, from the index and the headers alone; no weights are read.
+
+    Raises ConfigError without safetensors files, with an index that is none or that names files that are not there, and
+    for a tensor in two files; FileError for a file that is not as long as its header says, or whose header is damaged.
+    """
+    names = indexed_files(directory)
+    if names is None:
+        if not (directory / SINGLE).is_file():
+            problem = f"{directory} has neither {INDEX} nor {SINGLE}"
+            raise ConfigError([Violation("path", problem, "Name the directory of a safetensors checkpoint")])
+        names = [SINGLE]
+    if missing := [name for name in names if not (directory / name).is_file()]:
+        problem = f"{directory / INDEX} names files that are not there: {', '.join(missing)}"
+        raise ConfigError([Violation("path", problem, "Complete the download")])
+    stored: dict[str, StoredTensor] = {}
+    for file in names:
+        found = stored_in(directory / file)
+        if twice := sorted(stored.keys() & found.keys()):
+            problem = f"{directory} holds {twice[0]} in {stored[twice[0]].file} and in {file}"
+            raise ConfigError([Violation("path", problem, "Download the checkpoint again")])
+        stored |= found
+    return stored
+
+
+def indexed_files(directory: Path) -> list[str] | None:
+    """Names of the files that the index names, sorted; None without an index. Raises ConfigError, FileError."""
+    index = directory / INDEX
+    if not index.is_file():
+        return None
+    with naming("reading", index, DOWNLOAD_AGAIN):
+        found = json.loads(index.read_text(encoding="utf-8"))
+    weight_map = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError([Violation("path", f"{index} has no weight_map", "Download it again")])
+    if foreign := [str(name) for name in weight_map.values() if not is_plain_name(name)]:
+        problem = f"{index} has weights in {', '.join(foreign)[:200]}, which is not in its directory"
+        raise ConfigError([Violation("path", problem, "Name files without directories")])
+    return sorted(set(weight_map.values()))
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether it names a file of the directory that speaks of it, and of no other."""
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
+def stored_in(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of one file, checked against its length. Raises ConfigError, FileError."""
+    with naming("reading", path, DOWNLOAD_AGAIN):
+        with path.open("rb") as file:
+            encoded, nbytes = read_header(file), os.fstat(file.fileno()).st_size
+        entries = _entries(json.loads(encoded))
+        if strange := {entry.dtype for entry in entries} - _DTYPES.keys():
+            problem = f"{path} holds dtypes {sorted(strange)}"
+            raise ConfigError([Violation("path", problem, f"Use one of {list(_DTYPES)}")])
+        return _without_gaps(path.name, entries, 8 + len(encoded), nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor in a header; `start` and `stop` count from the header's end."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def _entries(header: object) -> list[_Entry]:
+    """In the order of their data. Raises ValueError where a header is not made as it should be."""
+    entries = []
+    for name, values in _mapping(header).items():
+        if name == "__metadata__":
+            continue
+        match values:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, stop]}:
+                entries.append(_Entry(name, dtype, tuple(shape), start, stop))
+            case _:
+                raise ValueError(f"{name} lacks a dtype, a shape or offsets")
+        if any(type(value) is not int or value < 0 for value in (*shape, start, stop)):
+            raise ValueError(f"{name} has shape {shape} at {[start, stop]}")
+    return sorted(entries, key=lambda entry: (entry.start, entry.stop))
+
+
+def _without_gaps(file: str, entries: Iterable[_Entry], start: int, nbytes: int) -> dict[str, StoredTensor]:
+    """Raises ValueError unless the tensors fill the file to its end; the data begins at `start`."""
+    stored, position = {}, start
+    for entry in entries:
+        stored[entry.name] = tensor = StoredTensor(file, entry.shape, _DTYPES[entry.dtype], position)
+        if (start + entry.start, start + entry.stop) != (position, position + tensor.nbytes):
+            expected = [position - start, position - start + tensor.nbytes]
+            raise ValueError(f"{entry.name} is at {[entry.start, entry.stop]}, expected at {expected}")
+        position += tensor.nbytes
+    if position != nbytes:
+        raise ValueError(f"{position:,} bytes by its header, {nbytes:,} are there")
+    return stored
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"a header that is a {type(value).__name__}")
+    return value
+
+
+def read_header(file: BinaryIO) -> bytes:
+    """The header of a file opened at its beginning. Raises ValueError for a length that cannot be."""
+    (length,) = struct.unpack("<Q", file.read(8))
+    if length > MAX_HEADER_NBYTES:
+        raise ValueError(f"a header of {length:,} bytes, more than {MAX_HEADER_NBYTES:,}")
+    encoded = file.read(length)
+    if len(encoded) < length:
+        raise EOFError(f"a header of {length:,} bytes, {len(encoded):,} are there")
+    return encoded
+
+
+def verify_checksum(path: Path) -> bool:
+    """Read a whole file and raise FileError unless it is what was saved; False for one without a checksum.
+
+    Files of other programs have none. Flipped bytes are found; somebody who means to deceive is not.
+    """
+    with naming("verifying", path, DOWNLOAD_AGAIN), path.open("rb") as file:
+        header = read_header(file)
+        written = _mapping(_mapping(json.loads(header)).get("__metadata__", {})).get(CHECKSUM)
+        if written is None:
+            return False
+        found = checksum(file, header.replace(str(written).encode(), NO_CHECKSUM, 1))
+    if found != written:
+        raise FileError(
+            f"verifying {path}: its checksum is {found}, {written} when it was saved: the contents have changed since. "
+            f"Restore it from a copy; if another program rewrote it, have that drop {CHECKSUM!r} from its metadata"
+        )
+    return True
+
+
+def checksum(file: BinaryIO, header: bytes) -> str:
+    """Of a file whose header has just been read: CRC-32 in hex, with `header` in place of the one in the file."""
+    found, _ = crc32_of(file, zlib.crc32(struct.pack("<Q", len(header)) + header))
+    return f"{found:08x}"
+
+
+class SliceReader:
+    """Boxes of stored tensors, read one by one; only the bytes of the box are touched. A context manager.
+
+    Args:
+        directory: of the checkpoint.
+        names: of the files that will be read, all opened here. Raises FileError.
+    """
+
+    def __init__(self, directory: Path, names: Iterable[str]) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self._paths = {name: directory / name for name in names}
+        self._files: dict[str, Any] = {}
+        with ExitStack() as stack:
+            for name, path in self._paths.items():
+                try:
+                    with naming("opening", path, DOWNLOAD_AGAIN):
+                        self._files[name] = stack.enter_context(safe_open(path, framework="pt"))
+                except SafetensorError as error:
+                    raise FileError(f"opening {path}: {error}. {DOWNLOAD_AGAIN}") from error
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> SliceReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def read(self, name: str, stored: StoredTensor, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> torch.Tensor:
+        """The box [offsets, offsets + lengths) of a tensor."""
+        with naming("reading", self._paths[stored.file], DOWNLOAD_AGAIN):
+            if not lengths:
+                return self._files[stored.file].get_tensor(name)
+            box = tuple(slice(start, start + length) for start, length in zip(offsets, lengths, strict=True))
+            return self._files[stored.file].get_slice(name)[box]

@@ -1,0 +1,217 @@
+"""What some architectures compute and megatron-core has no setting for; `models/variants.py` says which.
+
+extend(...)         changes the specs of layers before they are built
+finish_model(...)   changes a model chunk after it was built
+
+Both work on megatron-core's own modules and on Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from hybrid_engine.models.variants import Extras, RotaryScaling
+
+
+def extend(
+    block: TransformerBlockSubmodules, extras: Extras, config: TransformerConfig, transformer_engine: bool
+) -> TransformerBlockSubmodules:
+    """Megatron's layers with windows, soft caps, rotary bases and post norms of `extras`, and with norms whose weights
+    are added to 1 where `config` says so (Transformer Engine's norms are that by themselves).
+
+    `block` holds one spec per layer of the checkpoint.
+    """
+    own_norm = config.layernorm_zero_centered_gamma and not transformer_engine
+    norm = ZeroCenteredRMSNorm if own_norm else block.layer_norm
+    windows = extras.windows or (None,) * len(block.layer_specs)
+    layers = []
+    for layer, window in zip(block.layer_specs, windows, strict=True):
+        layer = _with_attention(layer, extras, window)
+        layer = _with_norms(layer, norm) if own_norm else layer
+        if extras.post_norms:
+            layer = replace(layer, module=PostNormLayer, params={**layer.params, "post_norm": norm})
+        layers.append(layer)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def finish_model(model: GPTModel, extras: Extras) -> GPTModel:
+    """Scaled rotary frequencies, scaled embeddings, capped logits; returns the model. Call it once, on a new model."""
+    if extras.rotary_scaling is not None:
+        rotary = model.rotary_pos_emb
+        rotary.inv_freq = scaled_frequencies(rotary.inv_freq, extras.rotary_scaling)
+    if extras.embedding_scale is not None and model.pre_process:
+        model.embedding.register_forward_hook(_scale_output(extras.embedding_scale))
+    if extras.logit_softcap is not None and model.post_process:
+        model.output_layer.register_forward_hook(_cap_logits(extras.logit_softcap))
+    return model
+
+
+def scaled_frequencies(frequencies: torch.Tensor, scaling: RotaryScaling) -> torch.Tensor:
+    """Rotary frequencies in radians per token, scaled; see `RotaryScaling`.
+
+    Megatron-core has the llama3 rule for one set of numbers only. Source: the formulas of Llama 3.1's reference model.
+    """
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # over the original context
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies
+
+
+class ZeroCenteredRMSNorm(torch.nn.Module):
+    """RMSNorm that multiplies by 1 + weight, computed in float32. Takes what Megatron passes to any norm."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
+        # tells Megatron to sum the gradient over tensor parallel ranks, each of which sees its part of the sequence
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Over the last dim."""
+        values = hidden.float()
+        values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (values * (1.0 + self.weight.float())).type_as(hidden)
+
+
+class PostNormLayer(TransformerLayer):
+    """A layer in which the outputs of attention and MLP pass a norm before they are added to the residual.
+
+    The names of the two are those of slime and mbridge for GLM-4. `post_norm` is their class.
+    """
+
+    def __init__(self, config: TransformerConfig, *args: Any, post_norm: type, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        settings = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
+        self.post_self_attn_layernorm = post_norm(**settings)
+        self.post_mlp_layernorm = post_norm(**settings)
+        self.self_attn_bda = _normed(self.self_attn_bda, self.post_self_attn_layernorm)
+        self.mlp_bda = _normed(self.mlp_bda, self.post_mlp_layernorm)
+
+
+class SelfAttentionWithRotaryBase(SelfAttention):
+    """Self attention that does not use the model's rotary frequencies, but unscaled ones of its own base."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, rotary_base: float, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.rotary = RotaryEmbedding(
+            config.kv_channels,
+            rotary_percent=1.0,
+            rotary_interleaved=config.rotary_interleaved,
+            rotary_base=rotary_base,
+            use_cpu_initialization=config.use_cpu_initialization,
+            cp_group=self.pg_collection.cp,
+        )
+
+    def forward(self, *args: Any, rotary_pos_emb: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """As SelfAttention; `rotary_pos_emb` [sequence, 1, 1, head_dim] gives the length only."""
+        length = rotary_pos_emb.shape[0] * self.config.context_parallel_size
+        return super().forward(*args, rotary_pos_emb=self.rotary(length), **kwargs)
+
+
+class CappedSoftmax(torch.nn.Module):
+    """Attention scores s become cap * tanh(s / cap), in float32, before they are masked and `softmax` is taken."""
+
+    def __init__(self, softmax: torch.nn.Module, cap: float) -> None:
+        super().__init__()
+        self.softmax = softmax
+        self.cap = cap
+
+    def forward(self, scores: torch.Tensor, *masks: torch.Tensor | None) -> torch.Tensor:
+        """As FusedScaleMaskSoftmax: scores [batch, heads, queries, keys]."""
+        return self.softmax(_capped(scores.float(), self.cap), *masks)
+
+
+def _with_attention(layer: ModuleSpec, extras: Extras, window: int | None) -> ModuleSpec:
+    attention = layer.submodules.self_attention
+    core = _core_attention(attention.submodules.core_attention, window, extras.attention_softcap)
+    attention = replace(attention, submodules=replace(attention.submodules, core_attention=core))
+    if window is not None and extras.window_rotary_base is not None:
+        params = {**attention.params, "rotary_base": extras.window_rotary_base}
+        attention = replace(attention, module=SelfAttentionWithRotaryBase, params=params)
+    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
+
+
+def _core_attention(base: type, window: int | None, softcap: float | None) -> type[torch.nn.Module]:
+    """The attention of one layer. Each layer gets its window by itself: Megatron's own setting goes by layer numbers,
+    which count layers that do nothing. Only megatron-core's attention can be capped. A class and no function, which
+    megatron-core 0.15 would take for the attention itself."""
+
+    class CoreAttention(base if softcap is None else DotProductAttention):
+        def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+            config = copy.copy(config)
+            config.window_size = None if window is None else (window - 1, 0)  # tokens before, tokens after
+            config.window_attn_skip_freq = None
+            super().__init__(config, *args, **kwargs)
+            if softcap is not None:
+                self.scale_mask_softmax = CappedSoftmax(self.scale_mask_softmax, softcap)
+
+    return CoreAttention
+
+
+def _with_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
+    """Every norm of the layer is of class `norm`."""
+    parts = layer.submodules
+    attention = parts.self_attention
+    names = [name for name in ("q_layernorm", "k_layernorm") if _is_there(getattr(attention.submodules, name))]
+    attention = replace(attention, submodules=replace(attention.submodules, **dict.fromkeys(names, norm)))
+    names = [name for name in ("input_layernorm", "pre_mlp_layernorm") if _is_there(getattr(parts, name))]
+    return replace(layer, submodules=replace(parts, self_attention=attention, **dict.fromkeys(names, norm)))
+
+
+def _is_there(part: Any) -> bool:
+    return part is not None and part is not IdentityOp
+
+
+def _normed(bias_dropout_add: Callable[..., Any], norm: torch.nn.Module) -> Callable[..., Any]:
+    """Megatron's bias-dropout-add, to which what is to be added comes with its bias and normalised."""
+
+    def choose(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        add = bias_dropout_add(training, fused)
+
+        def normalise_and_add(output_with_bias: tuple[torch.Tensor, torch.Tensor | None], *residual_and_dropout: Any):
+            output, bias = output_with_bias
+            return add((norm(output if bias is None else output + bias), None), *residual_and_dropout)
+
+        return normalise_and_add
+
+    return choose
+
+
+def _scale_output(scale: float) -> Callable[..., torch.Tensor]:
+    """A forward hook."""
+
+    def hook(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * torch.tensor(scale, dtype=output.dtype).item()
+
+    return hook
+
+
+def _cap_logits(cap: float) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """A forward hook of Megatron's output layer."""
+
+    def hook(_layer: torch.nn.Module, _inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor | None]):
+        logits, bias = outputs
+        return _capped(logits, cap), bias
+
+    return hook
+
+
+def _capped(values: torch.Tensor, cap: float) -> torch.Tensor:
+    return cap * torch.tanh(values / cap)

@@ -1,0 +1,54 @@
+"""vLLM's workers, as guests of a process that somebody else set up. vLLM imports this module by the class's name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from hybrid_engine.backends.vllm.process.names import ENGINE_TOKEN
+
+
+class GuestCPUWorker(CPUWorker):
+    """A CPU worker that leaves the process as it found it.
+
+    vLLM names its shared memory after the init method, which is `env://` for every engine on the host, so two jobs
+    (or a killed one and its successor) would meet in /dev/shm; the engine's own token is appended. And it replaces
+    `torch.set_num_threads` for the whole process, which is undone.
+
+    It also mends vLLM 0.32's rotary embedding: given queries as [tokens, heads, elements], as multi-head latent
+    attention does, the CPU kernel rotates the wrong elements; as [tokens, heads x elements] it does not.
+    """
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Called by vLLM's executor once."""
+        super().load_model(*args, **kwargs)
+        for module in self.model_runner.model.modules():
+            if isinstance(module, RotaryEmbedding):
+                module._forward_method = _on_rows(module._forward_method)
+
+    def init_device(self) -> None:
+        """Called by vLLM's executor once."""
+        self.distributed_init_method = f"env://:{os.environ[ENGINE_TOKEN]}"
+        set_num_threads = torch.set_num_threads
+        try:
+            super().init_device()
+        finally:
+            torch.set_num_threads = set_num_threads
+
+
+def _on_rows(rotate: Callable[..., Any]) -> Callable[..., Any]:
+    """A rotary embedding's forward that is given queries and keys with one row for each token."""
+
+    def forward(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        rows = [None if tensor is None else tensor.flatten(1) for tensor in (query, key)]
+        rotated = rotate(positions, *rows)
+        return tuple(
+            out if out is None else out.view(tensor.shape) for out, tensor in zip(rotated, (query, key), strict=True)
+        )
+
+    return forward

@@ -1,0 +1,97 @@
+"""Being a guest: vLLM in a process, on process groups and on a host that belong to somebody else."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
+from hybrid_engine.backends.vllm.version import TESTED_VERSION
+from hybrid_engine.errors import ConfigError, UnknownModelError, Violation
+
+
+def set_environment(settings: InferenceSettings, rank: int) -> None:
+    """Set what vLLM reads from the environment, where the user has not: call before vLLM is first imported."""
+    defaults = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": settings.log_level,
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(dist.get_world_size()),
+    }
+    for key, value in defaults.items():
+        os.environ.setdefault(key, value)
+
+
+def check_world(settings: InferenceSettings, rank: int) -> None:
+    """Raise ConfigError unless the process group has the size that the settings need, and `rank` is this rank."""
+    violations = []
+    if settings.num_ranks != dist.get_world_size():
+        violations.append(
+            Violation(
+                "data_parallel_size x pipeline_parallel_size x tensor_parallel_size",
+                f"{settings.data_parallel_size} x {settings.pipeline_parallel_size} x {settings.tensor_parallel_size} "
+                f"= {settings.num_ranks}, but there are {dist.get_world_size()} ranks",
+                "Let their product be the world size",
+            )
+        )
+    if rank != dist.get_rank() or os.environ.get("RANK", str(rank)) != str(rank):
+        problem = f"{rank}, but the process group says {dist.get_rank()} and RANK is {os.environ.get('RANK')}"
+        violations.append(Violation("rank", problem, "Launch with torchrun and pass dist.get_rank()"))
+    if violations:
+        raise ConfigError(violations)
+
+
+def register_model_class(model_dir: str) -> None:
+    """Register the model's class itself: by name, vLLM would import itself again in a subprocess to look at it.
+
+    Raises ConfigError without a config.json and UnknownModelError when vLLM has no such architecture.
+    """
+    from vllm import ModelRegistry
+
+    path = Path(model_dir, "config.json")
+    if not path.is_file():
+        problem = f"{model_dir} has no config.json"
+        raise ConfigError([Violation("model_dir", problem, "Give a directory with the Hugging Face config")])
+    architectures = json.loads(path.read_text()).get("architectures", [])
+    known = [name for name in architectures if name in ModelRegistry.models]
+    if not known:
+        raise UnknownModelError(
+            f"{path}: vLLM {TESTED_VERSION} has no model for architectures {architectures}; it names "
+            "them as transformers does, e.g. LlamaForCausalLM"
+        )
+    for name in known:
+        registered = ModelRegistry.models[name]
+        if hasattr(registered, "module_name"):
+            ModelRegistry.register_model(name, registered.load_model_cls())
+
+
+def forget_models() -> None:
+    """Drop what vLLM remembers of models by their address in memory, where another model may come to lie.
+
+    Call it whenever a model was freed or a new one was made: a stage of a pipeline would take the layers that a former
+    model lacked for its own.
+    """
+    from vllm.model_executor.models import utils
+
+    utils._model_to_pp_missing_layer_names.clear()
+
+
+def destroy_groups() -> None:
+    """End vLLM's process groups; its own way of doing this also ends the default group, which is the caller's."""
+    from vllm import envs
+    from vllm.distributed import parallel_state
+
+    forget_models()
+    envs.disable_envs_cache()
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+        parallel_state._NODE_COUNT = None

@@ -1,0 +1,73 @@
+"""Quantised inference weights, made by vLLM from the canonical ones at every switch.
+
+Only methods that quantise while loading can be fed: a checkpoint that is already quantised has other tensors than
+training does. vLLM leaves the weights of such a layer on the meta device until the loader comes. Here they are made
+real in the layout of the unquantised layer, so tracing, planning and writing are those of any other layer, and the
+quantisation is its post-load processing, run again at every commit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
+from hybrid_engine.backends.vllm.version import TESTED_VERSION
+from hybrid_engine.config.constraints import QUANTIZATIONS
+from hybrid_engine.errors import ConfigError, Violation
+
+logger = logging.getLogger(__name__)
+
+ONLINE_METHODS: dict[str, tuple[str, ...]] = {"cpu": ("Fp8PtpcOnlineLinearMethod",), "cuda": ()}
+"""Device type -> the classes behind `QUANTIZATIONS`."""
+
+
+def check_quantization(settings: InferenceSettings, device_type: str) -> None:
+    """Raise ConfigError for a method that cannot be fed on this platform, naming those that can."""
+    chosen, tried = settings.quantization, QUANTIZATIONS.get(device_type, ())
+    if chosen is None or chosen in tried:
+        return
+    raise ConfigError(
+        [
+            Violation(
+                "quantization",
+                f"{chosen!r} on {device_type}: vLLM {TESTED_VERSION} has no kernels for it there, or renewing its "
+                "weights from unquantised ones was not tried",
+                f"Use {' or '.join(map(repr, tried))}, or leave it out" if tried else "Leave it out",
+            )
+        ]
+    )
+
+
+def config_overrides(settings: InferenceSettings) -> dict[str, Any]:
+    """What of the model's config is not followed: it may describe a quantised checkpoint, training's is not."""
+    config = json.loads(Path(settings.model_dir, "config.json").read_text())
+    if not config.get("quantization_config"):
+        return {}
+    logger.info("%s: its quantization_config is not followed: the weights come unquantised", settings.model_dir)
+    return {"quantization_config": None}
+
+
+def is_online(module: torch.nn.Module) -> bool:
+    """Whether the module's weights are quantised while they are loaded, and on the meta device until then."""
+    return bool(getattr(getattr(module, "quant_method", None), "uses_meta_device", False))
+
+
+def materialize(model: torch.nn.Module) -> None:
+    """Make the weights of online quantised layers real, in the layout in which they are loaded; their values are not.
+
+    From then on vLLM takes these layers for loaded ones that wait for their post-load processing.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise, meta
+
+    for module in model.modules():
+        if is_online(module):
+            info = layerwise.get_layerwise_info(module)
+            meta.materialize_layer(module, info)
+            for parameter in module.parameters(recurse=False):
+                parameter.weight_loader = layerwise._get_original_loader(parameter)
+            info.reset()

@@ -1,0 +1,210 @@
+"""Configuration: `actor_config` (training) and `generate_config` (inference), from YAML or from Python.
+
+Keys are those of Megatron-LM for training and, for inference, `infer_tensor_parallel_size` and its siblings.
+Everything is checked before a process group exists, and everything that is wrong is reported at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import BeforeValidator, Field
+
+from hybrid_engine.files.documents import read_json
+from hybrid_engine.layouts.parallelism import LARGEST_SIZE
+
+
+def _not_a_flag(value: Any) -> Any:
+    """Pydantic takes `true` for 1."""
+    if isinstance(value, bool):
+        raise ValueError("a number is wanted")
+    return value
+
+
+# Upper bounds are far beyond any job, and small enough that nothing which is made of them takes long or overflows.
+_Number = BeforeValidator(_not_a_flag)
+Size = Annotated[int, _Number, Field(ge=1, le=LARGEST_SIZE)]
+Position = Annotated[int, _Number, Field(ge=0, lt=LARGEST_SIZE)]
+Tokens = Annotated[int, _Number, Field(ge=1, le=2**30)]
+Seed = Annotated[int, _Number, Field(ge=0, lt=2**31)]
+Positive = Annotated[float, _Number, Field(gt=0, le=1e30)]
+NonNegative = Annotated[float, _Number, Field(ge=0, le=1e30)]
+Share = Annotated[float, _Number, Field(gt=0, le=1)]
+Decay = Annotated[float, _Number, Field(ge=0, lt=1)]
+Seconds = Annotated[float, _Number, Field(ge=1, le=30 * 24 * 3600)]
+Name = Annotated[str, Field(min_length=1, max_length=500)]
+Names = Annotated[tuple[Name, ...], Field(max_length=1000)]
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
+class Section(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+
+class OptimizerConfig(Section):
+    """`actor_config.optimizer`: Adam, as megatron-core's OptimizerConfig names it."""
+
+    lr: NonNegative = 1e-6
+    """Learning rate."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay."""
+    adam_beta1: Decay = 0.9
+    """Decay of the first moment."""
+    adam_beta2: Decay = 0.95
+    """Decay of the second moment."""
+    adam_eps: Positive = 1e-8
+    """Added to the denominator."""
+    clip_grad: NonNegative = 1.0
+    """Largest norm of the gradient; 0 does not clip."""
+
+
+class LoraConfig(Section):
+    """`actor_config.lora`: train low-rank adapters on frozen weights."""
+
+    rank: Size = 16
+    """Inner dimension of an adapter."""
+    alpha: Positive = 32.0
+    """An adapter's product is scaled by alpha / rank."""
+    target_modules: Names = (
+        "linear_qkv",
+        "linear_proj",
+        "linear_fc1",
+        "linear_fc2",
+    )
+    """Megatron's names of the linear layers that get one."""
+
+
+class ActorConfig(Section):
+    """`actor_config`, the training side; keys as Megatron-LM names its arguments."""
+
+    tensor_model_parallel_size: Size = 1
+    """Ranks that split each layer."""
+    pipeline_model_parallel_size: Size = 1
+    """Stages that split the layers. Data parallel size is what remains of the world."""
+    virtual_pipeline_model_parallel_size: Size | None = None
+    """Model chunks per stage, for the interleaved schedule."""
+    num_layers_in_first_pipeline_stage: Size | None = None
+    """Layers of the first stage; the others share what remains evenly."""
+    num_layers_in_last_pipeline_stage: Size | None = None
+    """Layers of the last stage; the others share what remains evenly."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first stage."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output head as a layer of the last stage."""
+    pipeline_model_parallel_layout: Annotated[str, Field(max_length=10_000)] | None = None
+    """Megatron's own notation of every stage, e.g. `Et|t*2|tL`; instead of the four keys above."""
+    noop_layers: Annotated[tuple[Position, ...], Field(max_length=10_000)] = ()
+    """Positions (from 0) of layers that do nothing; they count for the pipeline split, not for the checkpoint."""
+    context_parallel_size: Size = 1
+    """Ranks that split the sequence; replicas for a switch. Training with more than 1 needs Transformer Engine."""
+    expert_model_parallel_size: Size = 1
+    """Ranks that share the experts, whole ones each."""
+    expert_tensor_parallel_size: Size | None = None
+    """Ranks that split each expert; default: tensor_model_parallel_size."""
+    sequence_parallel: bool = False
+    """Split norms and dropout along the sequence too; needs tensor parallelism."""
+    use_distributed_optimizer: bool = True
+    """Split the optimizer's state over data parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while the backward pass runs."""
+    overlap_param_gather: bool = False
+    """Gather parameters while the forward pass runs; a switch finishes pending gathers first."""
+    params_dtype: Dtype = "bfloat16"
+    """Of the training weights; on the wire and in vLLM too, without generate_config.compress_reshard."""
+    make_vocab_size_divisible_by: Size = 128
+    """Training pads the vocabulary to a multiple of this times the tensor parallel size."""
+    micro_batch_size: Size = 1
+    """Sequences per micro batch."""
+    seq_length: Tokens = 1024
+    """Tokens per training sequence; batches are padded to it."""
+    seed: Seed = 1234
+    """Of weight initialisation."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """See below."""
+    lora: LoraConfig | None = None
+    """Train adapters instead of the weights; see below."""
+    frozen_parameters: Names = ()
+    """Patterns (`*`, `?`) of Megatron's parameter names that are not trained, e.g. `embedding.*`."""
+
+
+class GenerateConfig(Section):
+    """`generate_config`, the inference side and the switch."""
+
+    infer_tensor_parallel_size: Size = 1
+    """vLLM's tensor parallel size."""
+    infer_pipeline_parallel_size: Size = 1
+    """vLLM's pipeline parallel size."""
+    infer_data_parallel_size: Size | None = None
+    """Replicas; default: what remains of the world."""
+    infer_expert_parallel_size: Size = 1
+    """Ranks that share the experts, whole ones each: a multiple of infer_tensor_parallel_size. 1 cuts every expert over
+    the tensor parallel ranks instead."""
+    infer_rank_order: Literal["auto", "sequential"] = "auto"
+    """auto gives each rank the inference shard of which it already holds most; sequential counts ranks in order."""
+    offload_train_param: bool = True
+    """Take parameters off the device while vLLM generates."""
+    offload_train_grad: bool = True
+    """Take gradients off the device while vLLM generates; they are dropped, not copied."""
+    offload_train_optimizer: bool = True
+    """Take main parameters and moments off the device while vLLM generates."""
+    release_weights: bool = True
+    """Free the inference weights while Megatron trains; false keeps their memory for the next switch."""
+    compress_reshard: bool = False
+    """Send weights in compression_dtype: cast where they come from, which is also what vLLM computes with."""
+    compression_dtype: Dtype = "bfloat16"
+    """See compress_reshard; narrower than params_dtype."""
+    dtype: Dtype | None = None
+    """Of vLLM's weights; default and only choice: compression_dtype with compress_reshard, else params_dtype."""
+    max_model_len: Annotated[int, _Number, Field(ge=2, le=2**30)] | None = None
+    """Longest prompt plus completion, in tokens; default: the model's."""
+    max_num_seqs: Size = 256
+    """Sequences that are decoded together."""
+    gpu_memory_utilization: Share = 0.5
+    """Share of a GPU that vLLM may use while it generates."""
+    enforce_eager: bool | None = None
+    """No graph capture and no compilation; default: true on CPU, false on GPU."""
+    kv_cache_mb: Annotated[int, _Number, Field(ge=1, le=2**24)] | None = None
+    """KV cache per rank, in MiB; default: 256 on CPU, what gpu_memory_utilization leaves on GPU."""
+    seed: Seed = 0
+    """Of vLLM's sampler; replica d draws with seed + d."""
+    lora_delivery: Literal["merge", "adapter"] = "merge"
+    """merge adds adapters to the weights on their way; adapter sends both and lets vLLM add them while it computes."""
+    quantization: Name | None = None
+    """vLLM's quantization method for its weights; what it can be is checked against the device."""
+    transport: Literal["auto", "shared_memory", "collective"] = "auto"
+    """auto pulls from mapped memory on one host and sends messages across, once a host; the others force one way."""
+    bucket_mb: Size = 256
+    """Destination MiB per rank that move between two commits."""
+    check_nan: bool = True
+    """Read every weight once before a switch and refuse NaN and infinities."""
+    timeout_seconds: Seconds = 300.0
+    """Longest wait for a peer in seconds, also in vLLM and for a replica that generates longer than another. While
+    engines are built it is 300 at least."""
+
+    def wire_dtype(self, params_dtype: Dtype) -> Dtype:
+        """In which weights of training dtype `params_dtype` arrive at vLLM."""
+        return self.compression_dtype if self.compress_reshard else params_dtype
+
+
+class HybridConfig(Section):
+    """Both sides and the model."""
+
+    model: Path
+    """Directory with a Hugging Face config.json; weights are not needed."""
+    actor_config: ActorConfig = ActorConfig()
+    """Training side."""
+    generate_config: GenerateConfig = GenerateConfig()
+    """Inference side."""
+
+    @property
+    def wire_dtype(self) -> Dtype:
+        """In which weights arrive at vLLM."""
+        return self.generate_config.wire_dtype(self.actor_config.params_dtype)
+
+    def hf_config(self) -> dict[str, Any]:
+        """The contents of config.json."""
+        return read_json(self.model / "config.json", "model", "Name a Hugging Face model directory")

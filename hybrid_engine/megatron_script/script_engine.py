@@ -1,0 +1,167 @@
+"""`ScriptEngine`: what Megatron's own training loop calls under --enable-resharding (`megatron_patches.engines`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from hybrid_engine.assembly import build_inference_engine
+from hybrid_engine.backends.vllm.process.random_state import random_state_kept
+from hybrid_engine.backends.vllm.requests import sampling_params
+from hybrid_engine.config import HybridConfig
+from hybrid_engine.errors import ConfigError, StateError
+from hybrid_engine.hybrid_engine import HybridEngine
+from hybrid_engine.megatron_script.checked_weights import CheckedWeights
+from hybrid_engine.megatron_script.journal import TIMERS, Journal
+from hybrid_engine.megatron_script.matching import vocabulary_mismatches
+from hybrid_engine.megatron_script.script_settings import Prompt, ScriptSettings, read_settings
+from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.switch.report import ReshardReport
+from hybrid_engine.switch.sharding_manager import State
+from megatron_patches.buffers import buffer_allocator
+from megatron_patches.engines import MegatronScript
+from megatron_patches.optimizers import set_weight_version
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.megatron.live_model import LiveModel
+    from hybrid_engine.backends.vllm import InferenceEngine
+
+logger = logging.getLogger("hybrid_engine")
+
+
+class ScriptEngine:
+    """vLLM beside Megatron's live model. Outside of `switch` training state is on the device, bitwise what it was.
+
+    Touches no random state, hooks nothing into the model, and adds nothing to what Megatron saves.
+    """
+
+    def __init__(self, script: MegatronScript) -> None:
+        """Check everything that can be checked before a process group exists. Raises ConfigError, DependencyError."""
+        from hybrid_engine.backends.vllm import require_vllm
+
+        require_vllm()
+        self._script = script
+        self.settings: ScriptSettings = read_settings(script)
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """DDP's buffers are made in elastic memory. Raises ConfigError when the tokenizer does not fit the model."""
+        if violations := vocabulary_mismatches(self.settings.table, self._script.args):
+            raise ConfigError(violations)
+        from hybrid_engine.memory.elastic import allocate_elastic
+
+        with buffer_allocator(allocate_elastic):
+            yield
+
+    def model_built(self, model_chunks: Sequence[Any]) -> None:
+        """Parameters outside of DDP's buffers join those in elastic memory."""
+        from hybrid_engine.backends.megatron.build import move_loose_parameters
+
+        move_loose_parameters(model_chunks)
+
+    def attach(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> None:
+        """Build vLLM and the plan. The weight version goes on from `num_steps`.
+
+        What fails on one rank is raised on all of them, by the timeout of the configuration at the latest.
+        """
+        config = self.settings.config
+        self._agreement = Agreement(config.generate_config.timeout_seconds)
+        with self._agreement.building():
+            self._attach(config, self._agreement, model_chunks, optimizer, num_steps)
+
+    def _attach(
+        self,
+        config: HybridConfig,
+        agreement: Agreement,
+        model_chunks: Sequence[Any],
+        optimizer: Any,
+        num_steps: int,
+    ) -> None:
+        table = self.settings.table
+        with agreement.phase("looking at Megatron's model"):
+            live = self._live_model(model_chunks, optimizer, num_steps)
+            offloader = MegatronOffloader(live.offload_items, reachable=live.reachable_tensors)
+            offloader.offload()  # vLLM looks at the memory that is free while it starts
+        self.inference: InferenceEngine = build_inference_engine(config, table, live.weights, agreement)
+        with agreement.phase("looking at vLLM's weights"):
+            verifies = self.settings.verify != "off"
+            self._checked = CheckedWeights(self.inference.adaptor, agreement) if verifies else None
+        self.hybrid = HybridEngine(live, self.inference, config, offloader, agreement, self._checked)
+        with agreement.phase("prompts and output"):
+            self._tokens = [self._tokenize(prompt) for prompt in self.settings.prompts]
+            self.inference.check_prompts(self._tokens, self.settings.sampling.max_tokens)
+            sampling_params(self.settings.sampling)  # what vLLM refuses, it refuses before training starts
+            self._journal = Journal(self._script, self.settings.output, dist.get_rank() == 0)
+
+    def _live_model(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> LiveModel:
+        from hybrid_engine.backends.megatron.build import keep_expert_bias_in_float32, move_published_buffers
+        from hybrid_engine.backends.megatron.live_model import LiveModel
+
+        keep_expert_bias_in_float32(model_chunks)
+        move_published_buffers(model_chunks, self.settings.table)
+        set_weight_version(optimizer, num_steps)
+        return LiveModel(model_chunks, optimizer, self.settings.table)
+
+    def switch(self, iteration: int) -> None:
+        """To inference, completions, callback, and back. Raises WeightError when --resharding-verify finds a bit.
+
+        What fails on one rank is raised on all of them, unless the others wait for it in a collective of the callback.
+        """
+        with self._journal.apart_from_training():
+            reports = [self._enter(State.INFER, TIMERS[0])]
+            with self._journal.timed(TIMERS[1]), self.hybrid.rollout_context():
+                completions = self._generate(iteration)
+                in_training = self._call(self.settings.callback, self.inference)
+            reports.append(self._enter(State.TRAIN, TIMERS[2]))
+            self._call(in_training, self.hybrid.train.chunks)
+            with self._agreement.phase("journal"):
+                samples = self._journal.samples(iteration, self.settings.prompts, self._tokens, completions)
+                self._journal.note(iteration, reports, samples)
+            self._journal.log_times(iteration)
+
+    def _call(self, callback: Callable[[Any], Any] | None, argument: Any) -> Any:
+        """What the user's function, if there is one, returns; all ranks fail when it fails on one.
+
+        It draws from no generator of training's.
+        """
+        if self.settings.callback is None:
+            return None
+        with self._agreement.phase("callback"), random_state_kept():
+            try:
+                return None if callback is None else callback(argument)
+            except SystemExit as error:  # of one rank alone it would leave the others waiting
+                raise StateError(f"--resharding-callback asked to exit: {error}") from error
+
+    def detach(self) -> None:
+        """End vLLM, the transports and our process groups; Megatron's groups and model stay."""
+        with ExitStack() as steps:  # the last first, each even if another fails
+            steps.callback(self._agreement.close)
+            steps.callback(self.inference.shutdown)
+            steps.callback(self.hybrid.sharding.close)
+
+    def _enter(self, state: State, timer: str) -> ReshardReport:
+        is_checked = self._checked is not None and state is State.INFER
+        if is_checked:
+            self._checked.expect(self.hybrid.train.weights, sample=self.settings.verify == "sample")
+        with self._journal.timed(timer):
+            report = self.hybrid.sharding.enter(state)
+        if is_checked:
+            self._checked.require_same()
+            logger.info("[Reshard] verified: %d shards of rank %d", self._checked.num_checked, dist.get_rank())
+        return report
+
+    def _generate(self, iteration: int) -> list[list[Any]]:
+        """The sampler starts from the iteration: a resumed run draws what the first would have drawn."""
+        num_replicas = self.inference.settings.data_parallel_size
+        self.inference.manual_seed(self.settings.config.generate_config.seed + iteration * num_replicas)
+        if not self._tokens:
+            return []
+        return self.inference.generate_over_replicas(self._tokens, self.settings.sampling)
+
+    def _tokenize(self, prompt: Prompt) -> list[int]:
+        return list(self._script.tokenizer.tokenize(prompt)) if isinstance(prompt, str) else list(prompt)

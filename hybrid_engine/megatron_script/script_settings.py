@@ -1,0 +1,272 @@
+"""What `--enable-resharding` is to do: Megatron's arguments, our command line and its YAML file, checked together.
+
+    model: path/to/hf_model        # config.json; weights come from training
+    generate_config: {...}         # as everywhere; --infer-… and --offload-train-… override it
+    sampling: {max_tokens: 64}     # of `Sampling`
+
+The training side, `actor_config`, comes from Megatron's own arguments.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from hybrid_engine.backends.vllm.engine_settings import Sampling
+from hybrid_engine.config import HybridConfig, load_config
+from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
+from hybrid_engine.files.documents import read_text, read_yaml
+from hybrid_engine.megatron_script.matching import model_mismatches
+from hybrid_engine.models.directory import read_model
+from hybrid_engine.models.table import ModelTable
+from megatron_patches.arguments import ReshardingOptions
+from megatron_patches.engines import MegatronScript
+
+Prompt = str | tuple[int, ...]
+Callback = Callable[[Any], Callable[[list[Any]], None] | None]
+"""Called on every rank with the `InferenceEngine`, its weights in force. A function that it returns is called with
+Megatron's model chunks once training state is back, before the next step."""
+
+_OVERRIDES = (
+    *("infer_tensor_parallel_size", "infer_pipeline_parallel_size", "infer_data_parallel_size"),
+    *("infer_expert_parallel_size", "offload_train_param", "offload_train_grad", "offload_train_optimizer"),
+)
+
+_ACTOR_ARGUMENTS = {
+    "tensor_model_parallel_size": "tensor_model_parallel_size",
+    "pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline_model_parallel_size",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split": "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
+    "context_parallel_size": "context_parallel_size",
+    "expert_model_parallel_size": "expert_model_parallel_size",
+    "expert_tensor_parallel_size": "expert_tensor_parallel_size",
+    "sequence_parallel": "sequence_parallel",
+    "use_distributed_optimizer": "use_distributed_optimizer",
+    "overlap_grad_reduce": "overlap_grad_reduce",
+    "overlap_param_gather": "overlap_param_gather",
+    "make_vocab_size_divisible_by": "make_vocab_size_divisible_by",
+    "micro_batch_size": "micro_batch_size",
+    "seq_length": "seq_length",
+    "seed": "seed",
+}
+"""Key of `actor_config` -> Megatron's argument."""
+
+_REFUSED = {
+    "use_legacy_models": "parameters have other names",
+    "use_torch_fsdp2": "there are no flat buffers to read",
+    "use_megatron_fsdp": "there are no flat buffers to read",
+    "use_precision_aware_optimizer": "its state has forms of its own",
+    "optimizer_cpu_offload": "optimizer state is on the host already; --offload-train-optimizer does that",
+    "fp8": "weights are switched in 16 or 32 bits",
+    "fp4": "weights are switched in 16 or 32 bits",
+    "nccl_ub": "it registers Megatron's own allocation of the buffers, which are ours here",
+    "init_model_with_meta_device": "parameters have no memory yet when they are moved into shared buffers",
+    "perform_rl_step": "Megatron's RL loop brings an inference engine of its own",
+    "async_save": "its worker process maps parameters by CUDA IPC, which cannot export the memory they lie in here",
+    "skip_train": "switches happen between training steps",
+    "inprocess_restart": "an inference engine cannot be restarted inside its process",
+}
+"""Arguments of Megatron that do not go with a switch, and why."""
+
+_REFUSED_FLAGS = {"nccl_ub": "--use-nccl-ub", "fp8": "--fp8-format", "fp4": "--fp4-format"}
+
+
+@dataclass(frozen=True)
+class ScriptSettings:
+    """Checked.
+
+    Attributes:
+        config: both sides; the training side as Megatron has it.
+        table: name table of the model.
+        sampling: how completions are drawn.
+        prompts: text, or token ids.
+        output: directory for samples and timings.
+        verify: "off", "sample" or "full".
+        callback: None without --resharding-callback.
+    """
+
+    config: HybridConfig
+    table: ModelTable
+    sampling: Sampling
+    prompts: tuple[Prompt, ...]
+    output: Path | None
+    verify: str
+    callback: Callback | None
+
+
+def read_settings(script: MegatronScript) -> ScriptSettings:
+    """Everything from the script's arguments. Raises ConfigError with all violations at once."""
+    options, args = script.options, script.args
+    found = list(_refused(args))
+    values = _Collected(found)
+    content = values.of(lambda: _read_yaml(options.config), {})
+    sampling = values.of(lambda: _read_sampling(content.get("sampling")), Sampling())
+    prompts = values.of(lambda: _read_prompts(options), ())
+    callback = values.of(lambda: _import_callback(options.callback), None)
+    if args.rank == 0:  # it alone writes
+        values.of(lambda: _require_writable(options.output), None)
+    config = values.of(lambda: _read_config(content, options, args), None)
+    table = _table_of(content)
+    if table is not None:
+        found += model_mismatches(table, args, script.transformer_config())
+    if found:
+        raise ConfigError(found)
+    return ScriptSettings(config, table, sampling, prompts, options.output, options.verify, callback)
+
+
+class _Collected:
+    """Calls functions that raise ConfigError, and goes on with the next."""
+
+    def __init__(self, found: list[Violation]) -> None:
+        self._found = found
+
+    def of(self, read: Callable[[], Any], otherwise: Any) -> Any:
+        """What `read` gives, or `otherwise` after noting its violations."""
+        try:
+            return read()
+        except ConfigError as error:
+            self._found += error.findings
+            return otherwise
+
+
+def actor_values(args: Namespace) -> dict[str, Any]:
+    """`actor_config` from Megatron's validated arguments."""
+    values = {key: getattr(args, name) for key, name in _ACTOR_ARGUMENTS.items() if hasattr(args, name)}
+    if not args.num_experts:  # Megatron sets it all the same
+        values["expert_tensor_parallel_size"] = None
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    values["pipeline_model_parallel_layout"] = None if layout is None else str(layout)
+    if layout is not None:  # it says how many chunks a stage has
+        values["virtual_pipeline_model_parallel_size"] = None
+    values["params_dtype"] = str(args.params_dtype).removeprefix("torch.")
+    return values
+
+
+def _refused(args: Namespace) -> Iterator[Violation]:
+    for name, reason in _REFUSED.items():
+        if getattr(args, name, None):
+            flag = _REFUSED_FLAGS.get(name, "--" + name.replace("_", "-"))
+            yield Violation(flag, reason, "Leave it out, or leave out --enable-resharding")
+    if args.optimizer == "dist_muon":
+        problem = "dist_muon: which tensors Megatron's layer-wise optimizer holds is not known"
+        yield Violation("--optimizer", problem, "Use another one, or leave out --enable-resharding")
+
+
+def _read_yaml(path: Path | None) -> dict[str, Any]:
+    key = "--resharding-config"
+    if path is None:
+        raise ConfigError([Violation(key, "is missing", "Name a YAML file with `model` and `generate_config`")])
+    content = read_yaml(path, key)
+    unknown = sorted(clipped(str(name)) for name in set(content) - {"model", "generate_config", "sampling"})
+    if "actor_config" in unknown:
+        raise ConfigError([Violation("actor_config", "is what Megatron's own arguments say", f"Remove it from {path}")])
+    if unknown:
+        remedy = "Known keys: model, generate_config, sampling"
+        raise ConfigError([Violation(key, f"{path}: unknown keys {', '.join(unknown[:10])}", remedy)])
+    return content
+
+
+def _read_sampling(values: Any) -> Sampling:
+    known = [field.name for field in fields(Sampling)]
+    if values is None:
+        return Sampling()
+    if not isinstance(values, Mapping):
+        raise ConfigError([Violation("sampling", f"{shortened(values)} is no section", f"Keys: {', '.join(known)}")])
+    if unknown := [clipped(str(name)) for name in values if name not in known]:
+        remedy = f"Known keys: {', '.join(known)}"
+        raise ConfigError([Violation("sampling", f"unknown keys {', '.join(unknown[:10])}", remedy)])
+    return Sampling(**values)
+
+
+def _read_config(content: Mapping[str, Any], options: ReshardingOptions, args: Namespace) -> HybridConfig | None:
+    """None where the file could not be read: that was reported."""
+    if not content:
+        return None
+    overrides = {key: value for key in _OVERRIDES if (value := getattr(options, key)) is not None}
+    generate = content.get("generate_config") or {}
+    return load_config(
+        {
+            "model": content.get("model"),
+            "actor_config": actor_values(args),
+            "generate_config": {**generate, **overrides} if isinstance(generate, Mapping) else generate,
+        },
+        args.world_size,
+        weights_only=True,  # Megatron's own loop computes
+    )
+
+
+def _table_of(content: Mapping[str, Any]) -> ModelTable | None:
+    """None where the model cannot be read or is unknown: `load_config` says so, among other things."""
+    try:
+        return read_model(Path(content["model"]))[0]
+    except (ConfigError, KeyError, TypeError):
+        return None
+
+
+def _read_prompts(options: ReshardingOptions) -> tuple[Prompt, ...]:
+    if options.prompts is None:
+        return ()
+    key = "--resharding-prompts"
+    found = []
+    if options.output is None:
+        found.append(Violation("--resharding-output", "is missing", "Name a directory for the samples"))
+    try:
+        text = read_text(options.prompts, key, "Name a file of JSON lines")
+    except ConfigError as error:
+        raise ConfigError([*found, *error.findings]) from None
+    lines = [line for line in text.splitlines() if line.strip()]
+    prompts = [_prompt_of(line) for line in lines]
+    if wrong := [number for number, prompt in enumerate(prompts, 1) if prompt is None]:
+        problem = f"{options.prompts}: lines {', '.join(map(str, wrong[:10]))} are no prompts"
+        found.append(Violation(key, problem, 'Write {"prompt": "text"} or {"prompt": [1, 2, 3]} on every line'))
+    if not prompts:
+        found.append(Violation(key, f"{options.prompts} is empty", "Write a prompt on every line"))
+    if found:
+        raise ConfigError(found)
+    return tuple(prompts)
+
+
+def _prompt_of(line: str) -> Prompt | None:
+    """Text, token ids, or None for anything else."""
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    is_tokens = isinstance(prompt, list) and prompt and all(type(token) is int and token >= 0 for token in prompt)
+    return tuple(prompt) if is_tokens else None
+
+
+def _require_writable(directory: Path | None) -> None:
+    if directory is None:
+        return
+    # os.path: below a directory that may not be searched it says no, where Path.exists raises
+    existing = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        problem = f"{directory} cannot be written: {existing} is no directory that lets this process write"
+        raise ConfigError([Violation("--resharding-output", problem, "Name another directory")])
+
+
+def _import_callback(reference: str | None) -> Callback | None:
+    if reference is None:
+        return None
+    module_name, _, name = reference.partition(":")
+    try:
+        callback = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        problem, remedy = f"{reference} cannot be imported: {error}", "Name a MODULE:FUNCTION that can"
+        raise ConfigError([Violation("--resharding-callback", problem, remedy)]) from error
+    if not callable(callback):
+        problem = f"{reference} is a {type(callback).__name__}"
+        raise ConfigError([Violation("--resharding-callback", problem, "Name a function of one argument")])
+    return callback

@@ -1,0 +1,254 @@
+"""All ranks leave a phase together: either all succeeded or all raise.
+
+with agreement.phase("commit"):
+    ...                             # may fail on one rank only
+# here on every rank, or an error on every rank: the own one where it happened, RemoteError elsewhere
+
+Ranks part ways where a phase waits for others inside a library: one fails, the others wait there for what never comes.
+All of them know of it at once (ranks/failure_watch.py), every wait has an end, and then the agreement is over:
+
+    the rank that failed      waits for the others to arrive, for its patience or the timeout, then raises alone
+    the others                are ended by that rank's closed connections, by their library's timeout, or by the watch
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.errors import HybridEngineError, LostRankError, RemoteError, ReshardError, StateError
+from hybrid_engine.ranks.failure_watch import FailureWatch
+from hybrid_engine.ranks.process_groups import end_groups, is_lost_connection, plain_text
+
+SECONDS_TO_BUILD = 300.0
+"""Floor of the longest wait while engines are built: ranks of a busy host import for a minute, and not at one speed."""
+
+SHORT_PATIENCE = 30.0
+"""Seconds for which a rank that failed waits for others that cannot come back, since they wait for it in a library."""
+
+
+class Agreement:
+    """Lets every rank know whether any rank failed. One small all-reduce when all is well.
+
+    Args:
+        timeout_seconds: longest wait for a peer, then LostRankError.
+
+    Creates a gloo group of its own, so that it works beside NCCL and never mixes with other traffic; `close` ends it.
+    Collective. After a LostRankError the ranks have no agreement any more: every call raises.
+
+    Attributes:
+        lost: that error; None as long as the ranks are together.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+        self.group: dist.ProcessGroup | None = _new_group(timeout_seconds)
+        self.lost: LostRankError | None = None
+        self._agreed: Exception | None = None  # what this rank raised when all ranks raised last
+        self._watch = FailureWatch(timeout_seconds)
+
+    def close(self) -> None:
+        """End the group, when there is nothing more to agree on; idempotent."""
+        self._watch.close()
+        self._end_group()
+
+    def _end_group(self) -> None:
+        group, self.group = self.group, None
+        end_groups(group)
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Set-up: the longest wait is `SECONDS_TO_BUILD`, or the timeout if that is longer. Collective."""
+        group, seconds = self._open_group(), self.timeout_seconds
+        longer = max(seconds, SECONDS_TO_BUILD)
+        self.group = _new_group(longer)
+        self.timeout_seconds = longer
+        self._watch.set_silence(longer)
+        try:
+            with self._watch.inside("building"):
+                yield
+        except BaseException as error:
+            if error is not self._agreed and error is not self.lost:
+                self._watch.tell("building", _described(error), SHORT_PATIENCE)
+            raise
+        finally:
+            self._end_group()
+            self.timeout_seconds = seconds
+            self._watch.set_silence(seconds)
+            if self.lost is None:
+                self.group = group
+            else:
+                end_groups(group)
+
+    @contextmanager
+    def phase(self, name: str, patience: float | None = None, waiting: Collection[int] | None = None) -> Iterator[None]:
+        """Leave the block on all ranks or raise on all ranks. No other collective of this group inside.
+
+        Args:
+            name: in messages.
+            patience: seconds for which a rank that failed waits for those in `waiting`; default: the timeout. Shorter
+                where they cannot come back by themselves, since they wait for this rank in a library.
+            waiting: those ranks; default: all. The others have the timeout.
+        """
+        self._open_group()
+        error, self._agreed = None, None
+        try:
+            with self._watch.inside(name):
+                yield
+        except Exception as caught:
+            if caught is self._agreed or caught is self.lost:  # of a phase within this one: all ranks have raised
+                raise
+            error = self._in_our_words(name, caught)
+        except BaseException as interrupt:  # not held back, but the others hear of it
+            self._watch.tell(name, _described(interrupt), patience or self.timeout_seconds, waiting)
+            raise
+        self.settle(name, error, patience, waiting)
+
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """Work of all ranks without an agreement at its end. What fails here is raised here; the others hear of it.
+
+        Raises LostRankError where a library lost its connection to a rank that failed or ended.
+        """
+        self._open_group()
+        try:
+            with self._watch.inside(name):
+                yield
+        except Exception as caught:
+            error = self._in_our_words(name, caught)
+            if not isinstance(error, LostRankError):
+                self._watch.tell(name, _described(error), self.timeout_seconds)
+            if error is caught:
+                raise
+            raise error from caught
+        except BaseException as interrupt:
+            self._watch.tell(name, _described(interrupt), self.timeout_seconds)
+            raise
+
+    def settle(
+        self,
+        phase: str,
+        error: Exception | None,
+        patience: float | None = None,
+        waiting: Collection[int] | None = None,
+    ) -> None:
+        """Return when no rank failed. Otherwise raise on all of them.
+
+        Where it happened: `error` itself if it is one of this project's, else a ReshardError from it. Elsewhere:
+        RemoteError with the messages of the ranks that failed; so does a RemoteError of which this rank came to know
+        inside the block. LostRankError, with this rank's own error if it has one, when a rank does not come.
+        """
+        self._open_group()  # never kept in a variable: an error's traceback would keep its connections open
+        with self._watch.arrived(phase):
+            if error is not None and not self._tell(phase, error, patience, waiting):
+                raise self._part(phase, error) from error
+            num_failed = torch.tensor([error is not None], dtype=torch.int64)
+            with self._connected(phase, error):
+                dist.all_reduce(num_failed, op=dist.ReduceOp.MAX, group=self._open_group())
+            if not num_failed:
+                return
+            told = None if error is None else (_described(error), _is_secondhand(error))
+            messages = self._gather(told, phase, error)
+        self._agreed = _agreed_error(phase, error, messages)
+        raise self._agreed from (error if error is not self._agreed else error.__cause__)
+
+    def gather(self, value: object, phase: str = "gather") -> list:
+        """`value` of every rank, by rank; for set-up and results, not for switches. Raises RemoteError."""
+        self.settle(phase, None)  # a rank that failed on its way here settles that, and never meets this gather
+        return self._gather(value, phase)
+
+    def total(self, value: int) -> int:
+        """Sum over all ranks. Raises RemoteError."""
+        return sum(self.gather(value, "total"))
+
+    def _gather(self, value: object, phase: str, error: Exception | None = None) -> list:
+        values: list = [None] * dist.get_world_size(self._open_group())
+        with self._connected(phase, error):
+            dist.all_gather_object(values, value, group=self._open_group())
+        return values
+
+    def _open_group(self) -> dist.ProcessGroup:
+        if self.lost is not None:
+            raise StateError(f"the ranks have parted, end the job: {self.lost}") from self.lost
+        if self.group is None:
+            raise StateError("there is nothing to agree on any more: what used this was shut down")
+        return self.group
+
+    def _tell(self, phase: str, error: Exception, patience: float | None, waiting: Collection[int] | None) -> bool:
+        """Let the others know; whether to go on and meet them."""
+        if _is_secondhand(error):
+            return True  # they know of that one
+        patience = min(patience or self.timeout_seconds, self.timeout_seconds)
+        self._watch.tell(phase, _described(error), patience, waiting)
+        return patience == self.timeout_seconds or self._watch.have_arrived(waiting, patience)
+
+    def _in_our_words(self, phase: str, error: Exception) -> Exception:
+        """`error`, or a LostRankError where a library lost its connection and the reason is known."""
+        reasons = self._reasons() if is_lost_connection(error) else []
+        if not reasons:
+            return error
+        lost = LostRankError(_parted(phase, None, reasons))
+        lost.__cause__ = error
+        return lost
+
+    @contextmanager
+    def _connected(self, phase: str, error: Exception | None = None) -> Iterator[None]:
+        """What torch.distributed raises about a rank that is gone, in our words; `error` is this rank's own."""
+        try:
+            yield
+        except RuntimeError as broken:
+            parted = self._part(phase, error)
+            raise parted from (parted.__cause__ or error or broken)
+
+    def _part(self, phase: str, error: Exception | None) -> LostRankError:
+        """The error that ends this agreement. Its connections close, so that nobody waits for this rank."""
+        if not isinstance(error, LostRankError):
+            unknown = "they ended, or wait for this rank in a library"
+            if error is None:
+                unknown = f"a rank ended or gave no sign for {self.timeout_seconds:g} s; see the logs of the others"
+            error = LostRankError(_parted(phase, error, self._reasons() or [unknown]))
+        self.lost = error
+        self._end_group()
+        return error
+
+    def _reasons(self) -> list[str]:
+        """What is known of the others: what they said of themselves, or how they ended."""
+        return list(map(str, self._watch.failures_of_others())) or self._watch.ended_ranks()
+
+
+def _parted(phase: str, error: Exception | None, reasons: list[str]) -> str:
+    """The text of a LostRankError."""
+    known = "\n".join(reasons)
+    if error is None:
+        return f"{phase}: {known}. The job cannot go on"
+    return f"{phase}: {_described(error)}\nThe other ranks did not come: {known}. The job cannot go on"
+
+
+def _agreed_error(phase: str, error: Exception | None, messages: Sequence[tuple[str, bool] | None]) -> Exception:
+    """What a rank raises when all know what each has to tell: by rank, (text, whether it is secondhand), or None."""
+    firsthand = {rank: told[0] for rank, told in enumerate(messages) if told and not told[1]}
+    texts = firsthand or {rank: told[0] for rank, told in enumerate(messages) if told}
+    causes = "\n".join(f"rank {rank}: {text}" for rank, text in texts.items())
+    if error is None or (firsthand and isinstance(error, LostRankError)):  # lost by a library: all ranks are here
+        return RemoteError(f"{phase} failed on {len(texts)} rank(s):\n{causes}")
+    if firsthand and isinstance(error, RemoteError):
+        return type(error)(f"{error}\n{causes}")
+    return error if isinstance(error, HybridEngineError) else ReshardError(f"{phase}: {_described(error)}")
+
+
+def _described(error: BaseException) -> str:
+    text = plain_text(error) if is_lost_connection(error) else str(error)
+    return f"{type(error).__name__}: {text}"
+
+
+def _is_secondhand(error: Exception) -> bool:
+    """Whether this rank came to know of another's failure, and has none of its own."""
+    return isinstance(error, (RemoteError, LostRankError))
+
+
+def _new_group(timeout_seconds: float) -> dist.ProcessGroup:
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds))

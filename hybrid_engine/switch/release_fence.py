@@ -1,0 +1,111 @@
+"""Training memory goes while inference memory comes, bucket by bucket.
+
+    run bucket b  ->  fence b starts  ->  commit b  ->  run bucket b + 1  ->  fence b ends: pages of b go
+
+A fence ends when every rank has read all it needs of a bucket; it runs while the next bucket is on its way. So a rank
+never holds more than its training weights, less those of the buckets before the last, and the inference weights so far.
+
+When a rank fails, all ranks must still start the same fences, or the next switch would meet the leftovers. They start
+those up to the one after the first that tells of a failure: nobody can have learned of it later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.errors import PeerTransportError, TransportError
+from hybrid_engine.ranks.process_groups import plain_text
+
+logger = logging.getLogger(__name__)
+
+
+class Handover:
+    """The fences of one switch on one rank (`weight_container.BucketFollower`).
+
+    Args:
+        group: of all ranks, on the CPU, used for nothing else.
+        num_buckets: of the plan.
+        give_back: called with a bucket's index once every rank has read all of it.
+        timeout: seconds to wait for a fence.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, num_buckets: int, give_back: Callable[[int], None], timeout: float
+    ) -> None:
+        self._group = group
+        self._num_buckets = num_buckets
+        self._give_back = give_back
+        self._timeout = timedelta(seconds=timeout)
+        self._fences: list[tuple[dist.Work, torch.Tensor]] = []  # started, in order of buckets
+        self._num_ended = 0
+        self._told_by: int | None = None  # the first fence that tells of a failure
+
+    def sent(self, index: int) -> None:
+        """This rank has read all it needs of a bucket. Gives back the bucket before.
+
+        Raises PeerTransportError when another rank failed, TransportError when one does not come.
+        """
+        self._start(failed=False)
+        if index > 0:
+            self._end_next(index - 1)
+
+    def finish(self) -> None:
+        """All buckets are sent: give back the last. Raises as `sent`."""
+        if self._num_buckets:
+            self._end_next(self._num_buckets - 1)
+
+    def abandon(self) -> None:
+        """This rank failed, or heard of a failure: start the fences that the others start. Waits for nobody new."""
+        try:
+            while self._num_ended < len(self._fences) and self._told_by is None:
+                self._wait()
+        except TransportError as error:
+            logger.warning("fences of the switch are out of step; the next one will fail: %s", error)
+            return
+        if self._told_by is None:
+            self._told_by = len(self._fences)
+        while len(self._fences) < min(self._told_by + 2, self._num_buckets):
+            self._start(failed=True)
+
+    def drain(self) -> None:
+        """After `abandon`, once the transports are abandoned too: wait until the fences are over."""
+        while self._num_ended < len(self._fences):
+            self._wait()
+
+    def _start(self, *, failed: bool) -> None:
+        """Tell the others: 0 for a success, else this rank's number and one."""
+        told = torch.tensor([dist.get_rank() + 1 if failed else 0], dtype=torch.int64)
+        try:
+            work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise TransportError(
+                f"bucket {len(self._fences)}, phase handover: the ranks' group is gone ({plain_text(error)}); "
+                "the job cannot go on"
+            ) from error
+        self._fences.append((work, told))
+
+    def _end_next(self, index: int) -> None:
+        if failed_rank := self._wait():
+            raise PeerTransportError(f"bucket {index}, phase handover: rank {failed_rank - 1} failed")
+        self._give_back(index)
+
+    def _wait(self) -> int:
+        """End the oldest fence; returns what it tells."""
+        index = self._num_ended
+        work, told = self._fences[index]
+        self._num_ended += 1
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise TransportError(
+                f"bucket {index}, phase handover: not every rank read it within {self._timeout.total_seconds():g} s "
+                f"({plain_text(error)}); raise generate_config.timeout_seconds if they are only slow"
+            ) from error
+        if told.item() and self._told_by is None:
+            self._told_by = index
+        return int(told.item())

@@ -1,0 +1,250 @@
+"""The inference weights of one rank, filled bucket by bucket from the training weights.
+
+    for bucket in plan.buckets:                     every rank, the same order
+        buffers = weights.allocate(groups)          this rank's groups of the bucket, maybe none
+        router.run(bucket, source, buffers, next)   read, transfer, write; the next bucket's messages go meanwhile
+        follower.sent(bucket.index)                 training memory of earlier buckets can go (switch/release_fence.py)
+        weights.commit(groups)                      the engine's own post-load processing
+    weights.settle()                                memory of the way there is given back
+
+    EMPTY --fill--> PARTIAL --last bucket--> FILLED --release--> EMPTY
+                       └────────failure, then release────────────┘
+
+Memory: nothing in EMPTY; in FILLED what the inference engine keeps. In between, at most the destination buffers of
+the buckets so far (live storage) or of one bucket (an engine that repacks).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from hybrid_engine.errors import HybridEngineError, PlanError, ReshardError, StateError
+from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan
+from hybrid_engine.ports import InferenceWeights
+from hybrid_engine.transports.router import RunReport, TransportSet
+
+logger = logging.getLogger(__name__)
+
+_NUM_NAMED = 4  # groups in a message
+
+PHASES = ("allocate", "read", "transfer", "write", "commit")
+
+
+class BucketFollower(Protocol):
+    """Goes along with a fill, bucket by bucket, on all ranks alike."""
+
+    def sent(self, index: int) -> None:
+        """This rank has read all it needs of a bucket; its weights are not in force yet."""
+        ...
+
+    def finish(self) -> None:
+        """All buckets are in force on this rank."""
+        ...
+
+    def abandon(self) -> None:
+        """This rank goes no further; transports still wait for each other."""
+        ...
+
+    def drain(self) -> None:
+        """After `abandon`, when no transport waits any more."""
+        ...
+
+
+class ContainerState(Enum):
+    """What the inference side holds: no weights, some of them, all of them in force."""
+
+    EMPTY = "empty"
+    PARTIAL = "partial"
+    FILLED = "filled"
+
+
+@dataclass(frozen=True, slots=True)
+class FillReport:
+    """What one fill cost this rank.
+
+    Attributes:
+        seconds: by phase; copies that go straight from source to destination count as transfer.
+        nbytes_by_link: bytes read, by what they crossed; those over HOST and NETWORK were received from other ranks.
+        nbytes_by_peer: the same bytes by transport name and by the rank they came from (`router.RunReport`).
+        staging_nbytes: memory of messages on their way, given back since.
+    """
+
+    seconds: Mapping[str, float]
+    nbytes_by_link: Mapping[Link, int]
+    nbytes_by_peer: Mapping[str, Mapping[int, int]]
+    staging_nbytes: int = 0
+
+    @property
+    def nbytes_by_transport(self) -> dict[str, int]:
+        """The same bytes by transport name."""
+        return {name: sum(by_peer.values()) for name, by_peer in self.nbytes_by_peer.items()}
+
+    @property
+    def received_nbytes(self) -> int:
+        """Bytes that came from other ranks."""
+        return self.nbytes_by_link[Link.HOST] + self.nbytes_by_link[Link.NETWORK]
+
+
+class WeightContainer:
+    """Fills, holds and releases the weights of the inference engine on this rank."""
+
+    def __init__(
+        self, weights: InferenceWeights, plan: ReshardPlan, router: TransportSet, *, sends_ahead: bool = True
+    ) -> None:
+        """`sends_ahead`: the next bucket's messages go while one is put in force; the same on all ranks.
+
+        No collective. Raises PlanError when the plan's buckets do not complete every group of this rank once."""
+        self._weights = weights
+        self._plan = plan
+        self._router = router
+        self._sends_ahead = sends_ahead
+        buffers = weights.layout().buffers
+        self._groups = {buffer.group for buffer_id, buffer in buffers.items() if buffer_id.rank == router.rank}
+        self._state = ContainerState.EMPTY
+        self._num_met = 0  # by the router, when the fill began
+        self._check_groups()
+
+    @property
+    def state(self) -> ContainerState:
+        return self._state
+
+    @torch.no_grad()
+    def fill(self, source: Mapping[str, torch.Tensor], follower: BucketFollower | None = None) -> FillReport:
+        """Put the weights of `source` (`TrainingWeights.buffers()`) in force, bucket by bucket. All ranks call it.
+
+        The caller fences before (all sources are final) and, without a follower, after (nobody reads them any more).
+        Raises StateError unless empty. On any other failure the state is PARTIAL, the remaining buckets are abandoned,
+        so that no peer waits for this rank, and the error is raised: the engine's own as it is, others as ReshardError.
+        """
+        if self._state is not ContainerState.EMPTY:
+            raise StateError(f"the weight container is {self._state.value}; release() it before the next fill")
+        self._state = ContainerState.PARTIAL
+        tally = _Tally()
+        self._num_met = self._router.num_met
+        try:
+            self._router.prepare()
+        except Exception as error:
+            reason = f"rank {self._router.rank} failed before the first bucket: {type(error).__name__}: {error}"
+            self._abandon(reason, follower)
+            if isinstance(error, HybridEngineError):
+                raise
+            raise ReshardError(reason) from error
+        for bucket in self._plan.buckets:
+            self._fill_bucket(bucket, source, follower, tally)
+        if follower is not None:
+            follower.finish()
+        self._weights.settle()
+        tally.staging_nbytes = self._router.trim()
+        self._state = ContainerState.FILLED
+        return tally.report()
+
+    def release(self) -> None:
+        """Free the inference weights, whatever was filled; afterwards the container is empty. Idempotent."""
+        if self._state is ContainerState.EMPTY:
+            return
+        self._state = ContainerState.PARTIAL  # should the engine fail half-way
+        self._weights.release()
+        self._state = ContainerState.EMPTY
+
+    def _check_groups(self) -> None:
+        completed = Counter(group for bucket in self._plan.buckets for group in self._owned(bucket))
+        faults = [
+            f"group {group!r} of rank {self._router.rank} is completed by {completed[group]} buckets, not by one; "
+            "build the plan from the layouts of this engine"
+            for group in sorted(self._groups)
+            if completed[group] != 1
+        ]
+        if faults:
+            raise PlanError(faults)
+
+    def _following(self, bucket: Bucket) -> Bucket | None:
+        return next(iter(self._plan.buckets[bucket.index + 1 :]), None) if self._sends_ahead else None
+
+    def _owned(self, bucket: Bucket) -> Sequence[str]:
+        return [group for group in bucket.groups if group in self._groups]
+
+    def _fill_bucket(
+        self, bucket: Bucket, source: Mapping[str, torch.Tensor], follower: BucketFollower | None, tally: _Tally
+    ) -> None:
+        groups, phase = self._owned(bucket), "allocate"
+        try:
+            with tally.time(phase):
+                destination = self._weights.allocate(groups) if groups else {}
+            phase = "transfer"
+            tally.add_run(self._router.run(bucket, source, destination, self._following(bucket)))
+            if follower is not None:
+                follower.sent(bucket.index)
+            phase = "commit"
+            with tally.time(phase):
+                if groups:
+                    self._weights.commit(groups)
+        except Exception as error:
+            reason = f"rank {self._router.rank} failed in bucket {bucket.index}, {phase}: {error}"
+            self._abandon(reason, follower)
+            if isinstance(error, HybridEngineError):
+                raise
+            raise ReshardError(
+                f"rank {self._router.rank}, bucket {bucket.index}, phase {phase}, groups {_first_of(groups)}: "
+                f"{type(error).__name__}: {error}. The inference weights are partly filled; release() them"
+            ) from error
+
+    def _abandon(self, reason: str, follower: BucketFollower | None) -> None:
+        """Walk the buckets that are left without filling them, for peers that wait for this rank."""
+        buckets = [
+            partial(self._router.abandon, bucket, reason, self._following(bucket))
+            for bucket in self._plan.buckets[self._router.num_met - self._num_met :]
+        ]
+        steps = buckets if follower is None else [follower.abandon, *buckets, follower.drain]
+        failures = []
+        for step in steps:
+            try:
+                step()
+            except Exception as error:  # one group that is dead does not keep the others from hearing
+                failures.append(error)
+        if failures:
+            logger.warning("not every bucket could be abandoned; peers end by their timeout: %s", failures[0])
+
+
+def _first_of(groups: Sequence[str]) -> str:
+    """The first few names: a bucket of a large model holds hundreds."""
+    shown = ", ".join(groups[:_NUM_NAMED])
+    return shown if len(groups) <= _NUM_NAMED else f"{shown} and {len(groups) - _NUM_NAMED} more"
+
+
+@dataclass
+class _Tally:
+    """The sums of a fill while it goes on."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    by_link: dict[Link, int] = field(default_factory=lambda: dict.fromkeys(Link, 0))
+    by_peer: dict[str, Counter[int]] = field(default_factory=dict)
+    staging_nbytes: int = 0
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - start
+
+    def add_run(self, report: RunReport) -> None:
+        for phase, seconds in report.seconds.items():
+            self.seconds[phase] += seconds
+        for link, nbytes in report.nbytes_by_link.items():
+            self.by_link[link] += nbytes
+        for name, by_peer in report.nbytes.items():
+            self.by_peer.setdefault(name, Counter()).update(by_peer)
+
+    def report(self) -> FillReport:
+        return FillReport(self.seconds, self.by_link, self.by_peer, self.staging_nbytes)

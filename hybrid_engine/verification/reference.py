@@ -1,0 +1,119 @@
+"""What transformers computes from a checkpoint, in a process of its own: vLLM replaces some of its classes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import traceback
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hybrid_engine.errors import ReshardError
+from hybrid_engine.ranks.launching import end_with_parent
+
+if TYPE_CHECKING:
+    import numpy
+    import torch
+
+_SECONDS_TO_END = 10
+
+
+class Reference:
+    """Log-probabilities by transformers in float32, on the CPU. A context manager; its process ends with it.
+
+    And with this process, however that ends. The process is started by the first use. Not a multiprocessing pool: its
+    semaphores have names, which stay in /dev/shm when all processes are killed.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def __enter__(self) -> Reference:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def _end(self, patience: float = _SECONDS_TO_END) -> int | None:
+        """End the process and forget it, so that the next use starts another; its exit status if there was one."""
+        process, connection, self._process, self._connection = self._process, self._connection, None, None
+        if process is None or connection is None:
+            return None
+        connection.close()
+        try:
+            return process.wait(patience)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+    def log_probs(self, checkpoint: Path, tokens: torch.Tensor, timeout: float = 600) -> torch.Tensor:
+        """Of every token of the vocabulary after every position: [B, S] int64 -> [B, S, vocabulary] float32.
+
+        Raises ReshardError with what transformers said when it cannot, when its process ends, or after `timeout` s.
+        """
+        import torch
+
+        connection = self._connection or self._start()
+        try:
+            connection.send((str(checkpoint), tokens.tolist()))
+            if not connection.poll(timeout):
+                self._end(patience=0)  # its late answer would be taken for that to the next question
+                raise ReshardError(f"transformers computed no log-probabilities of {checkpoint} within {timeout:g} s")
+            values, error = connection.recv()
+        except (EOFError, ConnectionError):
+            status = self._end()
+            raise ReshardError(f"the process of transformers ended with status {status} at {checkpoint}") from None
+        if error is not None:
+            raise ReshardError(f"transformers cannot compute log-probabilities of {checkpoint}:\n{error}")
+        return torch.from_numpy(values)
+
+    def _start(self) -> Connection:
+        self._connection, other_end = Pipe()
+        with other_end:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "hybrid_engine.verification.reference",
+                    str(other_end.fileno()),
+                    str(os.getpid()),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other_end.fileno()],
+            )
+        return self._connection
+
+
+def main(descriptor: str, parent: str) -> None:
+    """Answer until the other end is closed."""
+    end_with_parent(int(parent))
+    with Connection(int(descriptor)) as connection:
+        while True:
+            try:
+                checkpoint, tokens = connection.recv()
+            except EOFError:
+                return
+            try:
+                answer = (_log_probs(checkpoint, tokens), None)
+            except Exception:
+                answer = (None, traceback.format_exc())
+            connection.send(answer)
+
+
+def _log_probs(checkpoint: str, tokens: list[list[int]]) -> numpy.ndarray:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    # eager: the other implementations leave out what they cannot do (Gemma-2's soft caps)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.log_softmax(-1).numpy()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,91 @@
+"""The GPU benchmark runs, on the CPU with a tiny model, and what it measures is a right reshard."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.gpu_layouts import TINY, RankJob, rank_job
+from hybrid_engine.planning.plan import Link, Transfer
+from hybrid_engine.records.layout import BufferId, Extent, Place
+from hybrid_engine.transports.copies import copy_straight
+from hybrid_engine.transports.shared_memory import source_extents
+
+HEAD_DIM = TINY.hidden_size // TINY.num_heads
+
+
+def numbered(job: RankJob) -> torch.Tensor:
+    return torch.arange(job.source.numel, dtype=torch.float64) + 1e6 * job.rank
+
+
+@pytest.mark.parametrize(("train", "num_ranks"), [("tp=1,dp=1", 1), ("tp=2,dp=1", 2)])
+def test_reshard_takes_the_interleaved_projections_apart(train: str, num_ranks: int):
+    """Per query group Megatron's rows are queries, key, value: put together again they are a run of the source."""
+    jobs = [rank_job(TINY, train, "tp=1", rank, 2**14) for rank in range(num_ranks)]
+    sources = [numbered(job) for job in jobs]
+    for job in jobs:
+        found = {name: torch.full((buffer.numel,), torch.nan).double() for name, buffer in job.destinations.items()}
+        for bucket in job.buckets:
+            copy_straight("test", bucket.index, bucket.transfers, lambda each: sources[each.src_rank], found)
+        gpu.raise_unless_written(found)
+        assert job.read_nbytes(range(num_ranks)) == job.destination_nbytes
+        for layer in range(TINY.num_layers):
+            q, k, v, gate, up = (
+                found[f"model.layers.{layer}.{name}.weight"]
+                for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+            )
+            groups = torch.cat([part.view(TINY.num_kv_heads, -1) for part in (q, k, v)], dim=1)
+            assert groups.shape[1] == (TINY.num_heads // TINY.num_kv_heads + 2) * HEAD_DIM * TINY.hidden_size
+            fused = torch.cat([part.view(num_ranks, -1) for part in (gate, up)], dim=1)
+            for whole in (groups.reshape(num_ranks, -1), fused):
+                assert bool((whole.diff(dim=1) == 1).all())
+                assert (whole[:, 0] // 1e6).tolist() == list(range(num_ranks))
+
+
+def test_unwritten_destination_is_noticed():
+    with pytest.raises(AssertionError, match="never written in part: b"):
+        gpu.raise_unless_written({"a": torch.zeros(2), "b": torch.tensor([0, torch.nan])})
+
+
+def test_extents_hold_what_is_read():
+    place = Place(BufferId(0, "flat"), 10, (100, 3))
+    box = Transfer("t", (2, 4), place, place, 0, Link.HOST)
+    element = Transfer("t", (), Place(BufferId(0, "flat"), 7, ()), place, 0, Link.HOST)
+    assert source_extents(box, 90) == [Extent(10, 20), Extent(110, 120)] and source_extents(box, 91) == [
+        Extent(10, 120)
+    ]
+    assert source_extents(element, 0) == [Extent(7, 8)]
+
+
+@pytest.mark.slow
+def test_the_script_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    path = tmp_path / "figures.json"
+    monkeypatch.setattr(sys, "argv", ["gpu", "--device", "cpu", "--repeat", "1", "--json", str(path)])
+    gpu.main()
+    found = json.loads(path.read_text())
+    assert "mean nothing" in found["device"] and found["missing"] == {"device memory": "there is no device"}
+    timings = {each["name"]: each for each in found["timings"]}
+    assert list(timings) == [
+        *("offload", "offload, the first", "onload", "onload, the first", "reshard"),
+        *("pull, mapping bucket by bucket", "pull, copies alone"),
+    ]
+    job = rank_job(TINY, "tp=1,dp=1", "tp=1", 0, 2**15)
+    assert timings["reshard"]["nbytes"] == job.source_nbytes
+    assert timings["offload"]["nbytes"] == 14 * job.source.numel
+    for each in timings.values():
+        assert each["of_floor"] == pytest.approx(each["floor_seconds"] / each["seconds"]) and each["seconds"] > 0
+    assert [each["nbytes"] for each in found["memory"]] == [0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_a_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "benchmarks.gpu needs a GPU and found none; `--device cpu` tries the script\n"

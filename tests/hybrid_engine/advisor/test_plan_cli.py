@@ -1,0 +1,315 @@
+"""`python -m hybrid_engine plan`: numbers, refusals, the page, and DeepSeek-V3 on 2,048 ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hybrid_engine.cli import app
+from tests.hybrid_engine.hf_configs import DEEPSEEK_V3, LLAMA_3_8B
+from tests.hybrid_engine.layouts.layout_cases import DENSE, EXPERTS
+
+
+def saved(directory: Path, config: dict[str, Any]) -> str:
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"})
+
+
+def facts(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_the_jobs_numbers(tmp_path: Path) -> None:
+    """Llama-3 8B, 16.06 GB of bfloat16; half a model more on every rank than it holds."""
+    model = saved(tmp_path, LLAMA_3_8B)
+    found = facts("--model", model, "--train", "tp=8,pp=2,dp=4", "--infer", "tp=4,dp=16", "--hosts-of", "8")
+    assert (found["world_size"], found["train"]["data"], found["infer"]["data"]) == (64, 4, 16)
+    assert found["model"]["served_bytes"] == 2 * 8_030_261_248
+    moved, before = found["bytes"], found["sequential"]
+    assert moved["received"] == moved["least"]
+    assert moved["received"]["mean"] == pytest.approx(moved["sent"]["mean"])
+    assert moved["received_same_host"]["mean"] + moved["received_across_hosts"]["mean"] == moved["received"]["mean"]
+    assert before["received"]["mean"] > 1.2 * moved["received"]["mean"], "auto saves a fifth here"
+    # all but the norms is cut: M * (1/4 - 1/16)
+    bound = 3 / 16 * found["model"]["served_bytes"]
+    assert moved["received"]["mean"] == pytest.approx(bound, rel=1e-3)
+    gather, broadcast, strided = found["peers"]
+    assert gather["nbytes"] == pytest.approx(15 / 16 * found["model"]["served_bytes"], rel=1e-3)
+    assert broadcast["nbytes"] == pytest.approx(bound) and strided["nbytes"] == pytest.approx(bound)
+    assert found["across_hosts"]["received"] == found["across_hosts"]["least"]
+    total = found["across_hosts"]["least"]["mean"]
+    assert moved["received_across_hosts"]["max"] == pytest.approx(total / 8, rel=0.01), "shared out in each host"
+    links = moved["received_across_hosts"]["max"] / 45e9 + moved["received_same_host"]["max"] / 400e9
+    assert found["seconds"]["max"] == pytest.approx(links, rel=0.05)
+
+
+def test_options_are_used(tmp_path: Path) -> None:
+    model = saved(tmp_path, DENSE)
+    common = ("--model", model, "--train", "tp=2,dp=2", "--infer", "tp=1")
+    one_host = facts(*common, "--order", "sequential", "--link-gbps", "host=1e-6,self=1e9", "--rank", "3")
+    assert one_host["bytes"]["received_across_hosts"]["max"] == 0
+    assert one_host["seconds"]["max"] == pytest.approx(one_host["bytes"]["received"]["max"] / 1e3)
+    assert one_host["rank"]["received"]["host"] == one_host["bytes"]["received"]["max"]
+    assert one_host["rank"]["staging"] == 0
+    assert one_host["rank"]["transfers"] > 0 and one_host["rank"]["peers"] == 2
+    apart = facts(*common, "--hosts-of", "1", "--dtype", "float32")
+    assert apart["bytes"]["received_same_host"]["max"] == 0
+    assert apart["bytes"]["received"]["max"] == 2 * one_host["bytes"]["received"]["max"]
+    tiny = facts(*common, "--device-gib", "1e-5", "--host-gib", "1e-5")["memory"]
+    assert (tiny["device"]["fits"], tiny["host"]["fits"]) == (False, False)
+    assert one_host["memory"]["device"]["fits"] and one_host["memory"]["host"]["fits"] is None
+
+
+def test_the_tables_say_what_the_engine_does(tmp_path: Path) -> None:
+    result = run(
+        "--model", saved(tmp_path, EXPERTS), "--train", "tp=2,ep=2,etp=1,dp=3", "--infer", "tp=3,ep=6", "--rank", "1"
+    )
+    assert result.exit_code == 0, result.output
+    for text in (
+        "A switch on 6 ranks of 1 hosts",
+        "received across hosts",
+        "verl with mbridge: gather",
+        "expert parallelism is not described",
+        "switch, sleep mode: parameters + inference weights",
+        "switch, bucket by bucket: the larger and two",
+        "fits a device of 141 GiB",
+        "Estimated time of the transfers",
+        "self 2000, host 400, network 45",
+        "Rank 1",
+    ):
+        assert text in result.output, text
+    result = run("--model", str(tmp_path), "--train", "dp=1", "--infer", "tp=1", "--device-gib", "1e-6")
+    assert "does not fit a device of 1e-06 GiB" in result.output
+
+
+def test_everything_impossible_is_said_at_once(tmp_path: Path) -> None:
+    model = saved(tmp_path, DENSE)
+    page = str(tmp_path / "missing" / "page.html")
+    result = run(
+        *("--model", model, "--train", "tp=5,pp=3,dp=2,vpp=2,ep=2", "--infer", "tp=3,pp=10,ep=5"),
+        *("--hosts-of", "0", "--dtype", "int3", "--link-gbps", "host=fast", "--html", page, "--rank", "99"),
+    )
+    assert result.exit_code == 2 and not result.stdout
+    for key, problem in {
+        "--train tp": "5 does not divide the number of attention heads 12",
+        "--train pp": "4 layers do not divide into 3 stages",
+        "--train ep": "2, but the model has no experts",
+        "--infer pp": "10 stages for 4 layers",
+        "--infer ep": "5 is no multiple of TP 3",
+        "--hosts-of": "0 is not a valid size",
+        "--dtype": "'int3' is not known",
+        "--link-gbps": "'host=fast' cannot be read",
+        "--html": "page.html cannot be written: No such file or directory",
+    }.items():
+        assert re.search(f"- {re.escape(key)}: .*{re.escape(problem)}", result.stderr), (key, result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("train", "infer", "text"),
+    [
+        ("tp=2", "tp=2", "--train dp: neither side says how many replicas there are"),
+        ("tp=2,dp=3", "tp=2,dp=4", "--infer dp: training has 6 ranks, inference 8"),
+        ("tp=2,dp=2,pd=1", "tp=2", "--train pd: unknown key. Known keys: tp, pp, vpp"),
+        ("tp=two,dp=1", "tp=0", "--train tp: 'two' cannot be read"),
+        ("tp=two,dp=1", "tp=0", "--infer tp: 0 is not a valid size"),
+        ("tp=1,tp=2,dp=1", "tp=1", "--train tp: given twice"),
+        ("dp=2,layout=Et|ttL,pp=2", "tp=1", "--train layout: 3 layers (t), the model has 4"),
+        ("dp=2,first=1,embedding=1,pp=2", "tp=1", "--train embedding: set beside the number of layers"),
+        ("dp=4,etp=3", "tp=1", "--train etp: 3, but the model has no experts"),
+        ("dp=4", "tp=8", "--infer tp: TP 8 x PP 1 = 8 does not divide the world size 4"),
+        *(("dp=1,tp=" + size, "tp=1", f"--train tp: '{size}' cannot be read") for size in ("２", "0_2", "1e1", "+1")),
+        ("dp=1,noop=0_1", "tp=1", "--train noop: '0_1' cannot be read"),
+        ("dp=1000000000", "tp=1", "--train dp: 1000000000 is not a valid size"),  # each before anything is planned
+        ("dp=1000000", "tp=1", "--train dp: 1000000 ranks. Use sizes that make at most 131072"),
+        ("dp=1,pp=1000000000", "tp=1", "--train pp: 1000000000 is not a valid size"),
+        ("dp=1,layout=Et*999999999|L", "tp=1", "--train layout: 'Et*999999999|L' stands for more than 100000 layers"),
+        ("dp=4,noop=9", "tp=4", "--train noop: [9] of 5 positions, counted from 0"),
+    ],
+)
+def test_impossible_sizes(tmp_path: Path, train: str, infer: str, text: str) -> None:
+    result = run("--model", saved(tmp_path, DENSE), "--train", train, "--infer", infer)
+    assert result.exit_code == 2
+    assert text in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("--bucket-mb", value) for value in ("1" + 23 * "0", "０", "2_0", "0", "-1", "2000000")),
+        *((option, value) for option in ("--hosts-of", "--rank") for value in ("８", "1_0", "1" * 30)),
+        *((option, value) for option in ("--device-gib", "--host-gib") for value in ("inf", "nan", "1e300")),
+        *(("--link-gbps", value) for value in ("host=inf", "host=nan", "host=-1")),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused_at_once(option: str, value: str, tmp_path: Path) -> None:
+    result = run("--model", saved(tmp_path, DENSE), "--train", "dp=1", "--infer", "tp=1", option, value)
+    assert result.exit_code == 2 and option in result.stderr and not result.stdout
+
+
+@pytest.mark.parametrize("place", [".", "/dev/full", "/proc/page.html", "x" * 300, "missing/page.html"])
+def test_a_page_that_cannot_be_written_is_refused_before_planning(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybrid_engine.cli.plan_job", lambda *_, **__: pytest.fail("it was planned"))
+    monkeypatch.chdir(tmp_path)
+    result = run("--model", saved(tmp_path, DENSE), "--train", "dp=1", "--infer", "tp=1", "--html", place)
+    assert result.exit_code == 2 and result.stderr.startswith("impossible configuration (1):\n  - --html: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
+
+
+def test_an_answer_that_cannot_be_written_ends_in_a_sentence(tmp_path: Path) -> None:
+    """A real full device: what is left in the buffers must not fail again when Python ends."""
+    command = (sys.executable, "-m", "hybrid_engine", "plan", "--model", saved(tmp_path, DENSE), "--json")
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [*command, "--train", "dp=1", "--infer", "tp=1"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (ended.returncode, ended.stderr) == (2, "writing the answer: No space left on device\n")
+
+
+@pytest.mark.parametrize("options", [["--json"], []], ids=["json", "tables"])
+def test_a_reader_that_has_seen_enough_is_no_failure(options: list[str], tmp_path: Path) -> None:
+    """`plan ... | head`: here the reader is gone before anything is written."""
+    command = (sys.executable, "-m", "hybrid_engine", "plan", "--model", saved(tmp_path, DENSE), *options)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        ended = subprocess.run(
+            [*command, "--train", "dp=1", "--infer", "tp=1"], stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_models_that_cannot_be_read(tmp_path: Path) -> None:
+    sizes = ("--train", "dp=1,tp=x", "--infer", "tp=1")
+    missing = run("--model", str(tmp_path), *sizes)
+    assert missing.exit_code == 2 and "config.json cannot be read: No such file" in missing.stderr
+    assert "'x' cannot be read" in missing.stderr
+    unknown = run("--model", saved(tmp_path, {"architectures": ["Unknown"]}), *sizes)
+    assert unknown.exit_code == 2 and "no name table for architectures ['Unknown']" in unknown.stderr
+    incomplete = run("--model", saved(tmp_path, {"architectures": ["LlamaForCausalLM"]}), *sizes)
+    assert incomplete.exit_code == 2 and "cannot be used: KeyError" in incomplete.stderr
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """Elements and texts of a page; fails on elements that are not closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.bars: list[str] = []
+        self.cells: list[str] = []
+        self.references: list[str] = []
+        self.data: dict[str, Any] = {}
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "rect"):
+            self.open.append(tag)
+        values = dict(attrs)
+        self.references += [values[key] or "" for key in ("src", "href", "data-src") if key in values]
+        if "data-bar" in values:
+            self.bars.append(values["data-bar"] or "")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag == "rect", tag
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "td":
+            self.cells.append(data)
+        elif self.open and self.open[-1] == "script" and data.startswith("{"):
+            self.data = json.loads(data)
+
+
+def test_the_page_shows_who_holds_what(tmp_path: Path) -> None:
+    page_file = tmp_path / "page.html"
+    model = saved(tmp_path, EXPERTS)
+    facts("--model", model, "--train", "tp=2,pp=2,ep=3,etp=1,dp=3", "--infer", "tp=3,ep=6", "--html", str(page_file))
+    text = page_file.read_text()
+    page = Page(text)
+    assert page.open == [] and page.references == []
+    assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), "the page loads nothing"
+    labels = page.data["rows"]
+    layers = [f"layer {number}" for number in range(4)]
+    experts = [f"layer {number} experts" for number in (0, 2, 3)]
+    assert labels == ["embedding", *layers, "norm and head", *experts]
+    assert sum(int(re.match(r"rank|\d+", name)[0].replace("rank", "1")) for name in page.data["columns"]) == 12
+    covered: dict[tuple[str, int], set[int]] = {}
+    for bar in page.bars:
+        column, first, count, side, number = bar.split(",")
+        rows = range(int(first), int(first) + int(count))
+        covered.setdefault((side, int(column)), set()).update(rows)
+        described = page.data["texts"][int(number)]
+        assert ("experts " in described) == (labels[rows[0]].endswith("experts"))
+    for column in range(len(page.data["columns"])):
+        assert covered["infer", column] == set(range(len(labels))), "every inference rank has all layers"
+        assert covered["both", column] <= covered["train", column] < covered["infer", column]
+    assert any("self_attn.q_proj.weight [0:12, :]" in each for each in page.data["texts"])
+    assert any(each.startswith("experts 0-1, of each\ngate_proj.weight [:, :]") for each in page.data["texts"])
+    assert "received across hosts" in page.cells and "verl with mbridge: gather: M - held" in page.cells
+
+
+# -- scale -------------------------------------------------------------------------------------------------------------
+
+
+def test_deepseek_v3_on_2048_ranks_without_any_engine(tmp_path: Path) -> None:
+    """Also where torch, Megatron and vLLM are not installed."""
+    code = """
+import sys
+for name in ("torch", "megatron", "vllm", "transformers"):
+    sys.modules[name] = None
+from hybrid_engine.cli import app
+app()
+"""
+    page = tmp_path / "page.html"
+    command = [
+        *(sys.executable, "-c", code, "plan", "--model", saved(tmp_path, DEEPSEEK_V3), "--json", "--html", str(page)),
+        *("--train", "tp=8,pp=16,ep=32,etp=1,last=1", "--infer", "tp=8,ep=32,dp=256", "--rank", "77"),
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["world_size"] == 2048
+    assert found["bytes"]["received"] == found["bytes"]["least"]
+    assert found["bytes"]["sent"]["mean"] == pytest.approx(found["bytes"]["received"]["mean"])
+    assert found["rank"]["transfers"] > 1000
+    most_at_once = sum(found["rank"][way]["network"] for way in ("received", "sent"))
+    assert 0 < found["rank"]["staging"] < most_at_once
+    assert found["planning"]["peak_memory"] < 2**30
+    # a few seconds alone; the limits leave room for a busy machine
+    assert found["rank"]["planning_seconds"] < 60 and found["planning"]["seconds"] < 120
+    content = Page(page.read_text())
+    assert len(content.data["columns"]) == 512 and page.stat().st_size < 2e6
+
+
+def test_the_benchmark_measures_what_it_says() -> None:
+    from benchmarks.planning import Figures, Point, exponents, measure
+
+    figures = measure(Point("small", 8, EXPERTS, "tp=2,pp=2,dp=2,etp=1,ep=2", "tp=2"))
+    assert (figures.num_ranks, figures.size) == (8, 8) and figures.transfers > 0
+    assert min(figures.layouts, figures.summary, figures.order, figures.rank_plan) > 0
+    rows = [Figures("made up", size, size, 1, size, 1.0, size**2, size, 1, 1) for size in (2, 4, 1)]
+    grown = exponents(rows)
+    assert (grown["layouts"], grown["summary"], grown["order"]) == pytest.approx((1, 0, 2))

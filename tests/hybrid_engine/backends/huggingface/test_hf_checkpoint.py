@@ -1,0 +1,311 @@
+"""Hugging Face checkpoints into Megatron's shards and out of them, on real ranks, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
+from hybrid_engine.backends.huggingface import safetensors_files as files
+from hybrid_engine.config import ActorConfig
+from hybrid_engine.errors import ConfigError, HybridEngineError, ParameterMismatchError
+from hybrid_engine.ranks.agreement import Agreement
+from tests.hybrid_engine.tiny_models import (
+    DENSE_FLOAT32,
+    read_canonical,
+    region_slices,
+    running,
+    save_model,
+    view_of,
+)
+from tests.launch import launch_in_turn
+from tests.small_disks import file_size_limit
+
+TP2 = {"tensor_model_parallel_size": 2}
+SMALL_FILES = 20_000  # bytes: several files
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on disk and the layout that reads and writes it."""
+
+    family: str
+    actor: dict[str, Any]
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "qwen3 tp2": Case("qwen3", TP2),
+    "qwen2 tied pp2": Case("qwen2", {"pipeline_model_parallel_size": 2}, {"tie_word_embeddings": True}),
+    "llama dp2": Case("llama", {}),
+    "llama dp2 replicated": Case("llama", {"use_distributed_optimizer": False}),
+    "qwen3 bf16 tp2 one kv head": Case("qwen3", {**TP2, "params_dtype": "bfloat16"}, {"num_key_value_heads": 1}),
+    "qwen2 pp2 vpp2": Case(
+        "qwen2",
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        {"num_hidden_layers": 4},
+    ),
+}
+
+
+# name -> (error, part of its message, how the checkpoint differs from the model; None for one without files)
+BROKEN: dict[str, tuple[str, str, dict[str, Any] | None]] = {
+    "other sizes": (
+        "ParameterMismatchError",
+        "model.layers.0.mlp.gate_proj.weight: shape (48, 24)",
+        {"intermediate_size": 48},
+    ),
+    "fewer layers": (
+        "ParameterMismatchError",
+        "model.layers.1.mlp.down_proj.weight: not in the checkpoint",
+        {"num_hidden_layers": 1},
+    ),
+    "more layers": (
+        "ParameterMismatchError",
+        "model.layers.2.mlp.down_proj.weight: in the checkpoint, but",
+        {"num_hidden_layers": 3},
+    ),
+    "no files": ("ConfigError", "has neither model.safetensors.index.json nor model.safetensors", None),
+}
+
+
+# name -> (error, part of its message, what happens to the last file of a saved checkpoint)
+DAMAGED: dict[str, tuple[str, str, Callable[[bytearray], object]]] = {
+    "cut": ("FileError", "bytes by its header", lambda contents: contents.__delitem__(slice(-9, None))),
+    "flipped": ("FileError", "its checksum is", lambda contents: contents.__setitem__(-9, contents[-9] ^ 1)),
+    "header": ("FileError", "a header of", lambda contents: contents.__setitem__(6, 255)),
+}
+
+# name -> (error, part of its message): saving where it cannot be
+REFUSED = {
+    "below a file": ("FileError", "config.json/below: not a directory. A part of the path is a file"),
+    "another model": (
+        "ConfigError",
+        "holds other weights than this model's (model.layers.0.mlp.gate_proj.weight: shape",
+    ),
+}
+
+
+def load_and_save(paths: dict[str, Path], out: Path) -> dict[str, dict[str, Any]]:
+    """Every case one after the other; what was wrong in it, on this rank."""
+    results = {}
+    for name, case in CASES.items():
+        with running(paths[name], ActorConfig(**{**DENSE_FLOAT32, **case.actor})) as run:
+            agreement, weights = Agreement(60), run.engine.weights
+            for tensor in weights.buffers().values():
+                tensor.fill_(7)
+            load_hf_checkpoint(paths[name], weights, run.table, agreement)
+            run.engine.take_up_weights()
+            results[name] = {
+                "wrong": wrong_shards(weights, read_canonical(paths[name])),
+                "padding": padding_values(weights),
+                "main": main_parameters_differ(run),
+            }
+            save_hf_checkpoint(out / name, weights, run.table, agreement, paths[name], file_nbytes=SMALL_FILES)
+            save_hf_checkpoint(out / f"{name} half", weights, run.table, agreement, paths[name], dtype="bfloat16")
+    return results
+
+
+def wrong_shards(weights: Any, canonical: dict[str, torch.Tensor]) -> list[str]:
+    buffers, layout = weights.buffers(), weights.layout()
+    return [
+        shard.region.tensor
+        for shard in layout.shards
+        if not torch.equal(
+            view_of(buffers, shard),
+            canonical[shard.region.tensor][region_slices(shard)].to(buffers[shard.place.buffer.name].dtype),
+        )
+    ]
+
+
+def padding_values(weights: Any) -> set[float]:
+    buffers = weights.buffers()
+    return {
+        value
+        for buffer_id, buffer in weights.layout().buffers.items()
+        for extent in buffer.padding
+        for value in buffers[buffer_id.name][extent.start : extent.stop].tolist()
+    }
+
+
+def main_parameters_differ(run: Any) -> bool:
+    """Whether an optimizer step with a learning rate of 0 changes the weights: it writes main parameters back."""
+    before = {name: tensor.clone() for name, tensor in run.engine.weights.buffers().items()}
+    run.engine.set_learning_rate(0.0)
+    for chunk in run.actor.chunks:
+        chunk.zero_grad_buffer()
+    run.actor.optimizer.step()
+    run.engine.weights.prepare()
+    return any(not torch.equal(before[name], tensor) for name, tensor in run.engine.weights.buffers().items())
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], Path, dict[str, list[Any]]]:
+    """Models, where they were saved, and by rank what loading brought back: of good checkpoints, of broken ones."""
+    directory = tmp_path_factory.mktemp("hf")
+    paths = {name: save_model(directory / name, case.family, **case.model) for name, case in CASES.items()}
+    model = save_model(directory / "model", "qwen3")
+    broken = {name: directory / name for name in BROKEN}
+    for name, (_, _, changes) in BROKEN.items():
+        broken[name].mkdir() if changes is None else save_model(broken[name], "qwen3", **changes)
+    calls = {
+        "good": (load_and_save, (paths, directory / "out")),
+        "broken": (load_what_is_wrong, (model, broken)),
+        "damaged": (load_what_is_damaged, (model, directory / "damaged")),
+        "refused": (save_where_it_cannot_be, (model, broken["other sizes"])),
+    }
+    return paths, directory / "out", launch_in_turn(2, calls)
+
+
+@pytest.fixture
+def outcome(launched: Any) -> tuple[dict[str, Path], Path, list[dict[str, Any]]]:
+    paths, out, found = launched
+    return paths, out, found["good"]
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("name", CASES)
+def test_every_shard_is_what_the_checkpoint_holds(outcome: Any, name: str) -> None:
+    _, _, results = outcome
+    assert [result[name]["wrong"] for result in results] == [[], []]
+    assert all(result[name]["padding"] <= {0.0} for result in results)
+    assert [result[name]["main"] for result in results] == [False, False]
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_saved_is_what_was_loaded(outcome: Any, name: str) -> None:
+    paths, out, _ = outcome
+    dtype = getattr(torch, CASES[name].actor.get("params_dtype", "float32"))
+    before, after = read_canonical(paths[name]), read_canonical(out / name)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[tensor].to(dtype), after[tensor]) for tensor in before)
+    index = json.loads((out / name / files.INDEX).read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in after.values())
+    assert not list((out / name).glob("*.incomplete"))
+    half = read_canonical(out / f"{name} half")
+    assert all(torch.equal(before[tensor].to(torch.bfloat16), half[tensor]) for tensor in before)
+    assert (out / f"{name} half" / files.SINGLE).is_file()
+
+
+@pytest.mark.engines
+def test_transformers_reads_a_saved_checkpoint(outcome: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    paths, out, _ = outcome
+    tokens = torch.arange(12)[None]
+    for name in ("qwen3 tp2", "qwen2 tied pp2"):
+        models = [AutoModelForCausalLM.from_pretrained(path).eval() for path in (paths[name], out / name)]
+        with torch.no_grad():
+            assert torch.equal(models[0](tokens).logits, models[1](tokens).logits)
+
+
+def load_what_is_wrong(model: Path, broken: dict[str, Path]) -> dict[str, tuple[str, str, bool]]:
+    """(error, its message, are the weights as before) for every broken checkpoint."""
+    results = {}
+    with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
+        before = [tensor.clone() for tensor in run.engine.weights.buffers().values()]
+        for name, path in broken.items():
+            with pytest.raises((ConfigError, ParameterMismatchError)) as caught:
+                load_hf_checkpoint(path, run.engine.weights, run.table, Agreement(60))
+            kept = all(map(torch.equal, before, run.engine.weights.buffers().values()))
+            results[name] = (type(caught.value).__name__, str(caught.value), kept)
+    return results
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_wrong_is_named_and_nothing_is_lost(launched: Any, name: str) -> None:
+    error, message, _ = BROKEN[name]
+    for results in launched[2]["broken"]:
+        assert results[name][0] == error
+        assert message in results[name][1]
+        assert results[name][2]
+
+
+def load_what_is_damaged(model: Path, directory: Path) -> dict[str, tuple[str, str, bool]]:
+    """(error, its message, are the weights as before) for every way to damage one of several files."""
+    results = {}
+    with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
+        agreement = Agreement(60)
+        save_hf_checkpoint(directory, run.engine.weights, run.table, agreement, model, file_nbytes=SMALL_FILES)
+        path = sorted(directory.glob("*.safetensors"))[-1]
+        whole = path.read_bytes()
+        for tensor in run.engine.weights.buffers().values():
+            tensor.fill_(7)
+        before = [tensor.clone() for tensor in run.engine.weights.buffers().values()]
+        for name, (_, _, damage) in DAMAGED.items():
+            agreement.gather(None)
+            contents = bytearray(whole)
+            damage(contents)
+            if dist.get_rank() == 0:
+                path.write_bytes(contents)
+            agreement.gather(None)
+            with pytest.raises(HybridEngineError) as caught:
+                load_hf_checkpoint(directory, run.engine.weights, run.table, agreement)
+            kept = all(map(torch.equal, before, run.engine.weights.buffers().values()))
+            results[name] = (type(caught.value).__name__, str(caught.value), kept)
+    return results
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("name", DAMAGED)
+def test_what_is_damaged_is_named_and_nothing_is_changed(launched: Any, name: str) -> None:
+    """A rank either finds it or hears of it."""
+    error, message, _ = DAMAGED[name]
+    results = [results[name] for results in launched[2]["damaged"]]
+    assert error in {found for found, _, _ in results} <= {error, "RemoteError"}
+    for _, text, is_kept in results:
+        assert message in text
+        assert re.search(r"damaged/model-.*\.safetensors", text)
+        assert is_kept
+
+
+def save_where_it_cannot_be(model: Path, other: Path) -> dict[str, tuple[str, str, bool]]:
+    """(error, its message, is the directory as before) for every place."""
+    results = {}
+    with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
+        agreement = Agreement(60)
+        before = {path: path.read_bytes() for path in other.iterdir()}
+        for name, path in (("below a file", other / "config.json" / "below"), ("another model", other)):
+            with pytest.raises(HybridEngineError) as caught:
+                save_hf_checkpoint(path, run.engine.weights, run.table, agreement, model)
+            is_kept = before == {path: path.read_bytes() for path in other.iterdir()}
+            results[name] = (type(caught.value).__name__, str(caught.value), is_kept)
+        limit = file_size_limit(3000) if dist.get_rank() == 1 else nullcontext()
+        with limit, pytest.raises(HybridEngineError) as caught:
+            save_hf_checkpoint(other.with_name("limited"), run.engine.weights, run.table, agreement, model)
+        agreement.gather(None)  # rank 0 cleans up
+        is_empty = not list(other.with_name("limited").iterdir())
+        results["limited"] = (type(caught.value).__name__, str(caught.value), is_empty)
+    return results
+
+
+@pytest.mark.engines
+def test_a_rank_that_cannot_write_fails_all_and_nothing_stays(launched: Any) -> None:
+    results = [results["limited"] for results in launched[2]["refused"]]
+    assert [found for found, _, _ in results] == ["RemoteError", "FileError"]
+    for _, text, is_empty in results:
+        assert re.search(r"limited/model\.safetensors\.incomplete: file too large \(limit 3,000\)", text)
+        assert is_empty
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_in_the_way_is_said_on_all_ranks(launched: Any, name: str) -> None:
+    error, message = REFUSED[name]
+    results = [results[name] for results in launched[2]["refused"]]
+    assert [found for found, _, _ in results] == [error, "RemoteError"]
+    for _, text, is_kept in results:
+        assert message in text
+        assert is_kept

@@ -1,0 +1,190 @@
+"""Adapters and frozen weights on the training side, on real ranks; switches with them are in the matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine.config import ActorConfig
+from hybrid_engine.errors import ConfigError, WeightError
+from tests.hybrid_engine.tiny_models import (
+    DENSE_FLOAT32,
+    load_canonical,
+    negative_log_likelihood,
+    read_config,
+    running,
+    save_model,
+    token_batch,
+)
+from tests.launch import launch_in_turn
+
+pytestmark = pytest.mark.engines
+
+LORA = {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"lr": 1e-2}}
+TP2 = {"tensor_model_parallel_size": 2}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": TP2,
+    "tp2 sequence parallel": {**TP2, "sequence_parallel": True},
+    "tp2 replicated": {**TP2, "use_distributed_optimizer": False},
+    "pp2": {"pipeline_model_parallel_size": 2},
+}
+
+
+def train_adapters(path: Path) -> dict[str, Any]:
+    """Three steps in every layout: losses, what changed, and how far the merged model is from the adapted one."""
+    results = {}
+    for name, layout in LAYOUTS.items():
+        with running(path, ActorConfig(**{**DENSE_FLOAT32, **LORA, **layout})) as run:
+            load_canonical(run, path)
+            _start_alike(run)
+            results[name] = _train(run)
+    return results
+
+
+def _start_alike(run: Any) -> None:
+    """The same matrices A in every layout; else they depend on how much each layout drew before."""
+    from megatron.core import parallel_state
+
+    for name, parameter in run.engine.weights.named_parameters():
+        if not name.endswith(".adapter.linear_in.weight"):
+            continue
+        rows, columns = parameter.shape
+        is_cut = parameter.tensor_model_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        whole = 0.3 * torch.randn(rows, columns * (2 if is_cut else 1), generator=generator)
+        part = parallel_state.get_tensor_model_parallel_rank() if is_cut else 0
+        parameter.data.copy_(whole[:, part * columns : (part + 1) * columns])
+    run.engine.take_up_weights()
+
+
+def _train(run: Any) -> dict[str, Any]:
+    weights = run.engine.weights
+    before = {name: parameter.detach().clone() for name, parameter in weights.named_parameters()}
+    batch = token_batch(0, 4, 12)
+    losses = [run.engine.train_step(batch, negative_log_likelihood)["loss"] for _ in range(3)]
+    weights.prepare()
+    changed = {
+        name for name, parameter in weights.named_parameters() if not torch.equal(before[name], parameter.detach())
+    }
+    tokens = batch["tokens"]
+    adapted = run.engine.logits(tokens)
+    sums = dict(weights.published_weights())
+    with torch.no_grad():
+        for name, parameter in weights.named_parameters():
+            if name.endswith(".adapter.linear_out.weight"):
+                parameter.zero_()
+        for name, weight in weights.named_weights():
+            weight.copy_(sums[name])
+    from_merged = float((run.engine.logits(tokens) - adapted).abs().max())
+    sick = next(name for name in before if name.endswith(".adapter.linear_in.weight"))
+    dict(weights.named_parameters())[sick].data[0, 0] = torch.nan
+    with pytest.raises(WeightError) as caught:
+        weights.check_values()
+    return {
+        "nan": sick in str(caught.value),
+        "losses": losses,
+        "changed": changed,
+        "adapters": {name for name in before if ".adapter." in name},
+        "frozen": {name: name not in changed for name in before},
+        "from merged": from_merged,
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """By rank, what each of the three brought back."""
+    directory = tmp_path_factory.mktemp("adapters")
+    path = save_model(directory / "model", "qwen3")
+    calls = {
+        "trained": (train_adapters, (path,)),
+        "read": (save_and_load, (path, directory / "out")),
+        "frozen": (freeze_and_fail, (path,)),
+    }
+    return launch_in_turn(2, calls)
+
+
+def test_adapters_train_and_are_merged(outcomes: dict[str, list[Any]]) -> None:
+    """Every layout trains as one rank's does, touches nothing but adapters, and its merged weights compute the same."""
+    results = outcomes["trained"]
+    expected = results[0]["dp2"]["losses"]
+    for result in results:
+        for name, seen in result.items():
+            assert seen["losses"][0] > seen["losses"][-1]
+            assert seen["losses"] == pytest.approx(expected, abs=1e-5), name
+            assert seen["adapters"] and seen["changed"] == seen["adapters"], name
+            assert seen["from merged"] < 1e-4, name
+            assert seen["nan"], name
+
+
+def save_and_load(path: Path, out: Path) -> dict[str, Any]:
+    """What the model computes before it is saved as a Hugging Face checkpoint, and after that one is read again; and
+    what a reference computes, which has the sums without adapters, also once training went on."""
+    from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
+    from hybrid_engine.backends.megatron.build import build_reference
+    from hybrid_engine.backends.megatron.train_engine import TrainEngine
+    from hybrid_engine.ranks.agreement import Agreement
+
+    with running(path, ActorConfig(**{**DENSE_FLOAT32, **LORA})) as run:
+        weights, agreement = run.engine.weights, Agreement(60)
+        batch = token_batch(0, 4, 12)
+        for _ in range(3):
+            run.engine.train_step(batch, negative_log_likelihood)
+        trained = run.engine.logits(batch["tokens"])
+        reference = TrainEngine(build_reference(run.config, run.table, read_config(path)), run.table, 1)
+        reference.copy_weights_from(run.engine)
+        frozen = reference.logits(batch["tokens"])
+        save_hf_checkpoint(out, weights.merged, run.table, agreement, path)
+        load_hf_checkpoint(out, weights.base, run.table, agreement)
+        run.engine.take_up_weights()
+        read = run.engine.logits(batch["tokens"])
+        run.engine.train_step(batch, negative_log_likelihood)
+        moved = run.engine.logits(batch["tokens"])
+        stays = torch.equal(frozen, reference.logits(batch["tokens"]))
+    return {
+        "difference": float((read - trained).abs().max()),
+        "of reference": float((frozen - trained).abs().max()),
+        "moved": float((moved - trained).abs().max()),
+        "reference stays": stays,
+        "spread": float(trained.max() - trained.min()),
+    }
+
+
+def test_a_checkpoint_and_a_reference_have_the_sums(outcomes: dict[str, list[Any]]) -> None:
+    for result in outcomes["read"]:
+        assert result["difference"] < 1e-5 < result["spread"]
+        assert result["of reference"] < 1e-5 < result["moved"] and result["reference stays"]
+
+
+def freeze_and_fail(path: Path) -> tuple[Mapping[str, bool], list[str]]:
+    """Which parameters a step leaves as they are; messages for what cannot be frozen or adapted."""
+    frozen = {"frozen_parameters": ["embedding.*", "decoder.layers.1.*"], "optimizer": {"lr": 1e-2}}
+    with running(path, ActorConfig(**{**DENSE_FLOAT32, **frozen})) as run:
+        kept = {name: not parameter.requires_grad for name, parameter in run.engine.weights.named_parameters()}
+        before = {name: parameter.detach().clone() for name, parameter in run.engine.weights.named_parameters()}
+        run.engine.train_step(token_batch(0, 4, 12), negative_log_likelihood)
+        for name, parameter in run.engine.weights.named_parameters():
+            assert torch.equal(before[name], parameter.detach()) == kept[name], name
+    messages = []
+    for wrong in (
+        {"frozen_parameters": ["decoder.layer.*"]},
+        {"lora": {"target_modules": ["input_layernorm"]}},
+    ):
+        with pytest.raises(ConfigError) as caught, running(path, ActorConfig(**{**DENSE_FLOAT32, **wrong})):
+            pass
+        messages.append(str(caught.value))
+    return kept, messages
+
+
+def test_frozen_parameters_and_wrong_names(outcomes: dict[str, list[Any]]) -> None:
+    for kept, messages in outcomes["frozen"]:
+        assert {name for name, is_kept in kept.items() if is_kept} == {
+            name for name in kept if name.startswith(("embedding.", "decoder.layers.1."))
+        }
+        assert not all(kept.values())
+        assert "no parameter is called decoder.layer.*" in messages[0]
+        assert "input_layernorm" in messages[1] and "target_modules" in messages[1]

@@ -1,0 +1,174 @@
+"""The tables against the parameters of megatron-core's Transformer Engine layer specs.
+
+How: Transformer Engine itself is a mock (`mock_transformer_engine`: parameter names and shapes, no computation).
+Everything above it is megatron-core's own: its layer specs with `TESpecProvider`, its wrappers around Transformer
+Engine's classes, which decide what is fused, grouped, cut or whole, and GPTModel. For every family, on each of two
+ranks (one after the other in one process, see `fake_ranks`), the adaptor must place each parameter of the model by name
+and shape, and both ranks together must hold every tensor of the checkpoint, whole. Values are not looked at: that is
+done with the local spec (test_megatron_experts and others).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hybrid_engine.config import ActorConfig
+from hybrid_engine.models import TABLES, ModelTable, table_for
+from hybrid_engine.records.layout import Layout
+from hybrid_engine.records.validation import layout_faults
+from tests.hybrid_engine import moe_models, tiny_models
+from tests.hybrid_engine.backends.megatron import mock_transformer_engine
+from tests.hybrid_engine.moe_models import save_moe_model
+from tests.hybrid_engine.ranks.fake_ranks import fake_rank
+from tests.hybrid_engine.tiny_models import DENSE_FLOAT32, read_config, save_model
+from tests.launch import launch
+
+pytestmark = pytest.mark.engines
+
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+EP2 = {"expert_model_parallel_size": 2}
+ETP1 = {"expert_tensor_parallel_size": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on two ranks, and some of the names that it must have with Transformer Engine."""
+
+    family: str
+    model: dict[str, Any] = field(default_factory=dict)
+    actor: dict[str, Any] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+
+
+DENSE_NAMES = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
+EXPERT_NAMES = (
+    "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight",
+    "mlp.router.weight",
+    "mlp.experts.linear_fc1.weight3",
+    "mlp.experts.linear_fc2.weight0",
+)
+LATENT_NAMES = (
+    "input_layernorm.weight",
+    "self_attention.linear_kv_down_proj.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight",
+    "mlp.experts.linear_fc1.weight7",
+    "mlp.shared_experts.linear_fc1.weight",
+)
+CASES = {
+    **{family: Case(family, actor=TP2, names=DENSE_NAMES) for family in ("llama", "qwen2", "qwen3", "glm", "glm4")},
+    **{family: Case(family, actor=TP2) for family in ("gemma2", "gemma3", "gpt2")},
+    "qwen3_moe ep2": Case("qwen3_moe", actor=EP2, names=EXPERT_NAMES),
+    "qwen3_moe tp2 etp2": Case("qwen3_moe", actor=TP2, names=EXPERT_NAMES),
+    "qwen2_moe tp2 ep2 etp1": Case(
+        "qwen2_moe", actor={**TP2, **EP2, **ETP1}, names=(*EXPERT_NAMES, "mlp.shared_experts.gate_weight")
+    ),
+    "mixtral ep2": Case("mixtral", actor=EP2, names=EXPERT_NAMES),
+    "deepseek_v2 tp2": Case(
+        "deepseek_v2", {"q_lora_rank": None}, TP2, (*LATENT_NAMES, "self_attention.linear_q_proj.weight")
+    ),
+    "deepseek_v3 tp2 ep2 etp1": Case(
+        "deepseek_v3",
+        {"mtp_layers": 2},
+        {**TP2, **EP2, **ETP1},
+        (*LATENT_NAMES, "self_attention.linear_q_up_proj.layer_norm_weight", "mlp.router.expert_bias"),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class RankView:
+    """What a rank has: the adaptor's records, and all names with the numbers of the whole model."""
+
+    layout: Layout
+    shapes: dict[str, tuple[int, ...]]
+
+
+NUM_RANKS = 2
+
+
+def views_of_ranks(cases: dict[str, Case], paths: dict[str, Path]) -> dict[str, list[RankView]]:
+    """In a process of its own."""
+    mock_transformer_engine.install()
+    return {name: [view_of(case, paths[name], rank) for rank in range(NUM_RANKS)] for name, case in cases.items()}
+
+
+def view_of(case: Case, path: Path, rank: int) -> RankView:
+    config = ActorConfig(**{**DENSE_FLOAT32, **case.actor})
+    with fake_rank(config, rank, NUM_RANKS):
+        from hybrid_engine.backends.megatron import build
+        from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
+
+        build._has_transformer_engine = lambda: True  # which is otherwise said of GPUs only
+        table = table_for(read_config(path))
+        chunks, _ = build.build_model(config, table, read_config(path), weights_only=True)
+        adaptor = MegatronAdaptor(chunks, table)
+        assert any(isinstance(module, mock_transformer_engine.Linear) for module in chunks[0].modules())
+        return RankView(adaptor.layout(), {name: tuple(tensor.shape) for name, tensor in adaptor.named_weights()})
+
+
+@pytest.fixture(scope="module")
+def views(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelTable, list[RankView]]]:
+    """Case -> its table, and what each rank has."""
+    paths = {}
+    for name, case in CASES.items():
+        save = save_moe_model if case.family in moe_models.FAMILIES else save_model
+        paths[name] = save(tmp_path_factory.mktemp("model"), case.family, **case.model)
+    found = launch(views_of_ranks, 1, CASES, paths)[0]
+    return {name: (table_for(read_config(path)), found[name]) for name, path in paths.items()}
+
+
+Views = dict[str, tuple[ModelTable, list[RankView]]]
+
+
+def test_every_family_is_here() -> None:
+    families = tiny_models.FAMILIES | moe_models.FAMILIES
+    architectures = {f"{families[case.family][0].removesuffix('Text')}" for case in CASES.values()}
+    found = {name for name in TABLES if name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") in architectures}
+    assert found == set(TABLES)
+
+
+def test_all_ranks_hold_the_whole_checkpoint(views: Views) -> None:
+    for name, (table, ranks) in views.items():
+        merged = Layout.merge(view.layout for view in ranks)
+        assert layout_faults(merged, exact=False) == [], name
+        assert merged.tensors == table.shapes, name
+
+
+def test_the_names_are_those_of_transformer_engine(views: Views) -> None:
+    """Not those of the local spec, of which the same test would be true."""
+    for name, (_table, ranks) in views.items():
+        of_layers = {
+            rest.removeprefix("transformer_layer.")
+            for view in ranks
+            for parameter in view.shapes
+            if (rest := parameter.split(".", 3)[-1]) != parameter
+        }
+        assert [wanted for wanted in CASES[name].names if wanted not in of_layers] == [], name
+        assert not any("local_experts" in parameter for parameter in of_layers), name
+
+
+def test_projections_to_latent_vectors_are_whole(views: Views) -> None:
+    table, ranks = views["deepseek_v3 tp2 ep2 etp1"]
+    rows = {
+        "q_down": table.shapes["model.layers.0.self_attn.q_a_proj.weight"],
+        "kv_down": table.shapes["model.layers.0.self_attn.kv_a_proj_with_mqa.weight"],
+    }
+    for view in ranks:
+        for part, shape in rows.items():
+            for layer in range(table.dims.num_layers):
+                assert view.shapes[f"decoder.layers.{layer}.self_attention.linear_{part}_proj.weight"] == shape
+        assert view.shapes["decoder.layers.0.self_attention.linear_q_up_proj.weight"][0] == 4 * 14 // 2
+
+
+def test_the_mock_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.delitem(sys.modules, "megatron.core", raising=False)
+    with pytest.raises(RuntimeError, match="transformer_engine imported already"):
+        mock_transformer_engine.install()

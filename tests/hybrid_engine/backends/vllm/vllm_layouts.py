@@ -1,0 +1,179 @@
+"""vLLM's models in any of its layouts, without an engine around them: groups, models, native loads, on real ranks.
+
+A case is a family of vllm_models.py with changes, in the groups of some settings. Nothing is computed, so a launch
+goes through dozens of cases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.backends.vllm import InferenceSettings, VllmAdaptor
+from hybrid_engine.backends.vllm.arguments import llm_arguments
+from hybrid_engine.backends.vllm.process.group_placement import placed
+from hybrid_engine.backends.vllm.process.isolation import destroy_groups, register_model_class, set_environment
+from hybrid_engine.backends.vllm.process.names import ENGINE_TOKEN
+from hybrid_engine.backends.vllm.process.shm_cleanup import unnamed_shared_memory
+from hybrid_engine.layouts.inference import InferenceParallelism, inference_layout
+from hybrid_engine.models import table_for
+from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.records.layout import Layout
+from hybrid_engine.records.regions import Region, subtract_all, union
+from tests.hybrid_engine.backends.vllm import vllm_models, vllm_support
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model in one layout.
+
+    Attributes:
+        family: of `vllm_models.FAMILIES`; `config`: keys of it that change.
+        tp, pp, dp, ep: sizes; `order`: position -> rank.
+    """
+
+    family: str
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    order: tuple[int, ...] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        sizes = f"tp{self.tp} pp{self.pp} dp{self.dp} ep{self.ep}"
+        return f"{self.family} {dict(self.config) or ''} {sizes} {self.order or ''}".replace("  ", " ").strip()
+
+    @property
+    def model(self) -> dict[str, Any]:
+        return {**vllm_models.FAMILIES[self.family], **self.config}
+
+    def is_reordered(self, other: Case) -> bool:
+        """Whether `other` is this case in another order than the sequential one."""
+        return self.order is None and replace(other, order=None) == self
+
+    def settings(self, model_dir: str) -> InferenceSettings:
+        return InferenceSettings(
+            model_dir,
+            tensor_parallel_size=self.tp,
+            pipeline_parallel_size=self.pp,
+            data_parallel_size=self.dp,
+            expert_parallel_size=self.ep,
+            rank_order=self.order,
+            max_model_len=64,
+            max_num_seqs=8,
+        )
+
+    def layout_key(self) -> tuple[Any, ...]:
+        return self.tp, self.pp, self.dp, self.ep, self.order
+
+
+@dataclass
+class Host:
+    """What `native_parameters` needs of an engine."""
+
+    settings: InferenceSettings
+    rank: int
+    adaptor: VllmAdaptor | None = None
+
+
+@contextlib.contextmanager
+def vllm_groups(settings: InferenceSettings) -> Iterator[Host]:
+    """vLLM's process groups of these settings, made as its worker makes them."""
+    rank = dist.get_rank()
+    set_environment(settings, rank)
+    register_model_class(settings.model_dir)
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = llm_arguments(settings, "cpu")
+    del arguments["worker_cls"], arguments["load_format"]
+    agreement = Agreement(timeout_seconds=120)
+    try:
+        with unnamed_shared_memory(agreement), placed(settings, rank):
+            config = EngineArgs(**arguments).create_engine_config()
+            os.environ["VLLM_DIST_IDENT"] = os.environ[ENGINE_TOKEN]
+            with set_current_vllm_config(config):
+                parallel_state.init_distributed_environment(dist.get_world_size(), rank, "env://", rank, "gloo")
+                parallel_state.initialize_model_parallel(settings.tensor_parallel_size, settings.pipeline_parallel_size)
+        yield Host(settings, rank)
+    finally:
+        destroy_groups()
+        agreement.close()
+
+
+def run_cases(directory: str, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
+    """Every case filled by records and compared with vLLM's own load of the same checkpoint; by case name."""
+    dist.init_process_group("gloo")
+    base = Path(directory)
+    # With experts, so that vLLM makes a group for them; 12 heads are a multiple of every size here.
+    host_config = {**vllm_models.QWEN3_MOE, "num_attention_heads": 12, "num_key_value_heads": 12}
+    host_model = vllm_support.write_config(base / "host", host_config)
+    results: dict[str, dict[str, Any]] = {}
+    for layout in dict.fromkeys(case.layout_key() for case in cases):
+        chosen = [case for case in cases if case.layout_key() == layout]
+        with vllm_groups(chosen[0].settings(host_model)) as host:
+            for case in chosen:
+                results[case.name] = _result_of(case, host, base / case.name.replace("/", "-"))
+    dist.destroy_process_group()
+    return results
+
+
+def _result_of(case: Case, host: Host, directory: Path) -> dict[str, Any]:
+    weights = vllm_support.random_weights(case.model, seed=0)
+    checkpoint = vllm_support.write_checkpoint(directory, case.model, weights)
+    adaptor = host.adaptor = vllm_support.adaptor_of(host, checkpoint, case.model)
+    filled = vllm_support.fill_by_records(adaptor, weights)
+    layout = adaptor.layout()
+    return {
+        "position": host.settings.place_of(host.rank).position,
+        "differences": vllm_support.differences(filled, vllm_support.native_parameters(host, checkpoint)),
+        "digests": {name: _digest(tensor) for name, tensor in filled.items()},
+        "ready": adaptor.ready,
+        "staged": adaptor.staged,
+        "num_tensors": len(_regions(layout)),
+        "computed": _analytic_faults(case, host.rank, layout),
+        "padding": {
+            buffer_id.name: [(extent.start, extent.stop) for extent in buffer.padding]
+            for buffer_id, buffer in layout.buffers.items()
+            if buffer.padding
+        },
+        "unread": sorted(set(layout.tensors) - {shard.region.tensor for shard in layout.shards}),
+    }
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+def _analytic_faults(case: Case, rank: int, traced: Layout) -> list[str]:
+    """Tensors of which the computed layout says that this rank holds something else than its loader writes."""
+    sizes = InferenceParallelism(dist.get_world_size(), case.tp, case.pp, case.ep, case.order)
+    computed = inference_layout(table_for(case.model), sizes, rank)
+    ours, theirs = _regions(computed), _regions(traced)
+    return [
+        f"{name}: computed {ours.get(name, [])}, traced {theirs.get(name, [])}"
+        for name in sorted({*ours, *theirs})
+        if not _same_elements(ours.get(name, []), theirs.get(name, []))
+    ]
+
+
+def _regions(layout: Layout) -> dict[str, list[Region]]:
+    regions: dict[str, list[Region]] = {}
+    for shard in layout.shards:
+        regions.setdefault(shard.region.tensor, []).append(shard.region)
+    return regions
+
+
+def _same_elements(one: list[Region], other: list[Region]) -> bool:
+    return not subtract_all(union(one), other) and not subtract_all(union(other), one)

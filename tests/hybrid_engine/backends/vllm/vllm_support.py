@@ -1,0 +1,118 @@
+"""What the vLLM tests share: random checkpoints of tiny models, filling by records, comparing bit by bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.backends.vllm.weights.native import native_parameters, second_model
+from tests.hybrid_engine.backends.vllm.vllm_models import (
+    LLAMA,
+    MIXTRAL,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    checkpoint_dtypes,
+    checkpoint_shapes,
+)
+from tests.hybrid_engine.tiny_models import region_slices, view_of
+
+__all__ = ["LLAMA", "MIXTRAL", "QWEN2", "QWEN3", "QWEN3_MOE", "checkpoint_shapes", "native_parameters"]
+
+
+def join_group() -> None:
+    """torchrun's process group, for this function and those that run after it on the same ranks."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+
+
+def random_weights(
+    config: Mapping[str, Any], seed: int, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
+    """A checkpoint's tensors, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    weights, dtypes = {}, checkpoint_dtypes(config)
+    for name, shape in checkpoint_shapes(config).items():
+        values = torch.randn(shape, generator=generator) * 0.1
+        is_norm = "norm" in name or ".ln_" in name
+        own_dtype = getattr(torch, dtypes[name]) if name in dtypes else dtype
+        weights[name] = (values + 1 if is_norm else values).to(own_dtype)
+    return weights
+
+
+def write_config(directory: Path, config: Mapping[str, Any]) -> str:
+    """A directory with config.json and nothing else; its name. Every rank may write it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        (directory / "config.json").write_text(json.dumps(dict(config)))
+    if dist.is_initialized():
+        dist.barrier()
+    return str(directory)
+
+
+def write_checkpoint(directory: Path, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> str:
+    """A directory that vLLM loads natively; its name. Rank 0 writes."""
+    from safetensors.torch import save_file
+
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(dict(weights), str(directory / "model.safetensors"))
+    return write_config(directory, config)
+
+
+def fill_by_records(
+    adaptor: Any, weights: Mapping[str, torch.Tensor], groups_at_once: int = 3, observed: bool = True
+) -> dict[str, torch.Tensor]:
+    """Write whole tensors into vLLM through the layout's records alone; returns the loader-layout parameters."""
+    seen: dict[str, torch.Tensor] = {}
+    if observed:
+        adaptor.observer = lambda name, tensor: seen.__setitem__(name, tensor.detach().clone())
+    layout = adaptor.layout()
+    shards: dict[str, list[Any]] = {}
+    for shard in layout.shards:
+        shards.setdefault(layout.buffers[shard.place.buffer].group, []).append(shard)
+    groups = sorted({buffer.group for buffer in layout.buffers.values()})
+    for start in range(0, len(groups), groups_at_once):
+        batch = groups[start : start + groups_at_once]
+        buffers = adaptor.allocate(batch)
+        with torch.no_grad():
+            for shard in (shard for group in batch for shard in shards.get(group, ())):
+                view_of(buffers, shard).copy_(weights[shard.region.tensor][region_slices(shard)])
+        adaptor.commit(batch)
+        del buffers
+    adaptor.settle()
+    adaptor.observer = None
+    return seen
+
+
+def adaptor_of(engine: Any, directory: str, model: Mapping[str, Any], **changes: Any) -> Any:
+    """A second adaptor in this rank's groups, as `InferenceEngine` makes one, but without an engine around it."""
+    from vllm.config import set_current_vllm_config
+
+    from hybrid_engine.backends.vllm import VllmAdaptor
+
+    module, config = second_model(engine.settings, engine.rank, directory, **changes)
+    dtype, shapes = config.model_config.dtype, checkpoint_shapes(model)
+    adaptor = VllmAdaptor(module, shapes, dtype, engine.rank, dtypes=checkpoint_dtypes(model))
+    adaptor.context = lambda: set_current_vllm_config(config)
+    return adaptor
+
+
+def differences(ours: Mapping[str, torch.Tensor], native: Mapping[str, torch.Tensor]) -> list[str]:
+    """Parameters that are missing on one side or differ in any bit."""
+    return [
+        name
+        for name in sorted({*ours, *native})
+        if name not in ours or name not in native or not _same_bits(ours[name], native[name])
+    ]
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(
+        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+    )

@@ -1,0 +1,280 @@
+"""Every rule of config/constraints.py is broken at least once, and all are kept by a sound configuration."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_engine.config import ActorConfig, HybridConfig, find_violations, load_config
+from hybrid_engine.config.constraints import CONSTRAINTS, Constraint, Job, broken_rules
+from hybrid_engine.errors import ConfigError
+from hybrid_engine.models import table_for
+from hybrid_engine.verification.small_model import reduced_config
+from tests.hybrid_engine import hf_configs
+
+REPO_ROOT = Path(__file__).resolve().parents[3]
+
+DENSE = {**hf_configs.QWEN3_8B, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+DENSE |= {"hidden_size": 64, "head_dim": 8, "intermediate_size": 96}
+EXPERTS = {**hf_configs.QWEN3_30B_A3B, **DENSE, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+EXPERTS |= {"num_experts": 8, "moe_intermediate_size": 32}
+
+
+@dataclass(frozen=True)
+class Break:
+    """A configuration that breaks one rule, and part of what is said about it."""
+
+    rule: str
+    says: str
+    world_size: int = 4
+    actor: dict[str, Any] = field(default_factory=dict)
+    generate: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=lambda: DENSE)
+
+
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+PP4, VPP2 = {"pipeline_model_parallel_size": 4}, {"virtual_pipeline_model_parallel_size": 2}
+ETP1, FIRST1 = {"expert_tensor_parallel_size": 1}, {"num_layers_in_first_pipeline_stage": 1}
+ODD_WIDTH, TOKENS = {"intermediate_size": 97}, {"vocab_size": 60}
+
+TP3, SP = {"tensor_model_parallel_size": 3}, {"sequence_parallel": True}
+INFER_TP3 = {"infer_tensor_parallel_size": 3}
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
+WORLD = "TP x PP x CP, and ETP x EP x PP with experts, divide"
+INFER_WORLD = "TP x PP divides the number of ranks; EP is 1"
+HEADS = "TP divides the attention heads"
+CUTS = "Every parameter divides evenly"
+INFER_CUTS = "TP divides everything that vLLM cuts"
+EXPERT_SHARES = "EP divides the number of experts"
+STAGES = "The layers can be dealt out"
+COUNTS = "Every stage has a layer"
+
+BREAKS = (
+    Break("The training model computes", "yarn", model={**DENSE, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    Break(WORLD, "TP 2 x PP 4 x CP 1 = 8 does not divide the world size 4", actor={**TP2, **PP4}),
+    Break(
+        WORLD,
+        "ETP 2 x EP 4 x PP 1 = 8 does not divide the world size 4",
+        actor={**TP2, **SP, "expert_model_parallel_size": 4},
+        model=EXPERTS,
+    ),
+    Break(HEADS, "3 does not divide the number of attention heads 8", 3, TP3),
+    Break(HEADS, "3 neither divides nor is a multiple of the 4 key/value heads", 3, generate=INFER_TP3),
+    Break(CUTS, "does not divide the 97 indices of model.layers.0.mlp", actor=TP2, model={**DENSE, **ODD_WIDTH}),
+    Break(
+        CUTS,
+        "3 does not divide the 32 indices of model.layers.0.mlp.experts.0",
+        3,
+        {"expert_tensor_parallel_size": 3},
+        model=EXPERTS,
+    ),
+    Break(EXPERT_SHARES, "2, but the model has no experts", actor={"expert_model_parallel_size": 2}),
+    Break(EXPERT_SHARES, "2, but the model has no experts", actor={"expert_tensor_parallel_size": 2}),
+    Break(
+        EXPERT_SHARES,
+        "3 does not divide the number of experts 8",
+        3,
+        {"expert_model_parallel_size": 3},
+        model=EXPERTS,
+    ),
+    Break(STAGES, "virtual stages without", actor={"virtual_pipeline_model_parallel_size": 2}),
+    Break(STAGES, "4 layers do not divide into 3 stages", 3, {"pipeline_model_parallel_size": 3}),
+    Break(STAGES, "2 chunks do not divide a stage of 1, 3 layers", actor={**PP2, **VPP2, **FIRST1}),
+    Break(STAGES, "set for a pipeline of one stage", actor=FIRST1),
+    Break(STAGES, "3 layers (t), the model has 4", actor={**PP2, "pipeline_model_parallel_layout": "Et|ttL"}),
+    Break(STAGES, "set beside a layout", actor={**PP2, **FIRST1, "pipeline_model_parallel_layout": "Et|t*3L"}),
+    Break("Layers that do nothing", "[9] of 6 positions", actor={"noop_layers": [2, 9]}),
+    Break("Layers that do nothing", "[2, 2] names a position twice", actor={"noop_layers": [2, 2]}),
+    Break("Adapters go on linear layers", "q_proj: no linear layers", actor={"lora": {"target_modules": ["q_proj"]}}),
+    Break("Adapters go on linear layers", "target_modules is empty", actor={"lora": {"target_modules": []}}),
+    Break(
+        "Adapters go on linear layers",
+        "linear_fc1, linear_fc2 are parts of experts",
+        actor={"lora": {}},
+        model=EXPERTS,
+    ),
+    Break(
+        "Weights that are stored transposed",
+        "has transposed weights",
+        actor={"lora": {}, "seq_length": 64},
+        generate={"lora_delivery": "adapter"},
+        model={**hf_configs.GPT2, "n_head": 8, "n_embd": 64, "n_layer": 4},
+    ),
+    Break("CP is 1", "sequences are not split", actor={"context_parallel_size": 2}),
+    Break("Sequence parallelism goes with", "needs tensor parallelism", actor=SP),
+    Break("Experts are trained with TP", "false with TP 2", actor={**TP2, **ETP1}, model=EXPERTS),
+    Break(
+        "With sequence parallelism TP divides",
+        "2 does not divide the sequence length 9",
+        actor={**TP2, **SP, "seq_length": 9},
+    ),
+    Break(
+        "Sequences are not longer than",
+        "1024, but the model has 64 positions",
+        model={**hf_configs.GPT2, "n_positions": 64, "n_head": 8, "n_embd": 64, "n_layer": 4},
+    ),
+    Break(
+        "Parameters are gathered by",
+        "by the distributed optimizer only",
+        actor={"use_distributed_optimizer": False, "overlap_param_gather": True, "overlap_grad_reduce": True},
+    ),
+    Break("An overlapped gather goes with", "only together with", actor={"overlap_param_gather": True}),
+    Break(
+        INFER_WORLD,
+        "TP 1 x PP 3 = 3 does not divide the world size 4",
+        generate={"infer_pipeline_parallel_size": 3},
+    ),
+    Break(
+        INFER_WORLD,
+        "2 is no multiple of TP 4",
+        generate={"infer_tensor_parallel_size": 4, "infer_expert_parallel_size": 2},
+        model=EXPERTS,
+    ),
+    Break(
+        INFER_WORLD,
+        "EP 4 x PP 2 = 8 does not divide the world size 4",
+        generate={"infer_expert_parallel_size": 4, "infer_pipeline_parallel_size": 2},
+        model=EXPERTS,
+    ),
+    Break(
+        INFER_CUTS,
+        "3 does not divide the 32 indices of model.layers.0.mlp.experts.0",
+        3,
+        generate=INFER_TP3,
+        model={**EXPERTS, **SIX_HEADS},
+    ),
+    Break(INFER_CUTS, "3 does not divide the 64 rows", 3, generate=INFER_TP3, model={**DENSE, **SIX_HEADS, **TOKENS}),
+    Break(
+        "TP x PP x DP is the number of ranks",
+        "TP 1 x PP 1 x DP 3 is not the world size 4",
+        generate={"infer_data_parallel_size": 3},
+    ),
+    Break(COUNTS, "8 stages for 4 layers", 8, generate={"infer_pipeline_parallel_size": 8}),
+    Break(COUNTS, "2, but the model has no experts", generate={"infer_expert_parallel_size": 2}),
+    Break(COUNTS, "16, but the model has 8 experts", 16, generate={"infer_expert_parallel_size": 16}, model=EXPERTS),
+    Break(
+        "vLLM's weights have the dtype in which they arrive",
+        "float32, but weights arrive in bfloat16",
+        generate={"dtype": "float32"},
+    ),
+    Break(
+        "Weights are compressed to a narrower dtype",
+        "bfloat16 is not narrower than the training dtype bfloat16",
+        generate={"compress_reshard": True},
+    ),
+    Break(
+        "ETP is TP where EP is 1",
+        "1 with TP 2 and EP 1",
+        actor={**TP2, **SP, **ETP1},
+        model=EXPERTS,
+    ),
+    Break(
+        "vLLM has room for the rank",
+        "rank 1000 is above vLLM's 512",
+        actor={"lora": {"rank": 1000}},
+        generate={"lora_delivery": "adapter"},
+    ),
+    Break(
+        "Every pattern fits a parameter",
+        "no parameter is called decoder.layer.*, decoder.layers.4.*",
+        actor={"frozen_parameters": ["embedding.*", "decoder.layer.*", "*.linear_proj.weight", "decoder.layers.4.*"]},
+    ),
+    Break("Something is left to train", "they freeze every parameter", actor={"frozen_parameters": ["*"]}),
+    Break("It is a method whose weights", "'awq': renewing its weights", generate={"quantization": "awq"}),
+    Break(
+        "With tied embeddings, layers for further tokens",
+        "Etttt|m|L: the embedding is tied",
+        3,
+        {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Etttt|m|L"},
+        model={**reduced_config(hf_configs.DEEPSEEK_V3, 4), "tie_word_embeddings": True},
+    ),
+    Break("Adapters are delivered by themselves", "no adapters are trained", generate={"lora_delivery": "adapter"}),
+)
+
+
+def broken_by(case: Break, directory: Path) -> list[tuple[Constraint, str]]:
+    (directory / "config.json").write_text(json.dumps(case.model))
+    config = HybridConfig(model=directory, actor_config=case.actor, generate_config=case.generate)
+    job = Job(config.actor_config, table_for(config.hf_config()), case.world_size, config.generate_config)
+    return [(rule, str(found)) for rule in CONSTRAINTS for found in rule.find(job)]
+
+
+@pytest.mark.parametrize("case", BREAKS, ids=lambda case: f"{case.rule}: {case.says}")
+def test_what_breaks_a_rule_is_found(case: Break, tmp_path: Path) -> None:
+    found = [text for rule, text in broken_by(case, tmp_path) if rule.rule.startswith(case.rule)]
+    assert any(case.says in text for text in found), found
+    with pytest.raises(ConfigError) as caught:
+        load_config({"model": tmp_path, "actor_config": case.actor, "generate_config": case.generate}, case.world_size)
+    assert case.says in str(caught.value)
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS, ids=lambda constraint: f"{constraint.key}: {constraint.rule}")
+def test_every_rule_is_broken_here(constraint: Constraint) -> None:
+    assert any(constraint.rule.startswith(case.rule) for case in BREAKS)
+
+
+def test_rules_have_sections_that_exist() -> None:
+    for constraint in CONSTRAINTS:
+        section, _, key = constraint.key.partition(".")
+        assert section in HybridConfig.model_fields
+        assert not key or key in HybridConfig.model_fields[section].annotation.model_fields
+
+
+def test_weights_alone_need_not_compute(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    values = {"model": tmp_path, "actor_config": {**TP2, "context_parallel_size": 2}}
+    config = load_config(values, 4, weights_only=True)
+    assert {violation.key for violation in find_violations(config, 4)} == {
+        "actor_config.context_parallel_size",
+        "actor_config.sequence_parallel",
+    }
+
+
+def test_a_training_model_alone_keeps_the_rules_of_training() -> None:
+    """Nothing is asked of an inference side that nobody has."""
+    table = table_for(EXPERTS)
+    assert broken_rules(Job(ActorConfig(**TP2, **SP), table, 4)) == []
+    job = Job(ActorConfig(**TP2, context_parallel_size=2, noop_layers=(1, 1)), table, 4)
+    keys = [[one.key for one in broken_rules(job, weights_only=weights_only)] for weights_only in (False, True)]
+    assert keys == [
+        ["actor_config.noop_layers", "actor_config.context_parallel_size", "actor_config.sequence_parallel"],
+        ["actor_config.noop_layers"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "lora", "is_known"),
+    [
+        ("decoder.layers.3.mlp.experts.linear_fc1.weight7", False, True),  # Transformer Engine's name
+        ("decoder.layers.3.mlp.experts.local_experts.7.linear_fc1.weight", False, True),
+        ("decoder.layers.3.mlp.experts.local_experts.8.*", False, False),
+        ("*.linear_qkv.weight", False, True),
+        ("*.linear_qkv.weight", True, False),
+        ("*.linear_qkv.to_wrap.weight", True, True),
+        ("*.linear_qkv.adapter.linear_in.weight", True, True),
+        ("*.linear_fc1.adapter.*", True, False),
+    ],
+)
+def test_frozen_parameters_go_by_megatrons_names(pattern: str, lora: bool, is_known: bool) -> None:
+    adapters = {"lora": {"target_modules": ["linear_qkv"]}} if lora else {}
+    actor = ActorConfig(frozen_parameters=[pattern], **adapters)
+    found = broken_rules(Job(actor, table_for(EXPERTS), 1))
+    assert [one.key for one in found] == ([] if is_known else ["actor_config.frozen_parameters"])
+
+
+def test_nothing_is_found_in_a_sound_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    actor = {**TP2, **PP2, "sequence_parallel": True, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    generate = {"infer_tensor_parallel_size": 2, "infer_expert_parallel_size": 4}
+    config = load_config({"model": tmp_path, "actor_config": actor, "generate_config": generate}, 4)
+    assert config.generate_config.infer_rank_order == "auto"
+
+
+def test_the_page_is_that_of_the_table() -> None:
+    made = runpy.run_path(str(REPO_ROOT / "docs" / "make_configuration.py"))["constraints_page"]()
+    assert (REPO_ROOT / "docs" / "constraints.md").read_text() == made

@@ -1,0 +1,185 @@
+"""Whatever a file holds, every reader of settings gives a value or a ConfigError that names it, and in few words."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples.gpt_rl import settings as rl_settings
+from examples.gpt_rl import task
+from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig, load_config
+from hybrid_engine.errors import ConfigError, shortened
+from hybrid_engine.files.documents import MOST_YAML_BYTES, read_json, read_yaml
+from hybrid_engine.megatron_script.script_settings import read_settings
+from megatron_patches.arguments import ReshardingOptions
+from tests.hybrid_engine.hf_configs import LLAMA_3_8B
+
+pytestmark = pytest.mark.timeout(60)  # a reader that unfolds what these stand for would take years
+
+LONGEST_MESSAGE = 4000
+
+
+def bomb(reference: str) -> str:
+    """Nine levels of nine references to the level before: 9^9 values in 400 bytes."""
+    levels = [f"a0: &a0 {{x: {'x' * 10}}}"]
+    levels += [f"a{i}: &a{i} {reference.format(', '.join([f'*a{i - 1}'] * 9))}" for i in range(1, 10)]
+    return "\n".join([*levels, "actor_config: *a9", "generate_config: *a9", "rl_config: *a9", "sampling: *a9"])
+
+
+HOSTILE: dict[str, bytes] = {
+    "aliases": bomb("[{}]").encode(),
+    "merges": bomb("{{<<: [{}]}}").encode(),
+    "itself": b"model: &m [*m]",
+    "deep": b"model: " + b"[" * 2_000,
+    "deep and closed": b"model: " + b"[" * 60 + b"]" * 60,
+    "UTF-16": "model: x".encode("utf-16"),
+    "Latin-1": "model: grün".encode("latin-1"),
+    "control characters": b"model: \x00\x01",
+    "large": b"model: x\n" + b"# x\n" * MOST_YAML_BYTES,
+    "long alias": b"model: *" + b"a" * 200_000,
+    "long number": b"model: " + b"1" * 10_000,
+    "no boolean": b"model: !!bool x",
+    "no number": b'model: !!int ""',
+    "no time": b"model: !!timestamp x",
+    "no date": b"model: 2024-99-99",
+    "an object": b"model: !!python/object/apply:os.system [true]",
+    "a list as key": b"? [1]\n: 2",
+    "two documents": b"a: 1\n---\nb: 2",
+    "a list": b"- model",
+    "empty": b"",
+    "a number": b"5",
+    "NUL in the model": b'model: "a\\0b"\nrl_config: {data: "a\\0b"}',
+    "long model": b"model: " + b"x" * 100_000 + b"\nrl_config: {data: " + b"x" * 100_000 + b"}",
+    "numbers as keys": b"5: 1\n7: 2",
+    "many unknown keys": b"\n".join(b"key%d: 1" % i for i in range(2000)),
+    "long key": b"x" * 1000 + b": 1",
+    "sections that are none": b"model: x\nactor_config: 5\ngenerate_config: [1]\nrl_config: x\nsampling: 5",
+}
+
+
+def read_script(config: Path, prompts: Path | None = None) -> Any:
+    args = Namespace(rank=1, world_size=1, optimizer="adam", params_dtype="torch.float32", num_experts=None)
+    options = ReshardingOptions(enabled=True, config=config, prompts=prompts, output=config.parent)
+    return read_settings(SimpleNamespace(options=options, args=args, transformer_config=lambda: SimpleNamespace()))
+
+
+def read_prompts(path: Path) -> Any:
+    """The script's other file: lines of JSON."""
+    return read_script(Path("no configuration"), path)
+
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "configuration": lambda path: load_config(path, 1),
+    "example": lambda path: rl_settings.load_settings(path, 1),
+    "script": read_script,
+    "prompts": read_prompts,
+}
+
+
+def refusal(reader: Callable[[Path], Any], path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        reader(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_file_is_refused_in_a_few_words(reader: str, name: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_bytes(HOSTILE[name])
+    message = refusal(READERS[reader], path)
+    assert max(map(len, message.splitlines())) < LONGEST_MESSAGE and len(message) < 200 * LONGEST_MESSAGE
+    of_contents = {"NUL in the model", "long model", "numbers as keys", "sections that are none"}
+    assert str(path) in message or name in of_contents or "unknown key" in message
+
+
+@pytest.mark.parametrize("reader", [*READERS, "problems"])
+@pytest.mark.parametrize("name", ["missing", "directory", "pipe", "NUL\0", "long" * 2000])
+def test_what_is_no_file_is_refused(reader: str, name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if name == "directory":
+        path.mkdir()
+    if name == "pipe":
+        os.mkfifo(path)
+    message = refusal(READERS.get(reader, task.load_problems), path)
+    assert str(tmp_path) in message and len(message) < LONGEST_MESSAGE
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe[", b"[" * 100_000, b'{"prompt": 1}', b"1" * 10_000, b'"' + b"x" * 10_000]
+)
+def test_problems_that_are_none_are_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_bytes(content)
+    message = refusal(task.load_problems, tmp_path / "train.jsonl")
+    assert "train.jsonl" in message and len(message) < LONGEST_MESSAGE
+
+
+@pytest.mark.parametrize("content", [b"[]", b'"x"', b"null", b"5", b"[" * 100_000, b"\xff\xfe", b"1" * 10_000, b""])
+def test_a_model_config_that_holds_no_keys_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    assert str(tmp_path / "config.json") in refusal(lambda path: load_config({"model": str(path)}, 1), tmp_path)
+
+
+def test_yaml_means_what_it_means_elsewhere(tmp_path: Path) -> None:
+    """Anchors and merges are for people: a few are fine. So is a byte order mark."""
+    text = "base: &base {lr: 1.5, on: true}\none: {<<: *base, lr: 2}\ntwo: [*base, *base]\nnothing:\n"
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    assert read_yaml(path, "key") == yaml.safe_load(text)
+    path.write_text('{"a": 1}', encoding="utf-8-sig")
+    assert read_yaml(path, "key") == read_json(path, "key", "") == {"a": 1}
+
+
+def test_a_message_shows_the_beginning_of_a_value_without_unfolding_it() -> None:
+    value: Any = ["x" * 50]
+    for _ in range(40):
+        value = [value] * 9
+    assert len(shortened(value)) == 200 and shortened(value).endswith("…")
+    assert shortened(10**100_000) == "a number of 332193 bits"
+    assert shortened({"a": [1, 2.5, None]}) == "{'a': [1, 2.5, None]}" and shortened("x" * 300)[0] == "'"
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.integers(min_value=2**31, max_value=10**30),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(["1e-6", "０_2", "auto", "Et*999999999|L", "(t|)*99999L", "*", "float32", "bfloat16"]),
+)
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner))
+
+
+def section(model: type[Any]) -> st.SearchStrategy[Any]:
+    keys = st.sampled_from(sorted(model.model_fields)) | st.text(max_size=8)
+    return st.dictionaries(keys, VALUES, max_size=4) | VALUES
+
+
+@given(
+    actor=section(ActorConfig),
+    generate=section(GenerateConfig),
+    others=st.dictionaries(st.sampled_from(sorted(HybridConfig.model_fields)), VALUES, max_size=1),
+    world_size=st.integers(-1, 8) | st.integers() | st.booleans(),
+)
+def test_every_value_loads_or_is_refused(
+    actor: Any, generate: Any, others: Any, world_size: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = tmp_path_factory.getbasetemp() / "model of any value"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps({**LLAMA_3_8B, "num_hidden_layers": 2}))
+    try:
+        load_config({"model": str(model), "actor_config": actor, "generate_config": generate, **others}, world_size)
+    except ConfigError as error:
+        assert all(finding.key and finding.problem and finding.remedy for finding in error.findings)
+        assert max(map(len, str(error).splitlines())) < LONGEST_MESSAGE

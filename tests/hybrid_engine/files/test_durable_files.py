@@ -1,0 +1,246 @@
+"""Files on real file systems: full, read-only, limited, and killed at every step."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybrid_engine.errors import ConfigError, FileError, StateError, Violation
+from hybrid_engine.files import durable as durable_files
+from hybrid_engine.files.durable import (
+    append_text,
+    current_directory,
+    naming,
+    recover_directory,
+    replace_directory,
+    reserve,
+    sync,
+    write_text,
+)
+from tests.kills import kill_at_every_step
+from tests.small_disks import file_size_limit, small_disk  # noqa: F401
+
+MIB = 1 << 20
+
+
+# name -> (what raises, part of the message)
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda path: (path / "no").read_text(), "no such file or directory"),
+    "cut short": (lambda path: pickle.loads(b"\x80"), "damaged or cut short (UnpicklingError: "),
+    "empty pickle": (lambda path: pickle.loads(b""), "damaged or cut short (EOFError: "),
+    "json": (lambda path: json.loads("{"), "damaged or cut short (JSONDecodeError: Expecting property name"),
+    "deep json": (lambda path: json.loads("[" * 100_000), "damaged or cut short (RecursionError"),
+    "utf-8": (lambda path: b"\xff".decode(), "damaged or cut short (UnicodeDecodeError: "),
+    "directory": (lambda path: path.read_text(), "is a directory. It is a directory: name a file"),
+    "no archive": (lambda path: torch.load(__file__, weights_only=True), "damaged or cut short (UnpicklingError"),
+    "long name": (lambda path: (path / ("x" * 300)).write_text(""), "file name too long"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_error_about_a_file_names_it(name: str, tmp_path: Path) -> None:
+    fault, message = WRONG[name]
+    with pytest.raises(FileError) as caught, naming("reading the settings", tmp_path, "Write them again"):
+        fault(tmp_path)
+    assert str(caught.value).startswith(f"reading the settings {tmp_path}: {message}")
+    assert caught.value.__cause__ is not None
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_other_errors_pass() -> None:
+    own = ConfigError([Violation("key", "wrong", "Mend it")])
+    for error in (own, StateError("no"), KeyboardInterrupt(), KeyError("a"), TypeError("b"), FileError("c")):
+        with pytest.raises(type(error)) as caught, naming("reading", "there"):
+            raise error
+        assert caught.value is error
+
+
+def test_the_remedy_for_damage_is_the_callers() -> None:
+    message = r"reading latest: damaged .*\. Name an older one in latest$"
+    with pytest.raises(FileError, match=message), naming("reading", "latest", "Name an older one in latest"):
+        json.loads("")
+
+
+class Unpicklable:
+    """Whose contents fail half-way, as those on a device without memory do."""
+
+    def __reduce__(self):
+        raise RuntimeError("CUDA out of memory")
+
+
+def test_what_fails_in_memory_is_no_fault_of_the_file_being_written(tmp_path: Path) -> None:
+    path = tmp_path / "rank0000.pt"
+    with pytest.raises(RuntimeError, match="CUDA out of memory"), naming("writing", path), path.open("wb") as file:
+        torch.save({"a": Unpicklable()}, file)
+
+
+def test_a_system_error_without_a_number_is_told_too() -> None:
+    message = r"writing there: .*\(UnsupportedOperation: not writable\)\. Name another path"
+    with pytest.raises(FileError, match=message), naming("writing", "there"):
+        raise io.UnsupportedOperation("not writable")
+
+
+def test_a_system_error_that_was_dealt_with_is_not_the_cause(tmp_path: Path) -> None:
+    message = r"damaged or cut short \(ValueError: no number\)"
+    with pytest.raises(FileError, match=message), naming("reading", tmp_path, "Write it again"):
+        try:
+            (tmp_path / "optional").read_text()
+        except FileNotFoundError:
+            raise ValueError("no number") from None
+
+
+def test_a_path_with_a_nul_is_told(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="a path cannot contain a NUL"):
+        write_text(f"{tmp_path}/a\0b", "")
+
+
+def test_a_limit_is_told_and_the_old_text_stays(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    write_text(path, "old")
+    with file_size_limit(1000), pytest.raises(FileError, match=r"writing .*text: file too large \(limit 1,000\)"):
+        write_text(path, "x" * 2000)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_full_disk_is_told_and_the_old_text_stays(small_disk: Path) -> None:  # noqa: F811
+    path = small_disk / "text"
+    write_text(path, "old")
+    full = rf"writing {path}: no space left on device \(2\.\d MB free on {small_disk}\)\. Free some space"
+    with pytest.raises(FileError, match=full):
+        write_text(path, "x" * 4 * MIB)
+    assert path.read_text() == "old"
+    assert list(small_disk.iterdir()) == [path]
+
+
+def test_a_full_disk_under_torch_save_is_told(small_disk: Path) -> None:  # noqa: F811
+    """torch itself says "unexpected pos 704 vs 598"."""
+    path = small_disk / "rank0000.pt"
+    message = rf"writing the checkpoint {path}: no space left on device \(0\.0 MB free"
+    with pytest.raises(FileError, match=message), naming("writing the checkpoint", path), path.open("wb") as file:
+        torch.save({"a": torch.zeros(MIB)}, file)
+
+
+def test_a_reservation_is_real(small_disk: Path) -> None:  # noqa: F811
+    with (small_disk / "file").open("w+b") as file:
+        reserve(file.fileno(), MIB)
+        reserve(file.fileno(), 0)
+        assert os.fstat(file.fileno()).st_blocks * 512 >= MIB
+        with pytest.raises(OSError, match="No space left"):
+            reserve(file.fileno(), 4 * MIB)
+        assert os.fstat(file.fileno()).st_size == MIB
+
+
+def test_a_killed_write_leaves_old_or_new(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+
+    def prepare() -> None:
+        write_text(path, "old")
+
+    seen = [path.read_text() for _ in kill_at_every_step(lambda: write_text(path, "new"), prepare)]
+    assert set(seen) == {"old", "new"}
+    assert seen == sorted(seen, reverse=True)
+
+
+def test_lines_are_appended_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    append_text(path, "1\n2\n")
+    with path.open("a") as file:
+        file.write("cut sh")
+    append_text(path, "3\n")
+    assert path.read_text() == "1\n2\n3\n"
+    with file_size_limit(10), pytest.raises(FileError, match=r"appending to .*lines: file too large"):
+        append_text(path, "4\n" * 10)
+    assert path.read_text() == "1\n2\n3\n"
+    path.write_text("x" * 200_000)
+    append_text(path, "1\n")
+    assert path.read_text() == "1\n"
+
+
+def test_a_last_line_of_whole_json_is_kept_and_what_is_removed_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "lines"
+    path.write_text('{"a": 1}\n{"a": 2}')
+    with file_size_limit(20), pytest.raises(FileError):
+        append_text(path, '{"a": 3}\n')
+    assert path.read_text() == '{"a": 1}\n{"a": 2}'
+    append_text(path, '{"a": 3}\n')
+    assert path.read_text() == '{"a": 1}\n{"a": 2}\n{"a": 3}\n'
+    assert caplog.messages == []
+    for rest in ("1", '{"a": 4', "[" * 100_000):  # a lone 1 may be the beginning of 12
+        path.write_text(f"1\n{rest}")
+        append_text(path, "2\n")
+        assert path.read_text() == "1\n2\n"
+        assert f"{path}: removed the last {len(rest)} bytes" in caplog.messages[-1]
+
+
+def make_directory(path: Path, text: str) -> Path:
+    path.mkdir()
+    for name in ("a", "b"):
+        (path / name).write_text(text)
+    return path
+
+
+def texts(path: Path) -> set[str]:
+    assert {entry.name for entry in path.iterdir()} == {"a", "b"}
+    return {entry.read_text() for entry in path.iterdir()}
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_killed_replacement_leaves_the_old_directory_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
+) -> None:
+    """Killed before every call to the system; both ways, for few file systems cannot exchange names."""
+    if not can_exchange:
+        monkeypatch.setattr(durable_files, "_exchange", lambda first, second: False)
+    target, new = tmp_path / "target", tmp_path / "target.incomplete"
+    tried = []
+
+    def prepare() -> None:
+        recover_directory(target)
+        for path in (target, new):
+            subprocess.run(["rm", "-rf", str(path)], check=True)
+        make_directory(target, "old")
+        make_directory(new, "new")
+
+    for _ in kill_at_every_step(lambda: replace_directory(new, target), prepare):
+        tried.append(texts(current_directory(target)))
+        if can_exchange:
+            assert texts(target) == tried[-1]
+        recover_directory(target)
+        assert texts(target) == tried[-1]
+        assert not list(tmp_path.glob("*.replaced*"))
+    assert tried[0] == {"old"}
+    assert tried[-1] == {"new"}
+    assert tried == sorted(tried, key=lambda found: found == {"new"})
+    assert not new.exists()
+
+
+def test_this_system_exchanges_directories(tmp_path: Path) -> None:
+    """ctypes calls what it is meant to call."""
+    first, second = make_directory(tmp_path / "first", "1"), make_directory(tmp_path / "second", "2")
+    if not durable_files._exchange(first, second):
+        pytest.skip("this file system cannot exchange names")
+    assert (texts(first), texts(second)) == ({"2"}, {"1"})
+    with pytest.raises(FileNotFoundError):
+        durable_files._exchange(first, tmp_path / "nothing")
+
+
+def test_the_first_directory_is_renamed(tmp_path: Path) -> None:
+    replace_directory(make_directory(tmp_path / "new", "new"), tmp_path / "target")
+    assert texts(tmp_path / "target") == {"new"}
+
+
+def test_a_failed_sync_is_an_error(tmp_path: Path) -> None:
+    sync(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        sync(tmp_path / "nothing")

@@ -1,0 +1,148 @@
+"""What a command leaves that ends badly: temporary directories and the process of transformers."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hybrid_engine.cli import app
+from hybrid_engine.errors import FileError, ReshardError
+from hybrid_engine.files.scratch import _remove_abandoned, scratch_directory
+from hybrid_engine.verification.reference import Reference
+from tests.hybrid_engine.advisor.test_plan_cli import saved
+from tests.hybrid_engine.hf_configs import LLAMA_3_8B
+
+HOLDER = """
+import time
+from hybrid_engine.files.scratch import scratch_directory, unwinding_on_sigterm
+with unwinding_on_sigterm(), scratch_directory("held-") as path:
+    (path / "weights").write_text("large")
+    print(path, flush=True)
+    time.sleep(600)
+"""
+REFERENCE = """
+import os, signal
+from hybrid_engine.verification.reference import Reference
+reference = Reference()
+reference._start()
+print(reference._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return tmp_path
+
+
+def start(program: str) -> tuple[subprocess.Popen[str], str]:
+    """A process and the first line that it writes."""
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def end(process: subprocess.Popen[str], number: signal.Signals) -> int:
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    return process.returncode
+
+
+def test_directories_of_killed_processes_go_at_the_next_start_and_those_of_others_stay(temporary: Path) -> None:
+    killed, killed_path = start(HOLDER)
+    alive, alive_path = start(HOLDER)
+    try:
+        assert end(killed, signal.SIGKILL) == -signal.SIGKILL
+        assert (Path(killed_path) / "weights").exists()
+        with scratch_directory("held-") as own:
+            assert not Path(killed_path).exists()
+            assert sorted(temporary.iterdir()) == sorted([Path(alive_path), own])
+    finally:
+        assert end(alive, signal.SIGTERM) == 128 + signal.SIGTERM
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_directory_that_is_taken_for_abandoned_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another start, between its creation and its lock."""
+    made, make = [], tempfile.mkdtemp
+
+    def make_and_lose(**options: str) -> str:
+        made.append(make(**options))
+        if len(made) == 1:
+            _remove_abandoned("held-")
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
+    with scratch_directory("held-") as own:
+        assert len(made) == 2 and str(own) == made[1] and own.is_dir()
+
+
+def test_a_file_system_without_locks_is_told(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretended: those that can be mounted here have locks."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    message = r"locking .*held-\w+: Operation not supported\. Set TMPDIR"
+    with pytest.raises(FileError, match=message), scratch_directory("held-"):
+        pass
+    assert list(temporary.iterdir()) == []
+    saved(temporary, LLAMA_3_8B)
+    result = CliRunner().invoke(app, ["verify", "--model", str(temporary), "--train", "dp=1", "--infer", "tp=1"])
+    assert result.exit_code == 2 and result.stderr.startswith("locking ") and result.stderr.count("\n") == 1
+    assert [path.name for path in temporary.iterdir()] == ["config.json"]
+
+
+def test_after_a_failure_another_process_is_asked(temporary: Path) -> None:
+    """The one that failed would give a late answer to an earlier question, or none."""
+    tokens = torch.zeros(1, 1, dtype=torch.int64)
+    with Reference() as reference:
+        for _ in range(2):
+            reference._start()
+            process = reference._process
+            with pytest.raises(ReshardError, match=r"no log-probabilities of \S*slow within 0 s"):
+                reference.log_probs(temporary / "slow", tokens, timeout=0)
+            assert process.returncode == -signal.SIGKILL and reference._connection is None
+            reference._start()
+            reference._process.kill()
+            with pytest.raises(ReshardError, match=r"ended with status -9 at \S*killed"):
+                reference.log_probs(temporary / "killed", tokens)
+            assert reference._connection is None
+
+
+def test_the_process_of_transformers_ends_with_its_parent() -> None:
+    process, pid = start(REFERENCE)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 20
+    while _is_alive(int(pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_alive(int(pid))
+
+
+def test_more_processes_than_the_machine_has_room_for_are_refused(tmp_path: Path) -> None:
+    arguments = ["--model", saved(tmp_path, LLAMA_3_8B), "--train", "tp=1", "--infer", "tp=1", "--nproc", "99999"]
+    result = CliRunner().invoke(app, ["verify", *arguments])
+    assert result.exit_code == 2
+    assert f"on {len(os.sched_getaffinity(0))} cores" in result.output and "--oversubscribe" in result.output
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

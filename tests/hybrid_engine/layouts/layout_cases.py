@@ -1,0 +1,171 @@
+"""Random jobs without engines: a model of a few thousand elements, parallel sizes of both sides, hosts."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from hybrid_engine.layouts.inference import InferenceParallelism, inference_side
+from hybrid_engine.layouts.stages import PipelineSplit, split_violations
+from hybrid_engine.layouts.training import TrainParallelism, training_side
+from hybrid_engine.models import ModelTable, table_for
+from hybrid_engine.records.holdings import SideLayout
+
+# 12 heads of 2 elements: 1, 2, 3, 4, 6 and 12 ranks can share them. 150 tokens: vLLM pads to 192, Megatron otherwise.
+DENSE: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 3,
+    "intermediate_size": 12,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "head_dim": 2,
+    "vocab_size": 150,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {
+    **DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
+LATENT = {
+    **DENSE,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 1,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 1,
+    "hidden_size": 12,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_nextn_predict_layers": 1,
+    "vocab_size": 140,
+}
+GPT2: dict[str, Any] = {
+    "architectures": ["GPT2LMHeadModel"],
+    "n_embd": 12,
+    "n_head": 12,
+    "n_layer": 4,
+    "n_positions": 5,
+    "vocab_size": 150,
+}
+
+
+@dataclass(frozen=True)
+class LayoutCase:
+    """A job; `hosts` by rank, `relaying` those whose ranks read each other's memory."""
+
+    table: ModelTable = field(repr=False)
+    train: TrainParallelism
+    infer: InferenceParallelism
+    hosts: tuple[int, ...]
+    relaying: tuple[int, ...] = ()
+
+    @property
+    def source(self) -> SideLayout:
+        return training_side(self.table, self.train)
+
+    @property
+    def destination(self) -> SideLayout:
+        return inference_side(self.table, self.infer)
+
+    @property
+    def positions(self) -> SideLayout:
+        """What inference positions need, by position."""
+        return inference_side(self.table, replace(self.infer, rank_order=None))
+
+    @property
+    def unserved(self) -> list[str]:
+        return [name for name in self.table.shapes if not self.table.is_served(name)]
+
+
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, Any]:
+    base = draw(st.sampled_from([DENSE, EXPERTS, LATENT, EXPERTS, LATENT, GPT2]))
+    if base is GPT2:
+        return base
+    heads = {} if base is LATENT else {"num_key_value_heads": draw(st.sampled_from([12, 6, 2, 1]))}
+    return {**base, **heads, "tie_word_embeddings": draw(st.booleans())}
+
+
+@functools.cache
+def possible_splits(num_mtp_layers: int) -> list[tuple[PipelineSplit, tuple[int, ...]]]:
+    """Ways to deal out four layers, with the no-op layers that go with them."""
+    kinds = itertools.product(
+        (2, 3, 4), (None, 2), (None, 1, 2), (None, 1, 2), (False, True), (False, True), ((), (1,), (2, 4))
+    )
+    found = [
+        (PipelineSplit(*sizes, None), noops)
+        for *sizes, noops in kinds
+        if not split_violations(PipelineSplit(*sizes, None), 4 + len(noops), num_mtp_layers)
+    ]
+    layouts = ("Ett|ttmL", "Et|t|t|tmL", "E|t*4||mL") if num_mtp_layers else ("Ettt|tL", "Et|t*2|t|L", "E|t|t*3L")
+    written = [PipelineSplit(2, None, None, None, False, False, layout) for layout in layouts]
+    found += [(split, ()) for split in written if not split_violations(split, 4, num_mtp_layers)]
+    return found + [(PipelineSplit(1, None, None, None, False, False, None), ())] * (len(found) // 3)
+
+
+@st.composite
+def train_sizes(draw: st.DrawFn, world_size: int, table: ModelTable) -> TrainParallelism:
+    splits = [each for each in possible_splits(table.dims.num_mtp_layers) if world_size % each[0].pipeline == 0]
+    split, noops = draw(st.sampled_from(splits))
+    in_stage = divisors(world_size // split.pipeline)
+    experts = [size for size in in_stage if table.dims.num_experts % size == 0]
+    return TrainParallelism(
+        world_size,
+        tensor=draw(st.sampled_from(in_stage)),
+        pipeline=split.pipeline,
+        virtual_pipeline=split.virtual,
+        expert=draw(st.sampled_from(experts)) if table.dims.num_experts else 1,
+        expert_tensor=draw(st.sampled_from([None, 1, *in_stage])) if table.dims.num_experts else None,
+        num_layers_in_first_pipeline_stage=split.first,
+        num_layers_in_last_pipeline_stage=split.last,
+        account_for_embedding_in_pipeline_split=split.counts_embedding,
+        account_for_loss_in_pipeline_split=split.counts_loss,
+        pipeline_layout=split.layout,
+        noop_layers=noops,
+        make_vocab_size_divisible_by=draw(st.sampled_from([1, 4, 50])),
+        cuts_whole_projections=draw(st.booleans()),
+    )
+
+
+@st.composite
+def infer_sizes(draw: st.DrawFn, world_size: int, table: ModelTable) -> InferenceParallelism:
+    pipeline = draw(st.sampled_from([size for size in divisors(world_size) if size <= 4]))
+    tensor = draw(st.sampled_from(divisors(world_size // pipeline)))
+    experts = [tensor * size for size in divisors(world_size // (pipeline * tensor))]
+    order = draw(st.one_of(st.none(), st.permutations(range(world_size)).map(tuple)))
+    expert = draw(st.sampled_from([1, *experts])) if table.dims.num_experts else 1
+    return InferenceParallelism(world_size, tensor, pipeline, expert, order)
+
+
+@st.composite
+def layout_cases(draw: st.DrawFn) -> LayoutCase:
+    """Only possible ones."""
+    table = table_for(draw(configs()))
+    world_size = draw(st.sampled_from([12, 8, 6, 4, 12, 8, 3, 2, 1]))
+    train = draw(train_sizes(world_size, table))
+    assume(train.violations(table) == [])
+    infer = draw(infer_sizes(world_size, table))
+    assume(infer.violations(table) == [])
+    hosts = draw(st.lists(st.integers(0, 2), min_size=world_size, max_size=world_size).map(tuple))
+    in_order = draw(st.booleans())
+    relaying = draw(st.sampled_from([(), (1,), (0, 1, 2)]))
+    return LayoutCase(table, train, infer, tuple(sorted(hosts)) if in_order else hosts, relaying)

@@ -1,0 +1,107 @@
+"""vLLM's side as it is computed: ranks' positions, and its divisions against vLLM's own functions.
+
+What every family holds in every kind of layout is compared with traced models in test_vllm_layouts.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_engine.errors import ConfigError
+from hybrid_engine.layouts.inference import (
+    InferenceParallelism,
+    InferPosition,
+    expert_bounds,
+    inference_layout,
+    inference_side,
+    padded_vocabulary,
+    stage_bounds,
+)
+from hybrid_engine.models import table_for
+from hybrid_engine.records.holdings import regions_by_tensor
+from hybrid_engine.records.validation import layout_faults
+from tests.hybrid_engine.layouts.layout_cases import DENSE, EXPERTS, LayoutCase, layout_cases
+from tests.hybrid_engine.planning.test_summary import JOBS
+
+
+@given(st.integers(1, 70), st.integers(1, 12))
+def test_stages_are_vllms(num_layers: int, stages: int) -> None:
+    from vllm.distributed.utils import get_pp_indices
+
+    bounds = stage_bounds(num_layers, stages)
+    expected = [get_pp_indices(num_layers, stage, stages) for stage in range(stages)]
+    assert list(itertools.pairwise(bounds)) == expected
+
+
+@given(st.integers(1, 70), st.integers(1, 12))
+def test_blocks_of_experts_are_vllms(num_experts: int, blocks: int) -> None:
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
+
+    bounds = expert_bounds(num_experts, blocks)
+    for block in range(blocks):
+        count, own, _ = determine_expert_map(blocks, block, num_experts)
+        expected = list(range(num_experts)) if own is None else np.flatnonzero(own.numpy() >= 0).tolist()
+        assert list(range(bounds[block], bounds[block + 1])) == expected and len(expected) == count
+
+
+@given(st.integers(1, 300))
+def test_the_vocabulary_is_padded_as_vllm_does(size: int) -> None:
+    from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
+
+    assert padded_vocabulary(size) == pad_vocab_size(size)
+
+
+def test_positions() -> None:
+    """Tensor ranks first, then stages, then replicas; two replicas share the experts."""
+    sizes = InferenceParallelism(16, tensor=2, pipeline=2, expert=4)
+    assert (sizes.data, sizes.replicas_per_instance) == (4, 2)
+    assert sizes.position(0) == InferPosition(0, 0, 0, 0)
+    assert sizes.position(3) == InferPosition(1, 1, 0, 1)
+    assert sizes.position(4) == InferPosition(0, 0, 1, 2)
+    assert sizes.position(15) == InferPosition(1, 1, 3, 3)
+    turned = InferenceParallelism(16, tensor=2, pipeline=2, expert=4, rank_order=tuple(range(15, -1, -1)))
+    assert turned.position(0) == InferPosition(1, 1, 3, 3)
+    assert InferenceParallelism(4, tensor=2).position(3) == InferPosition(1, 0, 1, 0)
+
+
+@JOBS
+@given(layout_cases())
+def test_every_layout_is_sound_and_all_of_the_model_is_served(case: LayoutCase) -> None:
+    side = case.destination
+    layout = side.layout()
+    assert layout_faults(layout, exact=True) == []
+    assert {shard.region.tensor for shard in layout.shards} == set(case.table.shapes) - set(case.unserved)
+    instance = case.infer.tensor * case.infer.pipeline * case.infer.replicas_per_instance
+    for first in range(0, len(case.hosts), instance):
+        ranks = case.infer.order[first : first + instance].tolist()
+        held = regions_by_tensor(side.layout_of(*ranks))
+        for name, regions in held.items():
+            assert [(region.offsets, region.lengths) for region in regions] == [
+                ((0,) * len(case.table.shapes[name]), case.table.shapes[name])
+            ], "an instance has all of every tensor"
+
+
+@JOBS
+@given(layout_cases())
+def test_ranks_at_the_same_place_hold_the_same(case: LayoutCase) -> None:
+    by_place: dict[object, object] = {}
+    side = case.destination
+    for rank in range(len(case.hosts)):
+        place = case.infer.position(rank)
+        held = regions_by_tensor(side.layout_of(rank))
+        assert by_place.setdefault((place.tensor, place.pipeline, place.expert), held) == held
+
+
+def test_impossible_sizes_are_refused() -> None:
+    table = table_for(EXPERTS)
+    with pytest.raises(ConfigError) as caught:
+        inference_layout(table, InferenceParallelism(8, tensor=8, pipeline=5, expert=9, rank_order=(0,) * 8), 0)
+    keys = [violation.key for violation in caught.value.findings]
+    assert sorted(set(keys)) == ["expert", "pipeline", "rank_order", "tensor"], caught.value
+    with pytest.raises(ConfigError, match="pipeline: 0 is not a valid size"):
+        inference_side(table_for(DENSE), InferenceParallelism(8, pipeline=0))

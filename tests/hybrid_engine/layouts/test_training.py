@@ -1,0 +1,243 @@
+"""Megatron's side as it is computed, against live models, rank groups and layer numbers of megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_engine.config import ActorConfig
+from hybrid_engine.config.parallelism import train_parallelism
+from hybrid_engine.layouts.stages import Chunk, PipelineSplit, chunks_of, parse_layout, split_violations
+from hybrid_engine.layouts.training import TrainParallelism, training_layout
+from hybrid_engine.models import table_for
+from hybrid_engine.records.holdings import regions_by_tensor
+from hybrid_engine.records.regions import Region
+from tests.hybrid_engine.backends.vllm.vllm_models import FAMILIES
+from tests.hybrid_engine.tiny_models import DENSE_FLOAT32, parallel_state_of
+from tests.launch import launch
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+ETP1 = {"expert_tensor_parallel_size": 1}
+# (family, changes of its config, training layout), each on four ranks
+LIVE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("llama", {}, {"tensor_model_parallel_size": 4}),
+    ("qwen3 tied", {}, {**TP2, **PP2}),
+    ("llama", {}, {**TP2, "context_parallel_size": 2}),
+    (
+        "qwen2 tied",
+        {"num_hidden_layers": 7},
+        {
+            "pipeline_model_parallel_size": 4,
+            "num_layers_in_first_pipeline_stage": 2,
+            "num_layers_in_last_pipeline_stage": 1,
+        },
+    ),
+    (
+        "qwen3 tied",
+        {"num_hidden_layers": 6},
+        {
+            **PP2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+        },
+    ),
+    ("llama", {"num_hidden_layers": 5}, {**PP2, "pipeline_model_parallel_layout": "Et*2|(t|)*2tL"}),
+    ("llama", {"num_hidden_layers": 3}, {**PP2, **TP2, "noop_layers": (1,)}),
+    ("mixtral", {}, {**TP2, **EP2, **ETP1}),
+    ("qwen3 moe", {}, {**TP2, **EP2}),
+    ("qwen3 moe", {"num_hidden_layers": 4}, {**PP2, **EP2, "virtual_pipeline_model_parallel_size": 2}),
+    ("deepseek v2", {"num_hidden_layers": 4}, {**TP2, **PP2, **EP2, **ETP1}),
+    ("deepseek v3", {}, {**TP2, **EP2}),
+    ("deepseek v3", {"num_hidden_layers": 3}, {**PP2, **EP2, "num_layers_in_first_pipeline_stage": 2}),
+    ("glm", {}, {**TP2, **PP2}),
+    ("glm4", {}, TP2),
+    ("gemma2", {}, {**TP2, **PP2}),
+    ("gemma3", {}, TP2),
+    ("gpt2", {}, {**TP2, **PP2}),
+]
+
+
+def live_regions(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> list[dict[str, list[Region]]]:
+    """On every rank: what the adaptor says of each model."""
+    found = []
+    for family, changes, settings in cases:
+        actor = ActorConfig(**{**DENSE_FLOAT32, **settings})
+        with parallel_state_of(actor):
+            from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
+            from hybrid_engine.backends.megatron.build import build_model
+
+            config = {**FAMILIES[family], **changes}
+            chunks, _ = build_model(actor, table_for(config), config, weights_only=True)
+            layout = MegatronAdaptor(chunks, table_for(config), actor.noop_layers).layout()
+            found.append(regions_by_tensor(layout))
+    return found
+
+
+@pytest.mark.engines
+def test_every_rank_holds_what_the_live_model_does() -> None:
+    by_rank = launch(live_regions, 4, LIVE)
+    for number, (family, changes, settings) in enumerate(LIVE):
+        actor = ActorConfig(**{**DENSE_FLOAT32, **settings})
+        parallelism = train_parallelism(actor, world_size=4, cuts_whole_projections=True)
+        table = table_for({**FAMILIES[family], **changes})
+        for rank in range(4):
+            found = regions_by_tensor(training_layout(table, parallelism, rank))
+            assert found == by_rank[rank][number], (family, settings, rank)
+
+
+# -- rank groups -------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> TrainParallelism:
+    tensor, context, expert, expert_tensor = (draw(st.sampled_from([1, 2, 3])) for _ in range(4))
+    stage = np.lcm(tensor * context, expert * expert_tensor) * draw(st.integers(1, 2))
+    pipeline = draw(st.sampled_from([1, 2, 3]))
+    return TrainParallelism(int(stage) * pipeline, tensor, pipeline, None, context, expert, expert_tensor)
+
+
+@given(sizes())
+def test_coordinates_are_those_of_megatrons_groups(parallelism: TrainParallelism) -> None:
+    from megatron.core.parallel_state import RankGenerator
+
+    order = "tp-cp-ep-dp-pp"
+    dense = RankGenerator(parallelism.tensor, 1, parallelism.data, parallelism.pipeline, parallelism.context, order)
+    experts = RankGenerator(
+        parallelism.expert_cut, parallelism.expert, parallelism.expert_data, parallelism.pipeline, 1, order
+    )
+    everywhere = [parallelism.coordinates(rank) for rank in range(parallelism.world_size)]
+    axes = {
+        "tensor": (dense, "tp"),
+        "context": (dense, "cp"),
+        "data": (dense, "dp"),
+        "pipeline": (dense, "pp"),
+        "expert_tensor": (experts, "tp"),
+        "expert": (experts, "ep"),
+        "expert_data": (experts, "dp"),
+    }
+    for name, (generator, axis) in axes.items():
+        for group in generator.get_ranks(axis):
+            assert [getattr(everywhere[rank], name) for rank in group] == list(range(len(group))), name
+    for group in experts.get_ranks("pp"):
+        assert [everywhere[rank].pipeline for rank in group] == list(range(len(group)))
+
+
+# -- layers on stages --------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[PipelineSplit, int]:
+    """Splits of every kind with a number of layers that may or may not fit."""
+    size = st.one_of(st.none(), st.integers(1, 4))
+    flags = draw(st.sampled_from([(False, False), (True, False), (False, True), (True, True)]))
+    first, last = (None, None) if any(flags) else (draw(size), draw(size))
+    split = PipelineSplit(draw(st.integers(2, 4)), draw(st.sampled_from([None, 2, 3])), first, last, *flags, None)
+    return split, draw(st.integers(1, 24))
+
+
+def megatrons_chunks(split: PipelineSplit, num_layers: int) -> Iterator[tuple[int, int, list[int]]]:
+    """(stage, virtual, positions) by megatron-core's own functions; it refuses by AssertionError, ZeroDivisionError."""
+    from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    class Config:
+        num_layers_in_first_pipeline_stage = split.first
+        num_layers_in_last_pipeline_stage = split.last
+        account_for_embedding_in_pipeline_split = split.counts_embedding
+        account_for_loss_in_pipeline_split = split.counts_loss
+        pipeline_model_parallel_layout = None
+        pipeline_model_parallel_size = split.pipeline
+        virtual_pipeline_model_parallel_size = split.virtual
+
+    config = Config()
+    config.num_layers = num_layers
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(split.virtual)
+    try:
+        for stage in range(split.pipeline):
+            for virtual in range(split.virtual or 1):
+                vp_stage = virtual if split.virtual else None
+                count = get_num_layers_to_build(config, vp_stage, stage)
+                offset = get_transformer_layer_offset(config, vp_stage, stage)
+                yield stage, virtual, list(range(offset, offset + count))
+    finally:
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+
+
+@given(splits())
+def test_layers_are_dealt_out_as_megatron_does(case: tuple[PipelineSplit, int]) -> None:
+    split, num_layers = case
+    refused = split_violations(split, num_layers, 0)
+    try:
+        expected = list(megatrons_chunks(split, num_layers))
+    except (AssertionError, ZeroDivisionError):
+        assert refused
+        return
+    if sorted(position for _, _, own in expected for position in own) != list(range(num_layers)):
+        assert refused, "Megatron would leave layers out or build some twice"
+        return
+    assert not refused
+    found = [(chunk.stage, chunk.virtual, list(chunk.positions)) for chunk in chunks_of(split, num_layers, 0)]
+    assert sorted(found) == sorted(expected)
+
+
+LAYOUTS = [
+    ("Et|t*2|tL", 3),
+    ("E|(t|)*4,L", 3),
+    ("Ett|(tt|)*2,m|L", 5),
+    ("E,t*3|(t|t)*2|m*2L", 5),
+    ("Et|t|t|t|tm|L", 2),
+    ("Etttt|ttL", 2),
+    ("Et|t|t|tmL", 2),
+    ("Et|t|tm|tL", 2),
+    ("Et|tm|t|L", 2),
+    ("Et|t|m|mL", 4),
+    ("t|EtL", 2),
+    ("Et||*2tL", 4),
+]
+
+
+@pytest.mark.parametrize(("text", "pipeline"), LAYOUTS)
+def test_written_layouts_are_read_as_megatron_does(text: str, pipeline: int) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    chunks = parse_layout(text)
+    megatrons = PipelineParallelLayerLayout(text, pipeline)
+    num_layers, num_mtp = "".join(chunks).count("t"), "".join(chunks).count("m")
+    split = PipelineSplit(pipeline, None, None, None, False, False, text)
+    try:
+        megatrons.validate_layer_layout(num_layers, num_mtp)
+    except AssertionError:
+        assert split_violations(split, num_layers, num_mtp)
+        return
+    assert split_violations(split, num_layers, num_mtp) == []
+    virtual = len(chunks) // pipeline
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
+    try:
+        for chunk in chunks_of(split, num_layers, num_mtp):
+            where = {"vp_stage": chunk.virtual, "pp_rank": chunk.stage}
+            assert list(chunk.positions) == megatrons.get_layer_id_list(LayerType.decoder, **where)
+            has_mtp = megatrons.get_num_layers_to_build(LayerType.mtp, **where) > 0
+            assert chunk.has_mtp == has_mtp
+    finally:
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
+
+
+def test_what_each_chunk_has() -> None:
+    split = PipelineSplit(2, 2, None, None, False, False, None)
+    chunks = chunks_of(split, 4, 1)
+    assert chunks[0] == Chunk(0, 0, range(0, 1), True, False, False, False)
+    assert chunks[-1] == Chunk(1, 1, range(3, 4), False, True, True, True)
+    apart = chunks_of(PipelineSplit(2, None, None, None, False, False, "Ett||m|L"), 2, 1)
+    assert [chunk.has_final_norm for chunk in apart] == [True, False, False, False]
+    assert [chunk.has_mtp for chunk in apart] == [False, False, True, False]

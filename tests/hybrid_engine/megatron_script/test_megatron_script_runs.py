@@ -1,0 +1,383 @@
+"""`pretrain_gpt.py` of Megatron-LM itself, with --enable-resharding and without: the same losses, the same checkpoint.
+
+MEGATRON_LM_PATH names a git checkout of core_v0.16.1; it is cloned, not touched. A run takes half a minute to two.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine.ranks.launching import Ended, run_ranks
+from tests.launch import REPO_ROOT
+
+# a stand-in for wandb, and callbacks: there, `tests` is a package of the checkout's
+BESIDE = Path(__file__).parent / "script_path"
+PYTHON_PATHS = [str(REPO_ROOT), str(BESIDE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+CHECKOUT = os.environ.get("MEGATRON_LM_PATH", "")
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not CHECKOUT, reason="MEGATRON_LM_PATH names no checkout of Megatron-LM core_v0.16.1"),
+]
+
+DENSE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 130,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": 0,
+    "eos_token_id": 129,
+}
+EXPERTS = {
+    **DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+MODEL = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --ffn-hidden-size 192 --group-query-attention "
+    "--num-query-groups 2 --kv-channels 32 --seq-length 32 --max-position-embeddings 128 --swiglu "
+    "--normalization RMSNorm --disable-bias-linear --position-embedding-type rope "
+    "--untie-embeddings-and-output-weights"
+)
+TRAINING = (
+    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --lr-warmup-iters 2 --weight-decay 0.1 "
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 129 --make-vocab-size-divisible-by 8 --split 90,5,5 "
+    "--num-workers 0 --eval-interval 3 --eval-iters 1 --log-interval 1 --tensorboard-log-interval 1"
+)
+ON_CPU = (
+    "--transformer-impl local --use-cpu-initialization --distributed-backend gloo --attention-backend unfused "
+    "--no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion "
+    "--no-rope-fusion --no-persist-layer-norm --no-gradient-accumulation-fusion"
+)
+NUM_STEPS = 6
+SAVING = f"--train-iters {NUM_STEPS} --save checkpoint --save-interval 4 --ckpt-format torch"
+CALLBACKS = "script_callbacks"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of the script, to be made without resharding and with it.
+
+    num_ranks: of both.
+    flags: of both: Megatron's layout, and what else is special.
+    ours: of the run with resharding, after the flags that all have.
+    versions: iteration of each switch -> weight version, the number of optimizer steps that were taken.
+    last: iteration after which the run ends.
+    model: the Hugging Face config.
+    """
+
+    num_ranks: int
+    flags: str
+    ours: str
+    versions: dict[int, int] = field(default_factory=lambda: {2: 2, 4: 4, 6: 6})
+    last: int = NUM_STEPS
+    model: str = "dense"
+
+
+CASES = {
+    "TP": Case(2, "--tensor-model-parallel-size 2", "--infer-tensor-parallel-size 1"),
+    "TP PP": Case(
+        4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", "--infer-tensor-parallel-size 2"
+    ),
+    "DP": Case(
+        2,
+        "--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ckpt-format torch_dist "
+        "--exit-interval 4 --wandb-project project --wandb-exp-name name --wandb-save-dir wandb",
+        f"--infer-tensor-parallel-size 1 --resharding-verify sample --resharding-callback {CALLBACKS}:sample",
+        versions={2: 2, 4: 4},
+        last=4,
+    ),
+    "VPP": Case(
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --exit-signal-handler "
+        "--exit-interval 4",
+        f"--infer-tensor-parallel-size 2 --resharding-callback {CALLBACKS}:terminate",
+        versions={2: 2, 4: 4},
+        last=4,
+    ),
+    "fp16": Case(
+        2,
+        "--tensor-model-parallel-size 2 --fp16 --initial-loss-scale 1048576 --loss-scale-window 2 --hysteresis 1",
+        "--infer-tensor-parallel-size 1 --resharding-interval 3",
+        versions={5: 3},
+    ),
+    "EP": Case(
+        2,
+        "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --qk-layernorm",
+        "--infer-tensor-parallel-size 2",
+        model="experts",
+    ),
+}
+RUNS = [(name, "launcher") for name in CASES] + [("TP", "patched"), ("TP PP", "patched")]
+"""Case, and which way resharding comes in."""
+
+
+class Scripts:
+    """A clone of the checkout, once as it is and once patched, and a directory to run in."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.plain = self._clone("plain")
+        self.patched = self._clone("patched")
+        subprocess.run([REPO_ROOT / "patches" / "apply.sh", self.patched], check=True, capture_output=True)
+        settings = {"max_model_len": 64, "max_num_seqs": 16, "timeout_seconds": 120}
+        for name, config in {"dense": DENSE, "experts": EXPERTS}.items():
+            model = directory / name
+            model.mkdir()
+            (model / "config.json").write_text(json.dumps(config))
+            ours = {"model": str(model), "generate_config": settings, "sampling": {"n": 2}}
+            (directory / f"{name}.yaml").write_text(json.dumps(ours))
+        self.prompts = directory / "prompts.jsonl"
+        self.prompts.write_text('{"prompt": [1, 2, 3]}\n{"prompt": "5 6 7 8"}\n')
+
+    def _clone(self, name: str) -> Path:
+        tree = self.directory / name
+        subprocess.run(["git", "clone", "-q", "--shared", CHECKOUT, tree], check=True, capture_output=True)
+        # what Megatron compiles at start, which takes pybind11, comes with the installed package
+        installed = Path(importlib.util.find_spec("megatron.core.datasets").submodule_search_locations[0])
+        for compiled in installed.glob("helpers_cpp*.so"):
+            shutil.copy(compiled, tree / "megatron" / "core" / "datasets")
+        return tree
+
+    def run(self, name: str, case: Case, *flags: str, way: str = "launcher") -> Path:
+        """Run pretrain_gpt.py in a directory of this name, which is returned."""
+        ended = self.end(name, case, *flags, way=way)
+        assert ended.status == 0, ended.output
+        return self.directory / name
+
+    def end(self, name: str, case: Case, *flags: str, way: str = "launcher") -> Ended:
+        """The same, however it ends."""
+        directory = self.directory / name
+        directory.mkdir()
+        tree = self.patched if way == "patched" else self.plain
+        command = [] if way == "patched" else ["-m", "megatron_patches"]
+        arguments = " ".join([MODEL, TRAINING, ON_CPU, *flags]).split()
+        ended = run_ranks(
+            [*command, str(tree / "pretrain_gpt.py"), *arguments, "--tensorboard-dir", "tensorboard"],
+            case.num_ranks,
+            280,
+            environment={"PYTHONPATH": os.pathsep.join(PYTHON_PATHS), "HF_HUB_OFFLINE": "1"},
+            directory=directory,
+        )
+        (directory / "output").write_text(ended.output)
+        return ended
+
+    def resharding(self, case: Case) -> str:
+        """The flags that switch."""
+        return (
+            "--enable-resharding --resharding-engine hybrid_engine.megatron_script:make_engine "
+            f"--resharding-config {self.directory / case.model}.yaml --resharding-interval 2 "
+            f"--resharding-prompts {self.prompts} --resharding-output samples --resharding-verify full {case.ours}"
+        )
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Scripts:
+    return Scripts(tmp_path_factory.mktemp("scripts"))
+
+
+Runs = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def runs(scripts: Scripts) -> Runs:
+    """(case, "without" | "launcher" | "patched") -> the directory of that run; each is made once."""
+
+    @functools.cache
+    def run(name: str, way: str) -> Path:
+        case = CASES[name]
+        ours = () if way == "without" else (scripts.resharding(case),)
+        return scripts.run(f"{name} {way}", case, SAVING, case.flags, *ours, way=way)
+
+    return run
+
+
+def scalars(directory: Path, ours: bool = False) -> dict[str, list[tuple[int, float]]]:
+    """What Megatron wrote to TensorBoard, without times; or what we wrote.
+
+    Megatron does not flush what it writes after training, the last validation, so that is left out.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(directory / "tensorboard"))
+    found.Reload()
+    return {
+        tag: [(one.step, one.value) for one in found.Scalars(tag) if "validation" not in tag or one.step < NUM_STEPS]
+        for tag in found.Tags()["scalars"]
+        if tag.startswith("resharding") == ours and not tag.endswith(("-time", " vs samples"))
+    }
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of a nested structure, tensors as bytes, with its path."""
+    if isinstance(value, torch.Tensor):
+        yield path, (value.dtype, tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            yield from leaves(inner, f"{path}[{index}]")
+    elif hasattr(value, "__dict__"):
+        yield from leaves(vars(value), path)
+    else:
+        yield path, repr(value)
+
+
+def checkpoint(directory: Path) -> dict[str, Any]:
+    """Every value in every file of the checkpoints below a run's directory."""
+    files = {
+        str(file.relative_to(directory)): torch.load(file, weights_only=False)
+        for file in sorted(directory.glob("checkpoint/**/*.pt"))
+    }
+    for metadata in sorted(directory.glob("checkpoint/*/.metadata")):  # of torch_dist
+        files[str(metadata.parent.relative_to(directory))] = distributed_checkpoint(metadata.parent)
+    return {f"{name}{path}": value for name, content in files.items() for path, value in leaves(content)}
+
+
+def distributed_checkpoint(directory: Path) -> dict[str, Any]:
+    """Every tensor and object in it, whole."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    whole = directory.parent / "whole"
+    dcp_to_torch_save(directory, whole)
+    return torch.load(whole, weights_only=False)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses_told(directory: Path) -> list[str]:
+    """What Megatron told of losses on the console, without dates and times."""
+    told = [line for line in (directory / "output").read_text().splitlines() if "lm loss" in line]
+    return [re.sub(r"\[[^]]*\]|elapsed time[^|]*\|", "", line) for line in told]
+
+
+@pytest.mark.parametrize(("name", "way"), RUNS)
+def test_losses_are_equal_to_the_last_digit(runs: Runs, name: str, way: str) -> None:
+    without, found = scalars(runs(name, "without")), scalars(runs(name, way))
+    assert found == without
+    assert [step for step, _ in found["lm loss"]] == list(range(1, CASES[name].last + 1))
+    assert len({value for _, value in found["lm loss"]}) == CASES[name].last
+    assert found["lm loss validation"]
+
+
+@pytest.mark.parametrize(("name", "way"), RUNS)
+def test_samples_and_timings_are_written(runs: Runs, name: str, way: str) -> None:
+    directory, versions = runs(name, way), CASES[name].versions
+    samples = lines(directory / "samples" / "samples.jsonl")
+    assert [sample["iteration"] for sample in samples] == [iteration for iteration in versions for _ in range(4)]
+    assert all(len(sample["log_probs"]) == len(sample["token_ids"]) > 0 for sample in samples)
+    assert {sample["prompt"] for sample in samples if "prompt" in sample} == {"5 6 7 8"}
+    switches = lines(directory / "samples" / "switches.jsonl")
+    assert [switch["version"] for switch in switches] == [version for version in versions.values() for _ in range(2)]
+    assert [step for step, _ in scalars(directory, ours=True)["resharding/train->infer seconds"]] == list(versions)
+    output = (directory / "output").read_text()
+    assert "resharding-to-inference" in output and "[Reshard] verified: " in output
+
+
+@pytest.mark.parametrize(("name", "way"), RUNS)
+def test_checkpoints_are_bitwise_equal(runs: Runs, name: str, way: str) -> None:
+    """But for what says where the run was: its paths are relative, so nothing does."""
+    without, found = checkpoint(runs(name, "without")), checkpoint(runs(name, way))
+    assert len(without) > 100
+    assert {name for name in without.keys() | found.keys() if without.get(name) != found.get(name)} == set()
+
+
+def test_a_patched_tree_without_the_flag_is_as_before(scripts: Scripts, runs: Runs) -> None:
+    case, before = CASES["TP"], runs("TP", "without")
+    found = scripts.run("TP patched, without", case, SAVING, case.flags, way="patched")
+    assert scalars(found) == scalars(before)
+    assert losses_told(found) == losses_told(before) != []
+    assert checkpoint(found) == checkpoint(before)
+    assert "resharding" not in (found / "output").read_text().lower()
+
+
+def test_a_callback_is_called_on_every_replica(runs: Runs) -> None:
+    first, second = (lines(runs("DP", "launcher") / f"callback{rank}.jsonl") for rank in range(2))
+    assert first == second and [len(tokens) for tokens in first] == [3, 3]
+
+
+def test_samples_are_shown_in_tensorboard_and_wandb(runs: Runs) -> None:
+    """The latter is a stand-in."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    directory = runs("DP", "launcher")
+    samples = [one for one in lines(directory / "samples" / "samples.jsonl") if one["iteration"] == 2]
+    found = EventAccumulator(str(directory / "tensorboard"))
+    found.Reload()
+    text = found.Tensors("resharding/samples/text_summary")[0].tensor_proto.string_val[0].decode()
+    logged = {
+        key: value for line in lines(directory / "wandb.jsonl") if line["step"] == 2 for key, value in line.items()
+    }
+    assert "lm loss" in logged and "resharding/train->infer seconds" in logged
+    assert [row[1] for row in logged["resharding/samples"][1:]] == [
+        one.get("text", str(one["token_ids"])) for one in samples
+    ]
+    assert all(row[1] in text for row in logged["resharding/samples"][1:])
+
+
+def test_a_signal_ends_the_run_as_without(runs: Runs) -> None:
+    """Megatron looks for it after the step in which it came, and saves."""
+    assert "exiting program after receiving SIGTERM" in (runs("VPP", "launcher") / "output").read_text()
+    assert "exiting program at iteration 4" in (runs("VPP", "without") / "output").read_text()
+
+
+@pytest.mark.parametrize("name", ["TP", "TP PP", "fp16"])  # a distributed one needs Transformer Engine or apex for it
+def test_a_resumed_run_goes_on_with_and_without(scripts: Scripts, runs: Runs, name: str) -> None:
+    """From iteration 4 of the run that switched; steps that were taken go on being counted."""
+    case, first = CASES[name], runs(name, "launcher")
+    saved = scripts.directory / name.replace(" ", "-") / "saved"
+    shutil.copytree(first / "checkpoint", saved)
+    (saved / "latest_checkpointed_iteration.txt").write_text("4")
+    loading = f"--train-iters {NUM_STEPS} --load {saved} --ckpt-format torch {case.flags}"
+    plain = scalars(scripts.run(f"{name} resumed without", case, loading))
+    resumed = scripts.run(f"{name} resumed with", case, loading, scripts.resharding(case))
+    assert scalars(resumed) == plain
+    whole = dict(scalars(first)["lm loss"])
+    assert dict(plain["lm loss"]) == {step: whole[step] for step in (5, 6)}
+    for file in ("samples.jsonl", "switches.jsonl"):
+        before = [one for one in lines(first / "samples" / file) if one["iteration"] > 4]
+        again = lines(resumed / "samples" / file)
+        told = ("iteration", "version", "token_ids", "log_probs")
+        assert [[one.get(key) for key in told] for one in again] == [[one.get(key) for key in told] for one in before]
+
+
+def test_a_callback_that_fails_on_one_rank_ends_both(scripts: Scripts) -> None:
+    case = CASES["TP"]
+    failing = f"--train-iters {NUM_STEPS} --resharding-callback {CALLBACKS}:fail"
+    ended = scripts.end("callback fails", case, case.flags, scripts.resharding(case), failing)
+    assert ended.status == 1
+    assert "ReshardError: callback: ValueError: the callback failed on purpose" in ended.output
+    assert "RemoteError: callback failed on 1 rank(s):" in ended.output

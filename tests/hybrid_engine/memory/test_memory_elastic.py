@@ -1,0 +1,257 @@
+"""Elastic buffers: addresses stay, pages come and go, peers on the host see the same bytes."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_engine.errors import StateError, TransportError
+from hybrid_engine.memory.elastic import (
+    ElasticBuffer,
+    allocate_elastic,
+    export_tensor,
+    exported_buffer_of,
+    map_peer,
+    open_peer,
+)
+from hybrid_engine.ports import ExportableBuffer
+from hybrid_engine.records.layout import Extent
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def num_open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def num_mappings() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum("hybrid_engine." in line for line in maps)
+
+
+def test_is_an_exportable_buffer_of_zeros_with_no_page_resident():
+    buffer = ElasticBuffer(3 * PAGE // 4, torch.float32)
+    assert isinstance(buffer, ExportableBuffer)
+    assert buffer.tensor.shape == (3 * PAGE // 4,)
+    assert buffer.nbytes == 3 * PAGE
+    assert buffer.resident_nbytes() == 0
+    assert not buffer.tensor.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.float8_e4m3fn])
+def test_any_dtype_and_a_size_that_is_no_whole_page(dtype: torch.dtype):
+    buffer = ElasticBuffer(12345, dtype)
+    assert buffer.tensor.dtype == dtype
+    assert buffer.tensor.untyped_storage().nbytes() == buffer.nbytes == 12345 * dtype.itemsize
+
+
+def test_release_keeps_address_and_views():
+    buffer = ElasticBuffer(8 * PAGE, torch.uint8)
+    view = buffer.tensor[PAGE:].view(torch.int16)
+    address = view.data_ptr()
+    buffer.tensor.fill_(1)
+    assert buffer.resident_nbytes() == 8 * PAGE
+    buffer.release()
+    assert buffer.resident_nbytes() == 0
+    assert not view.any() and view.data_ptr() == address
+    view.fill_(3)
+    assert buffer.tensor[PAGE] == 3 and buffer.tensor[0] == 0
+
+
+@given(start=st.integers(0, 5 * PAGE + 100), stop=st.integers(0, 5 * PAGE + 100))
+def test_release_of_a_range_takes_whole_pages_inside_it_only(start: int, stop: int):
+    start, stop = min(start, stop), max(start, stop)
+    nbytes = 5 * PAGE + 100
+    buffer = ElasticBuffer(nbytes, torch.uint8)
+    buffer.tensor.fill_(7)
+    buffer.release(start, stop)
+    first, last = -(-start // PAGE) * PAGE, nbytes if stop == nbytes else stop // PAGE * PAGE
+    num_pages = max(0, -(-last // PAGE) - first // PAGE) if first < last else 0
+    assert buffer.resident_nbytes() == (6 - num_pages) * PAGE
+    expected = torch.full((nbytes,), 7, dtype=torch.uint8)
+    expected[first : max(first, last)] = 0
+    assert torch.equal(buffer.tensor, expected)
+    buffer.close()
+
+
+@given(data=st.data(), nbytes=st.integers(1, 5 * PAGE))
+def test_restore_gives_zeros_where_memory_was_released_and_keeps_the_rest(data: st.DataObject, nbytes: int):
+    buffer = ElasticBuffer(nbytes, torch.uint8)
+    assert buffer.granularity == PAGE
+    expected = torch.zeros(nbytes, dtype=torch.uint8)
+    for number in range(1, data.draw(st.integers(2, 5))):
+        buffer.tensor.fill_(number)
+        expected.fill_(number)
+        start, stop = sorted(data.draw(st.tuples(st.integers(0, nbytes), st.integers(0, nbytes))))
+        buffer.release(start, stop)
+        first, last = -(-start // PAGE) * PAGE, nbytes if stop == nbytes else stop // PAGE * PAGE
+        expected[first : max(first, last)] = 0
+        for _ in range(2):
+            buffer.restore(*sorted(data.draw(st.tuples(st.integers(0, nbytes), st.integers(0, nbytes)))))
+        assert torch.equal(buffer.tensor, expected)
+    buffer.close()
+
+
+def test_an_impossible_range():
+    buffer = ElasticBuffer(10, torch.uint8)
+    for action in (buffer.release, buffer.restore):
+        for start, stop in [(-1, 5), (3, 2), (0, 11)]:
+            with pytest.raises(ValueError, match="of a buffer of 10 bytes"):
+                action(start, stop)
+    with pytest.raises(ValueError, match="at least 1 element"):
+        ElasticBuffer(0, torch.uint8)
+
+
+def test_close_is_idempotent_and_a_tensor_outlives_it():
+    buffer = ElasticBuffer(PAGE, torch.float32)
+    view = buffer.tensor.fill_(2)[5:]
+    buffer.close()
+    buffer.close()
+    methods = (ElasticBuffer.release, ElasticBuffer.restore, ElasticBuffer.export, ElasticBuffer.resident_nbytes)
+    for action in (*methods, lambda b: b.tensor):
+        with pytest.raises(StateError, match="closed"):
+            action(buffer)
+    del buffer
+    gc.collect()
+    assert bool((view == 2).all())
+    assert exported_buffer_of(view) is None
+
+
+def test_nothing_leaks():
+    gc.collect()
+    fds, mappings = num_open_fds(), num_mappings()
+    for number in range(20):
+        buffer = ElasticBuffer(PAGE, torch.float32)
+        peer = map_peer(buffer.export())
+        tensor = allocate_elastic(PAGE, torch.float32, "cpu", "grad")
+        if number % 2:
+            buffer.close()
+    assert num_mappings() > mappings
+    del buffer, peer, tensor
+    assert num_open_fds() == fds
+    assert num_mappings() == mappings
+
+
+def test_closing_gives_the_descriptor_back_while_tensors_live():
+    fds = num_open_fds()
+    buffer = ElasticBuffer(PAGE, torch.float32)
+    kept = buffer.tensor
+    buffer.close()
+    assert num_open_fds() == fds and kept.sum() == 0
+
+
+# The registry.
+
+
+def test_buffer_of_a_tensor_is_found_through_any_view():
+    buffer = ElasticBuffer(100, torch.float32)
+    parameter = torch.nn.Parameter(buffer.tensor[10:40].view(5, 6).t())
+    assert exported_buffer_of(parameter) is buffer
+    assert exported_buffer_of(torch.zeros(3)) is None
+    assert exported_buffer_of(map_peer(buffer.export())) is None
+
+
+def test_allocator_ties_the_buffer_to_the_storage():
+    tensor = allocate_elastic(3 * PAGE, torch.uint8, torch.device("cpu"), "param")
+    view = tensor[PAGE:]
+    del tensor
+    gc.collect()
+    buffer = exported_buffer_of(view)
+    view.fill_(1)
+    assert buffer.resident_nbytes() == 2 * PAGE
+    buffer.release()
+    assert not view.any()
+    with open("/proc/self/maps") as maps:
+        assert "hybrid_engine.param." in maps.read()
+
+
+def test_allocator_of_nothing_is_an_ordinary_tensor():
+    assert allocate_elastic(0, torch.float32, "cpu", "param").shape == (0,)
+
+
+# Peers.
+
+
+def test_peer_maps_the_same_pages():
+    buffer = ElasticBuffer(1000, torch.bfloat16)
+    peer = map_peer(pickle.loads(pickle.dumps(buffer.export())), writable=True)
+    buffer.tensor.fill_(3)
+    assert peer.dtype == torch.bfloat16 and bool((peer == 3).all())
+    peer[7] = 4
+    assert buffer.tensor[7] == 4
+    buffer.release()
+    assert not peer.any()
+
+
+def test_peer_maps_a_slice_with_its_own_dtype():
+    buffer = ElasticBuffer(1000, torch.uint8)
+    part = buffer.tensor[100:300].view(torch.int32)
+    part.copy_(torch.arange(50))
+    assert torch.equal(map_peer(export_tensor(part)), torch.arange(50, dtype=torch.int32))
+    assert export_tensor(torch.zeros(3)) is None
+    with pytest.raises(ValueError, match="not flat"):
+        export_tensor(buffer.tensor[:6].view(2, 3).t())
+
+
+def read_in_a_process(connection) -> None:
+    peer = map_peer(connection.recv())
+    connection.send(peer.sum().item())
+    connection.recv()
+    connection.send(peer.sum().item())
+
+
+def test_another_process_sees_writes_and_outlives_the_owner():
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=read_in_a_process, args=(there,))
+    process.start()
+    buffer = ElasticBuffer(1000, torch.float32)
+    buffer.tensor.fill_(1)
+    here.send(buffer.export())
+    assert here.recv() == 1000
+    buffer.tensor.fill_(2)
+    buffer.close()
+    here.send("again")
+    assert here.recv() == 2000
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_host_pages_stay_mapped_between_readings():
+    buffer = ElasticBuffer(1000, torch.float32)
+    peer = open_peer(export_tensor(buffer.tensor[10:]))
+    for value in range(3):
+        buffer.tensor.fill_(value)
+        with peer.mapped([Extent(5, 20)]) as flat:
+            assert flat.shape == (990,) and bool((flat == value).all())
+        buffer.release()
+        buffer.restore()
+    peer.close()
+    with pytest.raises(StateError, match="the peer is closed"), peer.mapped():
+        pass
+
+
+def test_closed_buffer_cannot_be_mapped():
+    buffer = ElasticBuffer(10, torch.float32)
+    handle = buffer.export()
+    buffer.close()
+    with pytest.raises(TransportError, match=r"its process ended or closed it|exchange them again"):
+        map_peer(handle)
+
+
+def test_not_permitted_names_the_remedy(monkeypatch: pytest.MonkeyPatch):
+    handle = ElasticBuffer(10, torch.float32).export()
+
+    def refuse(*_arguments):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(TransportError, match=r"run all ranks of a host as one user.*collective"):
+        map_peer(handle)

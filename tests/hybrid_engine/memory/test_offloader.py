@@ -1,0 +1,261 @@
+"""Offload and onload: nothing changes but where the bytes are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hybrid_engine.errors import OffloadError
+from hybrid_engine.memory import offload_items as inventory_module
+from hybrid_engine.memory.elastic import allocate_elastic
+from hybrid_engine.memory.offloader import KINDS, MegatronOffloader, OffloadItem
+
+SIZE = 32
+
+
+class Model:
+    """A network whose parameters and gradients are views of two flat buffers, as Megatron's are, with Adam."""
+
+    def __init__(self, *, elastic: bool, optimizer: type[torch.optim.Optimizer] = torch.optim.Adam) -> None:
+        torch.manual_seed(1)
+        self.network = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.Tanh(), torch.nn.Linear(SIZE, SIZE))
+        numel = sum(parameter.numel() for parameter in self.network.parameters())
+        self.param_data = self._allocate(numel, "param", elastic)
+        self.grad_data = self._allocate(numel, "grad", elastic)
+        start = 0
+        for parameter in self.network.parameters():
+            stop = start + parameter.numel()
+            self.param_data[start:stop] = parameter.data.flatten()
+            parameter.data = self.param_data[start:stop].view(parameter.shape)
+            parameter.grad = self.grad_data[start:stop].view(parameter.shape)
+            start = stop
+        self.optimizer = optimizer(self.network.parameters(), lr=0.01)
+
+    @staticmethod
+    def _allocate(numel: int, kind: str, elastic: bool) -> torch.Tensor:
+        if elastic:
+            return allocate_elastic(numel, torch.float32, "cpu", kind)
+        return torch.zeros(numel)
+
+    def inventory(self) -> list[OffloadItem]:
+        return [
+            OffloadItem("flat params", "param", self.param_data),
+            OffloadItem("flat grads", "grad", self.grad_data, "drop"),
+            *(OffloadItem(f"weight of layer {n}", "param", layer.weight) for n, layer in enumerate(self.network[::2])),
+            *(
+                OffloadItem(f"{name} {number}", "optimizer", value)
+                for number, state in enumerate(self.optimizer.state.values())
+                for name, value in state.items()
+            ),
+        ]
+
+    def step(self, number: int) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+        inputs = torch.randn(4, SIZE, generator=torch.Generator().manual_seed(number))
+        self.network(inputs).square().mean().backward()
+        self.optimizer.step()
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.param_data, *(value for state in self.optimizer.state.values() for value in state.values())]
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["resized", "elastic"])
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("kinds", [KINDS, ("optimizer",), ("param", "grad")], ids=str)
+def test_training_with_offloading_is_bitwise_training_without(elastic: bool, optimizer: type, kinds: tuple):
+    plain, moved = Model(elastic=False, optimizer=optimizer), Model(elastic=elastic, optimizer=optimizer)
+    offloader = MegatronOffloader(moved.inventory, "cpu")
+    for number in range(4):
+        plain.step(number)
+        moved.step(number)
+        before = [tensor.clone() for tensor in moved.tensors()]
+        references = moved.tensors()
+        report = offloader.offload(kinds)
+        assert all(offloader.is_offloaded(kind) == (kind in kinds) for kind in KINDS)
+        resident = offloader.resident_nbytes()
+        assert all(sum(resident[kind].values()) == 0 for kind in kinds)
+        offloader.onload(kinds)
+        assert not any(offloader.is_offloaded(kind) for kind in KINDS)
+        assert all(map(torch.equal, references, before))
+        assert report.seconds > 0 and set(report.nbytes) == set(kinds)
+    for one, other in zip(plain.tensors(), moved.tensors(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["resized", "elastic"])
+def test_bytes_are_counted_once_and_dropped_ones_are_not_copied(elastic: bool):
+    model = Model(elastic=elastic)
+    offloader = MegatronOffloader(model.inventory, "cpu")
+    model.step(0)
+    flat = model.param_data.untyped_storage().nbytes()
+    report = offloader.offload()
+    moments = 2 * flat + 4 * 4  # two of each parameter, a step counter for each of four
+    assert report.nbytes == {"param": flat, "grad": flat, "optimizer": moments}
+    assert report.copied_nbytes == {"param": flat, "grad": 0, "optimizer": moments}
+    assert flat + moments <= offloader.host_nbytes() < flat + moments + 16 * 12
+    offloader.onload()
+    assert not model.grad_data.any()
+
+
+def test_elastic_storage_keeps_its_address_and_views_stay_valid():
+    model = Model(elastic=True)
+    offloader = MegatronOffloader(model.inventory, "cpu")
+    model.step(0)
+    addresses = [parameter.data_ptr() for parameter in model.network.parameters()]
+    offloader.offload()
+    offloader.onload()
+    assert addresses == [parameter.data_ptr() for parameter in model.network.parameters()]
+
+
+def test_dropped_gradients_come_back_as_zeros_even_if_written_meanwhile():
+    grad = allocate_elastic(5000, torch.float32, "cpu", "grad").fill_(1)
+    offloader = MegatronOffloader(lambda: [OffloadItem("grad", "grad", grad, "drop")], "cpu")
+    offloader.offload()
+    grad[17] = 5
+    offloader.onload()
+    assert not grad.any()
+
+
+def test_calls_are_idempotent_and_kinds_independent():
+    model = Model(elastic=True)
+    offloader = MegatronOffloader(model.inventory, "cpu")
+    model.step(0)
+    before = model.param_data.clone()
+    assert offloader.offload(["param"]).nbytes["param"] > 0
+    assert offloader.offload(["param"]).nbytes == {}
+    assert set(offloader.offload(["param", "optimizer"]).nbytes) == {"optimizer"}
+    assert offloader.onload(["grad"]).nbytes == {}
+    assert set(offloader.onload().nbytes) == {"param", "optimizer"}
+    assert offloader.onload().nbytes == {}
+    assert torch.equal(model.param_data, before)
+    with pytest.raises(ValueError, match="'weights' is not one of param, grad, optimizer"):
+        offloader.offload(["weights"])
+
+
+def test_arena_is_reused_and_grows_when_state_appears():
+    model = Model(elastic=False)
+    offloader = MegatronOffloader(model.inventory, "cpu")
+    assert offloader.offload(["optimizer"]).nbytes == {"optimizer": 0}
+    offloader.onload()
+    addresses = set()
+    for number in range(3):
+        model.step(number)
+        offloader.offload()
+        addresses.add(offloader._arenas["optimizer"].memory.data_ptr())
+        offloader.onload()
+    assert len(addresses) == 1
+
+
+def test_storage_named_under_two_kinds_goes_with_the_first_and_copy_wins():
+    flat = torch.arange(10.0)
+    items = [
+        OffloadItem("master weight", "optimizer", flat[:4]),
+        OffloadItem("gradient", "grad", flat, "drop"),
+    ]
+    offloader = MegatronOffloader(lambda: items, "cpu")
+    assert offloader.offload().copied_nbytes == {"param": 0, "grad": 40, "optimizer": 0}
+    offloader.onload()
+    assert torch.equal(flat, torch.arange(10.0))
+
+
+def test_dropping_a_part_of_a_storage_keeps_the_rest():
+    flat = torch.arange(10.0)
+    offloader = MegatronOffloader(lambda: [OffloadItem("part", "grad", flat[:4], "drop")], "cpu")
+    offloader.offload()
+    offloader.onload()
+    assert torch.equal(flat[4:], torch.arange(4.0, 10.0))
+
+
+def test_tensors_of_other_devices_are_left_alone():
+    tensor = torch.ones(4)
+    offloader = MegatronOffloader(lambda: [OffloadItem("step", "optimizer", tensor)], "meta")
+    assert offloader.offload().nbytes == {"param": 0, "grad": 0, "optimizer": 0}
+    assert bool((tensor == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "reason"),
+    [
+        (torch.zeros(4).share_memory_(), "torch shared memory"),
+        (torch.from_numpy(np.zeros(4)), "does not own its memory"),
+    ],
+    ids=["shared", "foreign"],
+)
+def test_storage_that_cannot_be_freed_names_its_owner_before_anything_moves(tensor: torch.Tensor, reason: str):
+    good = torch.ones(100)
+    items = [OffloadItem("good one", "param", good), OffloadItem("module.bad", "param", tensor)]
+    offloader = MegatronOffloader(lambda: items, "cpu")
+    with pytest.raises(OffloadError, match=rf"(?s)nothing was moved.*module\.bad \(param, \d+ bytes\): .*{reason}"):
+        offloader.offload()
+    assert good.untyped_storage().nbytes() == 400 and not offloader.is_offloaded("param")
+
+
+def test_impossible_item():
+    with pytest.raises(ValueError, match="x: kind 'weights', action 'copy'"):
+        OffloadItem("x", "weights", torch.zeros(1))
+
+
+# Failures in the middle.
+
+
+def fail_at(monkeypatch: pytest.MonkeyPatch, method: str, owner: str, times: int = 1) -> None:
+    """Make a step of one storage's move fail, as running out of memory would."""
+    original = getattr(inventory_module.Storage, method)
+    failures = iter(range(times))
+
+    def failing(storage):
+        if storage.owner == owner and next(failures, None) is not None:
+            raise RuntimeError("out of memory")
+        return original(storage)
+
+    monkeypatch.setattr(inventory_module.Storage, method, failing)
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["resized", "elastic"])
+def test_offload_that_fails_puts_everything_back(monkeypatch: pytest.MonkeyPatch, elastic: bool):
+    model = Model(elastic=elastic)
+    model.step(0)
+    before = [tensor.clone() for tensor in (*model.tensors(), model.grad_data)]
+    offloader = MegatronOffloader(model.inventory, "cpu")
+    fail_at(monkeypatch, "bytes_view", "exp_avg 2")
+    with pytest.raises(OffloadError, match="offload failed, everything was put back: out of memory"):
+        offloader.offload()
+    assert not any(offloader.is_offloaded(kind) for kind in KINDS)
+    assert all(map(torch.equal, (*model.tensors(), model.grad_data), before))
+    offloader.offload()
+    offloader.onload()
+    assert all(map(torch.equal, model.tensors(), before))
+
+
+def test_onload_that_fails_says_what_is_where_and_can_be_continued(monkeypatch: pytest.MonkeyPatch):
+    model = Model(elastic=False)
+    model.step(0)
+    before = [tensor.clone() for tensor in model.tensors()]
+    offloader = MegatronOffloader(model.inventory, "cpu")
+    offloader.offload()
+    fail_at(monkeypatch, "take_back", "exp_avg 1")
+    with pytest.raises(OffloadError) as failure:
+        offloader.onload()
+    message = str(failure.value)
+    assert "onload of exp_avg 1 (optimizer" in message and "out of memory" in message
+    on_device, in_arena = message.split("Still in host memory")
+    assert "exp_avg 0" in on_device and "exp_avg 2" in in_arena
+    assert not offloader.is_offloaded("param") and offloader.is_offloaded("optimizer")
+    offloader.onload()
+    assert not offloader.is_offloaded("optimizer")
+    assert all(map(torch.equal, model.tensors(), before))
+
+
+def test_offload_and_restoring_both_fail(monkeypatch: pytest.MonkeyPatch):
+    model = Model(elastic=False)
+    model.step(0)
+    before = [tensor.clone() for tensor in model.tensors()]
+    offloader = MegatronOffloader(model.inventory, "cpu")
+    fail_at(monkeypatch, "free", "exp_avg 2")
+    fail_at(monkeypatch, "take_back", "flat params")
+    with pytest.raises(OffloadError, match=r"putting back failed: onload of flat params"):
+        offloader.offload()
+    assert offloader.is_offloaded("param") and offloader.is_offloaded("optimizer")
+    offloader.onload()
+    assert all(map(torch.equal, model.tensors(), before))

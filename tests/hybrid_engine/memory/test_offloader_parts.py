@@ -1,0 +1,380 @@
+"""Parts that leave early, promises not to write, caches, and what is left on the device."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_engine.errors import OffloadError
+from hybrid_engine.memory import offload_items as inventory_module
+from hybrid_engine.memory.arena import Copier
+from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
+from hybrid_engine.memory.offloader import UNACCOUNTED, MegatronOffloader, OffloadItem, Part, Reached
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def filled(numel: int, dtype: torch.dtype = torch.int32, seed: int = 0) -> torch.Tensor:
+    """An elastic tensor in which every byte is random."""
+    flat = allocate_elastic(numel, dtype, "cpu", "param")
+    refill(flat, seed)
+    return flat
+
+
+def refill(flat: torch.Tensor, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    flat.view(torch.uint8).random_(0, 256, generator=generator)
+
+
+def whole(flat: torch.Tensor) -> Part:
+    return Part(flat, 0, flat.numel())
+
+
+def on_device(flat: torch.Tensor) -> int:
+    return exported_buffer_of(flat).resident_nbytes()
+
+
+def offloader_of(*flats: torch.Tensor, action: str = "copy", kind: str = "param") -> MegatronOffloader:
+    return MegatronOffloader(lambda: [OffloadItem(f"flat {n}", kind, flat, action) for n, flat in enumerate(flats)])
+
+
+# Sizes in elements of 2 to 4 bytes: below a page, whole pages, and neither.
+SIZES = (100, 4 * PAGE, 5 * PAGE + 7)
+DTYPES = (torch.int32, torch.int16, torch.int32)
+FRACTION = st.integers(0, 12)
+STEP = st.one_of(
+    st.tuples(st.just("parts"), st.lists(st.tuples(st.integers(0, 2), FRACTION, FRACTION), min_size=1, max_size=3)),
+    st.tuples(st.sampled_from(["offload", "onload", "onload read-only", "write"])),
+)
+
+
+class Rig:
+    """An offloader of three elastic tensors, and what they must hold."""
+
+    def __init__(self) -> None:
+        self.flats = [filled(numel, dtype, seed) for seed, (numel, dtype) in enumerate(zip(SIZES, DTYPES, strict=True))]
+        self.expected = [flat.clone() for flat in self.flats]
+        self.offloader = offloader_of(*self.flats)
+        self.gone: list[set[int]] = [set() for _ in self.flats]  # byte numbers given to offload_parts
+        self.promised = False
+        self.num_writes = 0
+
+    def step(self, name: str, *arguments: list[tuple[int, int, int]]) -> None:
+        if name == "parts":
+            self.take_parts(*arguments)
+        elif name == "offload":
+            self.offloader.offload({"param"})
+            assert [on_device(flat) for flat in self.flats] == [0, 0, 0]
+            self.promised = False
+        elif name.startswith("onload"):
+            was_away = self.offloader.is_offloaded("param")
+            self.offloader.onload({"param"}, read_only=name.endswith("read-only"))
+            self.promised = name.endswith("read-only") and (was_away or self.promised)
+            self.gone = [set() for _ in self.flats]
+            self.check_contents()
+        elif not self.promised and not self.offloader.is_offloaded("param") and not any(self.gone):
+            self.num_writes += 1
+            for number, flat in enumerate(self.flats):
+                refill(flat, 100 * self.num_writes + number)
+            self.expected = [flat.clone() for flat in self.flats]
+
+    def take_parts(self, chosen: list[tuple[int, int, int]]) -> None:
+        parts = []
+        for number, one, other in chosen:
+            flat = self.flats[number]
+            start, stop = sorted((flat.numel() * one // 12, flat.numel() * other // 12))
+            parts.append(Part(flat, start, stop))
+        before = [on_device(flat) for flat in self.flats]
+        away = self.offloader.is_offloaded("param")
+        released = self.offloader.offload_parts("param", parts)
+        if away:
+            assert released == 0
+            return
+        for (number, _, _), part in zip(chosen, parts, strict=True):
+            size = part.flat.element_size()
+            self.gone[number].update(range(part.start * size, part.stop * size))
+        after = [on_device(flat) for flat in self.flats]
+        for flat, gone, left in zip(self.flats, self.gone, after, strict=True):
+            assert left == PAGE * sum(not gone.issuperset(page) for page in pages_of(flat))
+        # a last page counts with the bytes that the tensor has of it
+        assert released <= sum(before) - sum(after) < released + PAGE * len(self.flats)
+
+    def check_contents(self) -> None:
+        assert all(map(torch.equal, self.flats, self.expected))
+
+
+def pages_of(flat: torch.Tensor) -> list[range]:
+    """Byte numbers of each page."""
+    return [range(start, min(start + PAGE, flat.nbytes)) for start in range(0, flat.nbytes, PAGE)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(STEP, max_size=12))
+def test_any_sequence_gives_back_the_exact_bytes_and_releases_whole_pages(steps: list[tuple]) -> None:
+    rig = Rig()
+    for step in steps:
+        rig.step(*step)
+    rig.offloader.offload()
+    assert [on_device(flat) for flat in rig.flats] == [0, 0, 0]
+    rig.offloader.onload()
+    rig.check_contents()
+
+
+def test_reports_count_every_byte_once():
+    flat = filled(4 * PAGE)
+    offloader = offloader_of(flat)
+    assert offloader.offload_parts("param", [Part(flat, 0, PAGE)]) == 4 * PAGE
+    assert not offloader.is_offloaded("param")
+    report = offloader.offload()
+    assert report.nbytes["param"] == report.copied_nbytes["param"] == 12 * PAGE
+    assert offloader.offload_parts("param", [whole(flat)]) == 0
+    assert offloader.onload({"param"}).nbytes == {"param": 16 * PAGE}
+    offloader.offload_parts("param", [whole(flat)])
+    assert offloader.offload({"param"}).nbytes == {"param": 0} and offloader.is_offloaded("param")
+
+
+def test_parts_of_dropped_storages_are_not_copied():
+    flat = filled(2 * PAGE)
+    offloader = offloader_of(flat, action="drop", kind="grad")
+    assert offloader.offload_parts("grad", [whole(flat)]) == 8 * PAGE
+    assert offloader.host_nbytes() == 0
+    offloader.onload({"grad"})
+    assert not flat.any()
+    flat.fill_(1)
+    offloader.offload_parts("grad", [Part(flat, 5, PAGE + 5)])  # ends within pages that stay
+    offloader.onload({"grad"})
+    assert flat[:5].all() and not flat[5 : PAGE + 5].any() and flat[PAGE + 5 :].all()
+
+
+def test_parts_of_other_storages_wait_for_the_offload():
+    plain, elastic, stranger = torch.arange(PAGE), filled(PAGE), filled(PAGE)
+    offloader = offloader_of(plain, elastic)
+    assert offloader.offload_parts("param", [whole(plain), whole(stranger)]) == 0
+    assert plain.untyped_storage().nbytes() == 8 * PAGE and on_device(stranger) == 4 * PAGE
+    offloader.offload()
+    offloader.onload()
+    assert torch.equal(plain, torch.arange(PAGE))
+
+
+def test_state_that_appears_after_the_first_part_leaves_too():
+    flats = [filled(PAGE, seed=1)]
+    expected = [flats[0].clone()]
+    offloader = MegatronOffloader(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)])
+    offloader.offload_parts("param", [Part(flats[0], 0, PAGE // 2)])
+    flats.append(filled(3 * PAGE, seed=2))  # the arena grows under what is in it
+    expected.append(flats[1].clone())
+    offloader.offload()
+    assert on_device(flats[1]) == 0
+    offloader.onload()
+    assert all(map(torch.equal, flats, expected))
+
+
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_a_promise_not_to_write_saves_the_copy(as_parts: bool):
+    flat = filled(4 * PAGE)
+    expected = flat.clone()
+    offloader = offloader_of(flat)
+    offloader.offload()
+    for _ in range(3):
+        offloader.onload({"param"}, read_only=True)
+        offloader.onload({"param"}, read_only=True)
+        if as_parts:
+            assert offloader.offload_parts("param", [Part(flat, 0, 2 * PAGE)]) == 8 * PAGE
+        assert offloader.offload({"param"}).copied_nbytes == {"param": 0}
+        assert on_device(flat) == 0
+    offloader.onload({"param"}, read_only=True)
+    assert torch.equal(flat, expected)
+
+
+def test_a_promise_holds_when_parts_came_back():
+    flat = filled(4 * PAGE)
+    expected = flat.clone()
+    offloader = offloader_of(flat)
+    offloader.offload()
+    offloader.onload({"param"}, read_only=True)
+    offloader.offload_parts("param", [Part(flat, 0, 2 * PAGE)])
+    assert offloader.onload({"param"}, read_only=True).nbytes == {"param": 8 * PAGE}
+    assert offloader.offload({"param"}).copied_nbytes == {"param": 0}
+    offloader.onload()
+    assert torch.equal(flat, expected)
+
+
+def test_a_promise_that_is_taken_back_or_of_another_inventory_copies():
+    flats = [filled(PAGE)]
+    offloader = MegatronOffloader(lambda: [OffloadItem(f"flat {n}", "param", flat) for n, flat in enumerate(flats)])
+    offloader.offload()
+    offloader.onload({"param"}, read_only=True)
+    offloader.onload({"param"})  # it is there already, and may be written from now on
+    flats[0][3] = 77
+    assert offloader.offload().copied_nbytes["param"] == 4 * PAGE
+    offloader.onload({"param"}, read_only=True)
+    assert flats[0][3] == 77
+    flats.insert(0, filled(2 * PAGE, seed=5))
+    expected = [flat.clone() for flat in flats]
+    assert offloader.offload().copied_nbytes["param"] == 12 * PAGE
+    offloader.onload()
+    assert all(map(torch.equal, flats, expected))
+
+
+def test_contents_are_there_after_wait():
+    flat = filled(2 * PAGE)
+    expected = flat.clone()
+    offloader = offloader_of(flat)
+    offloader.offload()
+    assert offloader.onload({"param"}, wait=False).nbytes == {"param": 8 * PAGE}
+    offloader.wait()
+    assert torch.equal(flat, expected)
+
+
+# Failures in the middle.
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, after: int) -> None:
+    """Make one call fail, after `after` good ones, as running out of memory would."""
+    original, calls = getattr(owner, method), iter(range(after + 1))
+
+    def failing(self, *arguments):
+        if next(calls, None) == after:
+            raise RuntimeError("out of memory")
+        return original(self, *arguments)
+
+    monkeypatch.setattr(owner, method, failing)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "after"),
+    [
+        (Copier, "copy", 0),
+        (Copier, "copy", 1),
+        (inventory_module.Storage, "release_inside", 0),
+        (inventory_module.Storage, "release_inside", 1),
+    ],
+)
+@pytest.mark.parametrize("then", ["onload", "parts", "offload"])
+def test_parts_that_fail_lose_nothing(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, after: int, then: str):
+    flats = [filled(PAGE, seed=1), filled(2 * PAGE, seed=2)]
+    expected = [flat.clone() for flat in flats]
+    offloader = offloader_of(*flats)
+    fail(monkeypatch, owner, method, after)
+    with pytest.raises(OffloadError, match=r"offload of parts of param failed: out of memory\. Nothing is lost"):
+        offloader.offload_parts("param", map(whole, flats))
+    if then == "parts":
+        offloader.offload_parts("param", map(whole, flats))
+    if then in ("parts", "offload"):
+        offloader.offload()
+        assert list(map(on_device, flats)) == [0, 0]
+    offloader.onload()
+    assert all(map(torch.equal, flats, expected))
+
+
+def test_an_offload_that_fails_puts_parts_back(monkeypatch: pytest.MonkeyPatch):
+    flats = [filled(PAGE, seed=1), filled(2 * PAGE, seed=2)]
+    expected = [flat.clone() for flat in flats]
+    offloader = offloader_of(*flats)
+    offloader.offload_parts("param", [Part(flats[1], 0, PAGE)])
+    fail(monkeypatch, inventory_module.Storage, "free", 0)
+    with pytest.raises(OffloadError, match="everything was put back: out of memory"):
+        offloader.offload()
+    assert not offloader.is_offloaded("param")
+    assert all(map(torch.equal, flats, expected))
+    offloader.offload()
+    offloader.onload()
+    assert all(map(torch.equal, flats, expected))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Part(torch.zeros(4), 1, 5), r"part \[1, 5\) of a tensor of 4 elements"),
+        (lambda: Part(torch.zeros(4), 3, 2), r"part \[3, 2\) of a tensor of 4 elements"),
+        (lambda: Part(torch.zeros(2, 2), 0, 1), r"shape \(2, 2\)"),
+        (lambda: OffloadItem("cache", "param", torch.zeros(1), "rebuild"), "rebuild needs forget"),
+        (lambda: OffloadItem("weight", "param", torch.zeros(1), "copy", forget=list), "rebuild needs forget"),
+    ],
+)
+def test_impossible_records(make, message: str):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# Caches, and what is left.
+
+
+class Holder:
+    """A flat weight, a cache that is computed from it, a small thing that stays, and whatever a test adds."""
+
+    def __init__(self) -> None:
+        self.weight = filled(PAGE)
+        self.caches: dict[str, torch.Tensor] = {"mask": torch.ones(50)}
+        self.small = torch.ones(3)
+        self.extra: dict[str, torch.Tensor] = {}
+
+    def items(self) -> list[OffloadItem]:
+        caches = [OffloadItem(n, "param", t, "rebuild", forget=self.caches.clear) for n, t in self.caches.items()]
+        return [OffloadItem("weight", "param", self.weight), *caches]
+
+    def reachable(self) -> list[Reached]:
+        return [
+            Reached("the weight again", self.weight[5:]),
+            *(Reached(f"cache {name}", tensor) for name, tensor in self.caches.items()),
+            Reached("small", self.small, stays="small"),
+            *(Reached(name, tensor) for name, tensor in self.extra.items()),
+        ]
+
+    def offloader(self) -> MegatronOffloader:
+        return MegatronOffloader(self.items, reachable=self.reachable)
+
+
+def test_caches_are_forgotten_with_their_kind_even_when_that_is_away():
+    holder = Holder()
+    offloader = holder.offloader()
+    assert offloader.resident_nbytes()["param"] == {"weight": 4 * PAGE, "mask": 200}
+    assert offloader.offload({"optimizer"}).nbytes == {"optimizer": 0} and holder.caches
+    report = offloader.offload()
+    assert report.nbytes["param"] == 4 * PAGE + 200 and report.copied_nbytes["param"] == 4 * PAGE
+    assert holder.caches == {}
+    holder.caches["mask"] = torch.ones(50)  # somebody computed with other weights meanwhile
+    assert offloader.offload().nbytes == {} and holder.caches == {}
+    assert sum(offloader.onload().nbytes.values()) == 4 * PAGE
+
+
+def test_a_tensor_that_somebody_keeps_is_no_cache():
+    holder = Holder()
+    holder.caches["mask"] = holder.weight[:10]
+    offloader = holder.offloader()
+    assert offloader.offload().nbytes["param"] == 4 * PAGE
+    assert holder.caches
+
+
+def test_residual_names_what_is_on_the_device():
+    holder = Holder()
+    holder.extra = {"somewhere.scratch": torch.zeros(2)}
+    offloader = holder.offloader()
+    left = {"small": 12, f"{UNACCOUNTED}somewhere.scratch": 8}
+    assert offloader.residual() == {"weight": 4 * PAGE, "mask": 200, **left}
+    offloader.offload()
+    assert offloader.residual() == left
+
+
+def test_more_than_a_trifle_that_nobody_lists_is_a_warning_once(caplog: pytest.LogCaptureFixture):
+    holder = Holder()
+    offloader = holder.offloader()
+    with caplog.at_level(logging.WARNING, logger="hybrid_engine"):
+        offloader.offload()
+        offloader.onload()
+        assert caplog.messages == []  # the small thing is known
+        fresh = Holder()
+        fresh.extra = {"tiny": torch.zeros(1), "somewhere.scratch": torch.zeros(PAGE // 10)}
+        offloader = fresh.offloader()
+        for _ in range(2):
+            offloader.offload()
+            offloader.onload()
+    [message] = caplog.messages
+    assert f"{4 + 4 * (PAGE // 10)} bytes that model or optimizer refer to stay on the device" in message
+    assert f"the inventory ({4 * PAGE} bytes)" in message
+    assert f"Largest: somewhere.scratch ({4 * (PAGE // 10)} bytes), tiny (4 bytes)" in message

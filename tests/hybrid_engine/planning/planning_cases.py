@@ -1,0 +1,178 @@
+"""Random pairs of layouts for the planner, and an oracle that knows single elements only.
+
+Each tensor is sharded on each side in a way of its own: cut along dims into uneven parts over some of the ranks
+(tensor and pipeline parallel), several such copies on other ranks (data parallel), overlapping windows (replicated KV
+heads), the rank's part cut again and stored in another order among other tensors' parts (fused and interleaved
+projections), transposed, with gaps (padding).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from hypothesis import strategies as st
+
+from hybrid_engine.planning.plan import ReshardPlan, Transfer
+from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
+from hybrid_engine.records.regions import Region
+
+Index = tuple[int, ...]
+NOT_WRITTEN = -1
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two layouts over the same tensors; `hosts` by rank, `relaying` those whose ranks read each other's memory."""
+
+    source: Layout
+    destination: Layout
+    hosts: tuple[str, ...]
+    bucket_nbytes: int
+    relaying: tuple[str, ...] = ()
+
+
+def canonical_values(tensors: Mapping[str, Index]) -> dict[str, np.ndarray]:
+    """Every element of every tensor has a number of its own."""
+    numbers = itertools.count()
+    return {
+        name: np.array([next(numbers) for _ in range(math.prod(shape))]).reshape(shape)
+        for name, shape in tensors.items()
+    }
+
+
+def elements_of(shard: Shard) -> Iterator[tuple[Index, int]]:
+    """(canonical index, position in the buffer) of every element of a record, one by one."""
+    for index in itertools.product(*map(range, shard.region.lengths)):
+        position = shard.place.offset + sum(i * s for i, s in zip(index, shard.place.strides, strict=True))
+        yield tuple(o + i for o, i in zip(shard.region.offsets, index, strict=True)), position
+
+
+def filled_buffers(layout: Layout) -> dict[BufferId, np.ndarray]:
+    """What the layout says each buffer holds; NOT_WRITTEN where it says nothing."""
+    values = canonical_values(layout.tensors)
+    buffers = {buffer_id: np.full(buffer.numel, NOT_WRITTEN) for buffer_id, buffer in layout.buffers.items()}
+    for shard in layout.shards:
+        for index, position in elements_of(shard):
+            buffers[shard.place.buffer][position] = values[shard.region.tensor][index]
+    return buffers
+
+
+def carry_out(plan: ReshardPlan, case: Case) -> tuple[dict[BufferId, np.ndarray], dict[BufferId, np.ndarray]]:
+    """Destination buffers after all transfers, and how often each of their elements was written.
+
+    Relay buffers hold nothing before a bucket, are written once in it, and are read only where they were written.
+    """
+    sources = filled_buffers(case.source)
+    found = {buffer_id: np.full(buffer.numel, NOT_WRITTEN) for buffer_id, buffer in case.destination.buffers.items()}
+    counts = {buffer_id: np.zeros(buffer.numel, int) for buffer_id, buffer in case.destination.buffers.items()}
+    for bucket in plan.buckets:
+        relays = {buffer_id: np.full(buffer.numel, NOT_WRITTEN) for buffer_id, buffer in plan.relays.items()}
+        for transfer in bucket.transfers:
+            values = sources[transfer.src.buffer][positions_of(transfer, transfer.src)]
+            at = positions_of(transfer, transfer.dst)
+            if transfer.dst.buffer in relays:
+                assert (relays[transfer.dst.buffer][at] == NOT_WRITTEN).all()
+                relays[transfer.dst.buffer][at] = values
+            else:
+                found[transfer.dst.buffer][at] = values
+                counts[transfer.dst.buffer][at] += 1
+        for transfer in bucket.fan_out:
+            values = relays[transfer.src.buffer][positions_of(transfer, transfer.src)]
+            assert (values != NOT_WRITTEN).all()
+            at = positions_of(transfer, transfer.dst)
+            found[transfer.dst.buffer][at] = values
+            counts[transfer.dst.buffer][at] += 1
+    return found, counts
+
+
+def positions_of(transfer: Transfer, place: Place) -> np.ndarray:
+    """Where each element of a transfer's box lies at one end of it."""
+    region = Region(transfer.tensor, (0,) * len(transfer.lengths), transfer.lengths)
+    return np.array([position for _, position in elements_of(Shard(region, place))])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_ranks = draw(st.integers(1, 6))
+    tensors = {
+        f"t{number}": draw(st.lists(st.integers(1, 6), max_size=3).map(tuple))
+        for number in range(draw(st.integers(1, 4)))
+    }
+    return Case(
+        source=draw(layouts(tensors, num_ranks, dtype="bfloat16")),
+        destination=draw(layouts(tensors, num_ranks, dtype=draw(st.sampled_from(["bfloat16", "float32"])))),
+        hosts=tuple(draw(st.lists(st.sampled_from("ab"), min_size=num_ranks, max_size=num_ranks))),
+        bucket_nbytes=draw(st.sampled_from([1, 40, 10**9])),
+        relaying=tuple(draw(st.sampled_from([(), "a", "ab"]))),
+    )
+
+
+@st.composite
+def layouts(draw: st.DrawFn, tensors: Mapping[str, Index], num_ranks: int, dtype: str) -> Layout:
+    """A layout in which the ranks together hold all of every tensor, each buffer without overlap."""
+    parts: dict[BufferId, list[Region]] = {}
+    for name, shape in tensors.items():
+        for region, rank in draw(holders(name, shape, num_ranks)):
+            buffer_id = BufferId(rank, draw(st.sampled_from(["one", "two"])))
+            parts.setdefault(buffer_id, []).extend(draw(cuts(region)))
+    buffers, shards = {}, []
+    for buffer_id, regions in parts.items():
+        buffers[buffer_id], placed = draw(placements(buffer_id, draw(st.permutations(regions)), dtype))
+        shards += placed
+    return Layout(dict(tensors), buffers, tuple(draw(st.permutations(shards))))
+
+
+@st.composite
+def holders(draw: st.DrawFn, name: str, shape: Index, num_ranks: int) -> list[tuple[Region, int]]:
+    """Who holds which region: one or more whole copies, each cut over ranks of its own choice."""
+    found: dict[tuple[int, Region], None] = {}
+    for _ in range(draw(st.integers(1, 2))):
+        for region in draw(cuts(Region(name, (0,) * len(shape), shape))):
+            for rank in draw(st.sets(st.integers(0, num_ranks - 1), min_size=1, max_size=2)):
+                found[(rank, region)] = None
+    return [(region, rank) for rank, region in found]
+
+
+@st.composite
+def cuts(draw: st.DrawFn, region: Region) -> list[Region]:
+    """The region in uneven parts along one dim, or along two, or whole."""
+    parts = [region]
+    for _ in range(draw(st.integers(0, 2)) if region.lengths else 0):
+        dim = draw(st.integers(0, len(region.lengths) - 1))
+        parts = [piece for part in parts for piece in _cut(part, dim, draw(st.integers(1, 5)))]
+    return parts
+
+
+def _cut(region: Region, dim: int, at: int) -> list[Region]:
+    if at >= region.lengths[dim]:
+        return [region]
+    first, rest, moved = list(region.lengths), list(region.lengths), list(region.offsets)
+    first[dim] = at
+    rest[dim] -= at
+    moved[dim] += at
+    return [Region(region.tensor, region.offsets, tuple(first)), Region(region.tensor, tuple(moved), tuple(rest))]
+
+
+@st.composite
+def placements(draw: st.DrawFn, buffer_id: BufferId, regions: list[Region], dtype: str) -> tuple[Buffer, list[Shard]]:
+    """A buffer that holds the regions one after another, in any dim order; what lies between is declared padding."""
+    shards, end = [], 0
+    used: set[int] = set()
+    for region in regions:
+        end += draw(st.sampled_from([0, 0, 2]))
+        strides, step = [0] * len(region.lengths), 1
+        for dim in draw(st.permutations(range(len(region.lengths)))):
+            strides[dim] = step
+            step = step * region.lengths[dim] + draw(st.sampled_from([0, 0, 0, 1]))
+        shard = Shard(region, Place(buffer_id, end, tuple(strides)))
+        shards.append(shard)
+        positions = [position for _, position in elements_of(shard)]
+        used.update(positions)
+        end = max(positions) + 1
+    numel = end + draw(st.integers(0, 2))
+    padding = tuple(Extent(position, position + 1) for position in range(numel) if position not in used)
+    return Buffer(numel, dtype, group=draw(st.sampled_from("xyz")), padding=padding), shards

@@ -1,0 +1,484 @@
+"""Plans of random layouts, carried out element by element and compared with brute force."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_engine.errors import PlanError
+from hybrid_engine.planning.plan import Link, ReshardPlan, Transfer
+from hybrid_engine.planning.planner import plan
+from hybrid_engine.planning.relays import wire_dtype
+from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
+from hybrid_engine.records.regions import Region, contiguous_strides
+from tests.hybrid_engine.planning.planning_cases import (
+    NOT_WRITTEN,
+    Case,
+    carry_out,
+    cases,
+    elements_of,
+    filled_buffers,
+    positions_of,
+)
+
+
+def plan_of(case: Case) -> ReshardPlan:
+    return plan(case.source, case.destination, case.hosts, case.bucket_nbytes, relaying_hosts=case.relaying)
+
+
+Element = tuple[str, tuple[int, ...]]
+"""Tensor and index."""
+
+
+def held_by(layout: Layout) -> dict[Element, set[int]]:
+    """The ranks that hold each element."""
+    ranks: dict[Element, set[int]] = {}
+    for shard in layout.shards:
+        for index, _ in elements_of(shard):
+            ranks.setdefault((shard.region.tensor, index), set()).add(shard.place.buffer.rank)
+    return ranks
+
+
+@given(cases())
+def test_every_element_arrives_exactly_once(case: Case) -> None:
+    found, counts = carry_out(plan_of(case), case)
+    for buffer_id, expected in filled_buffers(case.destination).items():
+        np.testing.assert_array_equal(found[buffer_id], expected)
+        np.testing.assert_array_equal(counts[buffer_id], (expected != NOT_WRITTEN).astype(int))
+
+
+@dataclass(frozen=True)
+class Journey:
+    """How one element came to one place: from `src` by `link`, maybe over a relay buffer on `carrier`."""
+
+    element: Element
+    src: int
+    dst: int
+    link: Link
+    carrier: int | None = None
+
+
+def journeys_of(result: ReshardPlan, case: Case) -> Iterator[Journey]:
+    """Of every element that is written anywhere."""
+    canonical = {
+        (shard.place.buffer, position): (shard.region.tensor, index)
+        for shard in case.destination.shards
+        for index, position in elements_of(shard)
+    }
+    for bucket in result.buckets:
+        came: dict[tuple[BufferId, int], int] = {}
+        for transfer in bucket.transfers:
+            for position in positions_of(transfer, transfer.dst).flat:
+                key = transfer.dst.buffer, position
+                if transfer.dst.buffer in result.relays:
+                    assert transfer.link is Link.NETWORK
+                    came[key] = transfer.src_rank
+                else:
+                    yield Journey(canonical[key], transfer.src_rank, transfer.dst_rank, transfer.link)
+        for transfer in bucket.fan_out:
+            assert transfer.link is (Link.SELF if transfer.src_rank == transfer.dst_rank else Link.HOST)
+            pairs = zip(positions_of(transfer, transfer.src), positions_of(transfer, transfer.dst), strict=True)
+            for src, dst in pairs:
+                element, sender = canonical[transfer.dst.buffer, dst], came[transfer.src.buffer, src]
+                yield Journey(element, sender, transfer.dst_rank, Link.NETWORK, transfer.src_rank)
+
+
+@given(cases())
+def test_elements_come_from_the_nearest_rank(case: Case) -> None:
+    """Self before same host before anyone else, element by element; over a relay only from elsewhere."""
+    holders = held_by(case.source)
+    result = plan_of(case)
+    for journey in journeys_of(result, case):
+        src, dst, ranks = journey.src, journey.dst, holders[journey.element]
+        same_host = case.hosts[src] == case.hosts[dst]
+        assert src in ranks
+        assert journey.link is (Link.SELF if src == dst else Link.HOST if same_host else Link.NETWORK)
+        if dst in ranks:
+            assert src == dst
+        elif any(case.hosts[rank] == case.hosts[dst] for rank in ranks):
+            assert same_host
+        if journey.carrier is not None:
+            assert case.hosts[journey.carrier] == case.hosts[dst] and case.hosts[dst] in case.relaying
+    for transfer in result.transfers():
+        assert transfer.nbytes == transfer.numel * 2  # bfloat16 crosses the link, whatever the destination stores
+
+
+@given(cases())
+def test_an_element_enters_a_host_once(case: Case) -> None:
+    """Where its ranks relay: as often as it must, to a rank that wants it; elsewhere once for every place."""
+    result = plan_of(case)
+    holders, wanted = held_by(case.source), held_by(case.destination)
+    entered: Counter[str] = Counter()
+    for transfer in result.transfers():
+        if transfer.link is Link.NETWORK:
+            entered[case.hosts[transfer.dst_rank]] += transfer.nbytes
+    least = {
+        host: 2
+        * sum(
+            any(case.hosts[rank] == host for rank in ranks)
+            and all(case.hosts[rank] != host for rank in holders[element])
+            for element, ranks in wanted.items()
+        )
+        for host in dict.fromkeys(case.hosts)
+    }
+    assert result.network_least == least
+    for host, nbytes in least.items():
+        assert entered[host] == nbytes if host in case.relaying else entered[host] >= nbytes
+    for journey in journeys_of(result, case):
+        assert journey.carrier is None or journey.carrier in wanted[journey.element]
+
+
+@given(cases())
+def test_relay_buffers_belong_to_a_bucket_and_are_filled(case: Case) -> None:
+    result = plan_of(case)
+    filled_to: dict[BufferId, int] = {}
+    for bucket in result.buckets:
+        filled: Counter[BufferId] = Counter()
+        readers: dict[BufferId, set[int]] = {}
+        senders: dict[BufferId, set[int]] = {}
+        for transfer in bucket.transfers:
+            if transfer.dst.buffer in result.relays:
+                filled[transfer.dst.buffer] += transfer.numel
+                senders.setdefault(transfer.dst.buffer, set()).add(transfer.src_rank)
+        for transfer in bucket.fan_out:
+            readers.setdefault(transfer.src.buffer, set()).add(transfer.dst_rank)
+        assert all(len(ranks) == 1 for ranks in senders.values()) and readers.keys() == senders.keys()
+        for buffer_id, numel in filled.items():
+            assert buffer_id not in filled_to, "in two buckets"
+            filled_to[buffer_id] = numel
+            assert buffer_id.rank in readers[buffer_id]
+            assert result.relays[buffer_id].group == str(bucket.index)
+    assert filled_to == {buffer_id: buffer.numel for buffer_id, buffer in result.relays.items()}
+    assert all(buffer.dtype == "bfloat16" and buffer.exported for buffer in result.relays.values())
+
+
+@given(cases())
+def test_bytes_are_counted_and_least(case: Case) -> None:
+    result = plan_of(case)
+    holders = held_by(case.source)
+    wanted: dict[int, Counter[Element]] = {}
+    for shard in case.destination.shards:
+        elements = ((shard.region.tensor, index) for index, _ in elements_of(shard))
+        wanted.setdefault(shard.place.buffer.rank, Counter()).update(elements)
+    assert result.bytes_by_rank.keys() == wanted.keys()
+    for rank, elements in wanted.items():
+        count = result.bytes_by_rank[rank]
+        by_link = Counter()
+        for transfer in itertools.chain.from_iterable(bucket.counted() for bucket in result.buckets):
+            if transfer.dst_rank == rank:
+                by_link[transfer.link] += transfer.nbytes
+        assert (count.own, count.host, count.network) == tuple(by_link[link] for link in Link)
+        assert count.least == 2 * sum(rank not in holders[element] for element in elements)
+        if max(elements.values()) == 1:
+            assert count.received == count.least
+            assert count.own + count.received == 2 * elements.total()
+        else:
+            assert count.received >= count.least
+            assert count.own + count.received <= 2 * elements.total()
+
+
+@given(cases(), st.randoms(use_true_random=False))
+def test_plans_do_not_depend_on_the_order_of_records(case: Case, shuffler: random.Random) -> None:
+    def shuffled(layout: Layout) -> Layout:
+        shards, buffers = list(layout.shards), list(layout.buffers.items())
+        shuffler.shuffle(shards)
+        shuffler.shuffle(buffers)
+        return Layout(layout.tensors, dict(buffers), tuple(shards))
+
+    again = replace(case, source=shuffled(case.source), destination=shuffled(case.destination))
+    assert plan_of(case) == plan_of(again)
+
+
+@given(cases(), st.data())
+def test_a_ranks_plan_is_its_part_of_everybodys(case: Case, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, len(case.hosts) - 1))
+    everybody = plan_of(case)
+    own = plan(case.source, case.destination, case.hosts, case.bucket_nbytes, rank=rank, relaying_hosts=case.relaying)
+    assert (own.fingerprint, own.unread) == (everybody.fingerprint, everybody.unread)
+    assert own.network_least == everybody.network_least
+    assert own.bytes_by_rank == {key: count for key, count in everybody.bytes_by_rank.items() if key == rank}
+    assert own.buckets == tuple(bucket.of_rank(rank) for bucket in everybody.buckets)
+    transfers = [each for bucket in own.buckets for each in (*bucket.transfers, *bucket.fan_out)]
+    concerned = {place.buffer for each in transfers for place in (each.src, each.dst)} & everybody.relays.keys()
+    assert own.relays.items() >= {buffer_id: everybody.relays[buffer_id] for buffer_id in concerned}.items()
+
+
+@given(cases())
+def test_fingerprints_know_everything(case: Case) -> None:
+    fingerprint = plan(case.source, case.destination, case.hosts).fingerprint
+    relayed = plan(case.source, case.destination, case.hosts, relaying_hosts=case.hosts).fingerprint
+    hosts = (*case.hosts[:-1], "another")
+    assert relayed != fingerprint
+    assert plan(case.source, case.destination, hosts).fingerprint != fingerprint
+    layout = case.destination
+    buffer_id = min(layout.buffers)
+    moved = replace(layout.shards[0], place=replace(layout.shards[0].place, offset=10**6))
+    others = [
+        replace(layout, shards=(moved, *layout.shards[1:])),
+        replace(layout, shards=layout.shards[1:]),
+        replace(layout, tensors={**layout.tensors, "more": (2,)}),
+        replace(layout, tensors={"more": (2,), **layout.tensors}),
+        replace(layout, buffers={**layout.buffers, buffer_id: replace(layout.buffers[buffer_id], dtype="int8")}),
+        replace(layout, buffers={**layout.buffers, buffer_id: replace(layout.buffers[buffer_id], group="other")}),
+    ]
+    assert len({layout.fingerprint(), *(other.fingerprint() for other in others)}) == len(others) + 1
+
+
+@given(cases())
+def test_buckets_keep_groups_and_tensors_whole(case: Case) -> None:
+    result = plan_of(case)
+    buckets = result.buckets
+    assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
+    group_of = {buffer_id: buffer.group for buffer_id, buffer in case.destination.buffers.items()}
+    bucket_of_group = {group: bucket.index for bucket in buckets for group in bucket.groups}
+    assert sum(len(bucket.groups) for bucket in buckets) == len(bucket_of_group), "a group is spread over two"
+    assert bucket_of_group.keys() == set(group_of.values())
+    itemsize = next(iter(case.destination.buffers.values())).itemsize
+    for bucket in buckets:
+        received = Counter()
+        for transfer in (*bucket.transfers, *bucket.fan_out):
+            if transfer.dst.buffer in result.relays:
+                continue
+            assert bucket_of_group[group_of[transfer.dst.buffer]] == bucket.index
+            received[transfer.dst_rank] += transfer.numel * itemsize
+        held = Counter()
+        for shard in case.source.shards:
+            if shard.region.tensor in bucket.tensors:
+                held[shard.place.buffer.rank] += shard.region.numel * 2  # bfloat16
+        assert bucket.nbytes == max(*received.values(), *held.values(), 0)
+    for bucket in buckets[:-1]:
+        assert bucket.nbytes >= case.bucket_nbytes, "closed too early"
+    wanted = {shard.region.tensor for shard in case.destination.shards}
+    assert sorted(tensor for bucket in buckets for tensor in bucket.tensors) == sorted(wanted)
+    assert all(transfer.tensor in bucket.tensors for bucket in buckets for transfer in bucket.transfers)
+
+
+# -- made by hand --------------------------------------------------------------------------------------------------
+
+
+def whole(tensor: str, shape: tuple[int, ...], rank: int, name: str, group: str = "") -> Layout:
+    """One tensor in a buffer of its own."""
+    buffer_id = BufferId(rank, name)
+    shard = Shard(Region(tensor, (0,) * len(shape), shape), Place(buffer_id, 0, contiguous_strides(shape)))
+    return Layout({tensor: shape}, {buffer_id: Buffer(math.prod(shape), "bfloat16", group)}, (shard,))
+
+
+def sent_by_rank(transfers: itertools.chain[Transfer]) -> Counter[int]:
+    sent: Counter[int] = Counter()
+    for transfer in transfers:
+        sent[transfer.src_rank] += transfer.nbytes
+    return sent
+
+
+@pytest.mark.parametrize("num_readers", [1, 2, 4, 5])
+def test_replicas_share_the_sending(num_readers: int) -> None:
+    """Four ranks of one host hold everything; readers elsewhere ask one after another."""
+    tensors = [f"t{number}" for number in range(12)]
+    source = Layout.merge(whole(name, (8,), rank, name) for name in tensors for rank in range(4))
+    readers = range(4, 4 + num_readers)
+    destination = Layout.merge(whole(name, (8,), rank, name, group=name) for name in tensors for rank in readers)
+    result = plan(source, destination, ["a"] * 4 + ["b"] * num_readers, bucket_nbytes=1)
+    for last in range(1, len(result.buckets) + 1):  # at any time, not only in the end
+        sent = sent_by_rank(itertools.chain.from_iterable(bucket.transfers for bucket in result.buckets[:last]))
+        loads = [sent[rank] for rank in range(4)]
+        assert max(loads) - min(loads) <= 16, "more than one transfer apart"
+
+
+@pytest.mark.parametrize("num_readers", [2, 3])
+def test_readers_take_turns_in_carrying(num_readers: int) -> None:
+    """Two ranks send to hosts of two or three that all want everything: everybody brings, and sends, an equal part."""
+    tensors = [f"t{number}" for number in range(12)]
+    hosts = ["a"] * 2 + [host for host in "bc" for _ in range(num_readers)]
+    source = Layout.merge(whole(name, (8,), rank, name) for name in tensors for rank in range(2))
+    readers = range(2, len(hosts))
+    destination = Layout.merge(whole(name, (8,), rank, name, group=name) for name in tensors for rank in readers)
+    result = plan(source, destination, hosts, relaying_hosts="bc")
+    (bucket,) = result.buckets
+    carried = Counter(transfer.dst_rank for transfer in bucket.transfers)
+    assert carried == dict.fromkeys(readers, 12 // num_readers)
+    assert sent_by_rank(iter(bucket.transfers)) == {0: 12 * 16, 1: 12 * 16}
+    assert len(bucket.fan_out) == 2 * 12 * num_readers
+
+
+def test_windows_that_overlap_are_cut() -> None:
+    """Rank 1 wants rows 0 to 5, rank 2 rows 4 to 9: 4 and 5 come once, the others straight."""
+    source = whole("t", (10, 3), 0, "src")
+    windows = [(1, 0), (2, 4)]
+    destination = Layout(
+        {"t": (10, 3)},
+        {BufferId(rank, "dst"): Buffer(18, "bfloat16") for rank, _ in windows},
+        tuple(
+            Shard(Region("t", (start, 0), (6, 3)), Place(BufferId(rank, "dst"), 0, (3, 1))) for rank, start in windows
+        ),
+    )
+    result = plan(source, destination, ["a", "b", "b"], relaying_hosts="b")
+    (bucket,) = result.buckets
+    (relay,) = result.relays
+    assert sorted((t.lengths, t.dst.buffer == relay) for t in bucket.transfers) == [
+        ((2, 3), True),
+        ((4, 3), False),
+        ((4, 3), False),
+    ]
+    assert [(t.lengths, t.dst.offset, t.dst_rank) for t in bucket.fan_out] == [((2, 3), 12, 1), ((2, 3), 0, 2)]
+    assert [result.bytes_by_rank[rank].received for rank in (1, 2)] == [36, 36]
+    assert result.network_least == {"a": 0, "b": 60}
+
+
+def test_a_box_that_one_rank_wants_twice_comes_once() -> None:
+    layouts = [whole("t", (4,), 1, name) for name in ("one", "two")]
+    destination = Layout.merge(layouts)
+    result = plan(whole("t", (4,), 0, "src"), destination, ["a", "b"], relaying_hosts="b")
+    (bucket,) = result.buckets
+    assert len(bucket.transfers) == 1 and [t.link for t in bucket.fan_out] == [Link.SELF] * 2
+    count = result.bytes_by_rank[1]
+    assert (count.own, count.host, count.network, count.least) == (0, 0, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("source", "destinations", "expected"),
+    [
+        ("float32", ("bfloat16", "bfloat16"), "bfloat16"),
+        ("float32", ("bfloat16", "float16"), "float32"),
+        ("bfloat16", ("float32", "float32"), "bfloat16"),
+        ("float32", ("bfloat16", "float32"), "float32"),
+    ],
+)
+def test_the_dtype_of_a_relay_loses_nothing(source: str, destinations: tuple[str, str], expected: str) -> None:
+    assert wire_dtype(source, destinations) == expected
+
+
+def test_only_groups_that_share_tensors_are_joined() -> None:
+    """Groups of tensors that alternate still make buckets of their own."""
+    layouts = [
+        whole(f"t{number}", (4,), 0, f"b{number}", group="even" if number % 2 == 0 else "odd") for number in range(6)
+    ]
+    layout = Layout.merge(layouts)
+    buckets = plan(layout, layout, ["a"], bucket_nbytes=1).buckets
+    assert [bucket.groups for bucket in buckets] == [("even",), ("odd",)]
+    assert [[t.tensor for t in bucket.transfers] for bucket in buckets] == [["t0", "t2", "t4"], ["t1", "t3", "t5"]]
+    shared = Layout.merge([layout, whole("t0", (4,), 0, "again", group="odd")])
+    (bucket,) = plan(layout, shared, ["a"], bucket_nbytes=1).buckets
+    assert [t.tensor for t in bucket.transfers] == ["t0", "t0", "t1", "t2", "t3", "t4", "t5"]
+
+
+def test_tensors_that_nobody_reads() -> None:
+    source = Layout.merge([whole("read", (4,), 0, "read"), whole("tied", (4,), 0, "tied")])
+    destination = whole("read", (4,), 0, "weight")
+    result = plan(source, destination, ["a"], may_stay_unread=["tied", "unheard of"])
+    assert result.unread == ("tied",)
+    with pytest.raises(PlanError, match="tied: a training parameter that no inference rank reads"):
+        plan(source, destination, ["a"])
+    with pytest.raises(PlanError, match=r"'tied' on rank 0, but no training rank holds them"):
+        plan(destination, source, ["a"])
+
+
+def test_every_fault_is_in_one_error() -> None:
+    source = Layout.merge(
+        [
+            whole("sound", (4, 4), 0, "s.sound"),
+            whole("reshaped", (4, 4), 0, "s.reshaped"),
+            whole("flattened", (16,), 0, "s.flattened"),
+            whole("never read", (4,), 0, "s.never"),
+            whole("short", (8,), 0, "s.short"),
+        ]
+    )
+    wrong = BufferId(1, "s.too small")
+    half = Shard(Region("half", (0,), (5,)), Place(BufferId(1, "s.half"), 0, (1,)))
+    source = Layout(
+        {**source.tensors, "half": (10,), "beyond": (3,), "undeclared": (3,)},
+        {**source.buffers, wrong: Buffer(2, "bfloat16"), BufferId(1, "s.half"): Buffer(5, "bfloat16")},
+        (
+            *source.shards,
+            half,
+            Shard(Region("beyond", (0,), (3,)), Place(wrong, 0, (1,))),
+            Shard(Region("undeclared", (0,), (3,)), Place(BufferId(1, "s.undeclared"), 0, (1,))),
+        ),
+    )
+    overlap = BufferId(1, "d.overlap")
+    destination = Layout.merge(
+        [
+            whole("reshaped", (2, 8), 0, "d.reshaped"),
+            whole("flattened", (4, 4), 0, "d.flattened"),
+            whole("half", (10,), 1, "d.half"),
+            whole("unknown", (7,), 1, "d.unknown"),
+            Layout(
+                {"sound": (4, 4), "short": (8,)},
+                {overlap: Buffer(24, "bfloat16"), BufferId(1, "d.short"): Buffer(9, "bfloat16")},
+                (
+                    Shard(Region("sound", (0, 0), (4, 4)), Place(overlap, 0, (4, 1))),
+                    Shard(Region("short", (0,), (8,)), Place(overlap, 12, (1,))),  # as much as the gap behind it
+                    Shard(Region("short", (0,), (8,)), Place(BufferId(1, "d.short"), 0, (1,))),
+                    Shard(Region("short", (4,), (8,)), Place(BufferId(1, "d.short"), 0, (1,))),
+                ),
+            ),
+        ]
+    )
+    with pytest.raises(PlanError) as caught:
+        plan(source, destination, ["a", "b"])
+    expected = [
+        ("undeclared", "buffer 's.undeclared' on rank 1 is not declared"),
+        ("beyond", "elements [0, 2] of buffer 's.too small' on rank 1, which has 2"),
+        ("short", "shard [(4,), (12,)) on rank 1 lies outside of shape (8,)"),
+        ("'d.overlap' on rank 1", "element 12 is written more than once"),
+        ("'d.short' on rank 1", "9 elements, but 8 are written and 0 are padding"),
+        ("reshaped", "shape (4, 4) in training, (2, 8) in inference"),
+        ("flattened", "shape (16,) in training, (4, 4) in inference"),
+        ("half", "elements [(5,), (10,)) are wanted by 'd.half' on rank 1, but no training rank holds them"),
+        ("unknown", "elements [(0,), (7,)) are wanted by 'd.unknown' on rank 1, but no training rank holds them"),
+        ("never read", "a training parameter that no inference rank reads"),
+        ("beyond", "a training parameter that no inference rank reads"),
+        ("undeclared", "a training parameter that no inference rank reads"),
+    ]
+    findings = caught.value.findings
+    for name, text in expected:
+        assert any(name in finding and text in finding for finding in findings), (name, text, findings)
+    # the overlapping buffer also has the wrong volume: 24 written of 24, so only the overlap is said of it
+    assert len(findings) == len(expected), findings
+    assert f"({len(findings)})" in str(caught.value)
+
+
+def test_an_overlap_beside_a_gap_of_its_size_is_found() -> None:
+    buffer_id = BufferId(0, "weight")
+    layout = Layout(
+        {"a": (4,), "b": (4,)},
+        {buffer_id: Buffer(8, "bfloat16")},
+        (
+            Shard(Region("a", (0,), (4,)), Place(buffer_id, 0, (1,))),
+            Shard(Region("b", (0,), (4,)), Place(buffer_id, 2, (1,))),
+        ),
+    )
+    source = Layout.merge([whole("a", (4,), 0, "a"), whole("b", (4,), 0, "b")])
+    with pytest.raises(PlanError, match="buffer 'weight' on rank 0: element 2 is written more than once"):
+        plan(source, layout, ["a"])
+
+
+def test_ranks_that_disagree_are_all_named() -> None:
+    one, other = whole("t", (4,), 0, "b"), whole("t", (5,), 0, "b")
+    with pytest.raises(PlanError) as caught:
+        Layout.merge([one, other])
+    assert "t: shape (4,) on one rank, (5,) on another" in str(caught.value)
+    assert "described twice" in str(caught.value) and len(caught.value.findings) == 2
+
+
+@pytest.mark.parametrize(("start", "stop"), [(3, 2), (-1, 2)])
+def test_an_extent_is_an_interval(start: int, stop: int) -> None:
+    with pytest.raises(ValueError, match="is no interval"):
+        Extent(start, stop)
+
+
+def test_records_and_buffers_check_themselves() -> None:
+    with pytest.raises(ValueError, match=r"my\.tensor: 1 strides for 2 dims"):
+        Shard(Region("my.tensor", (0, 0), (2, 2)), Place(BufferId(0, "b"), 0, (1,)))
+    with pytest.raises(ValueError, match="'int3' is not one of float64"):
+        Buffer(4, "int3")
+    with pytest.raises(ValueError, match="is empty; leave it out"):
+        Buffer(4, "int8", padding=(Extent(2, 2),))

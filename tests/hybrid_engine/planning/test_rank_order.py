@@ -1,0 +1,129 @@
+"""Orders of ranks: never worse than sequential, the best on one host, and HybridFlow's bound where shards nest."""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+
+from hybrid_engine.errors import DependencyError
+from hybrid_engine.layouts.inference import InferenceParallelism, inference_side
+from hybrid_engine.layouts.training import TrainParallelism, training_side
+from hybrid_engine.models import table_for
+from hybrid_engine.planning.rank_order import held_nbytes, rank_order
+from hybrid_engine.planning.summary import summarize
+from hybrid_engine.records.holdings import Holdings, holdings_of
+from tests.hybrid_engine.layouts.layout_cases import DENSE, LayoutCase, layout_cases
+from tests.hybrid_engine.planning.test_summary import JOBS
+
+
+def order_of(case: LayoutCase) -> tuple[int, ...]:
+    return rank_order("auto", case.source.holdings, case.positions.holdings, case.hosts, case.infer.tensor)
+
+
+@JOBS
+@given(layout_cases())
+def test_more_is_held_than_in_sequential_order(case: LayoutCase) -> None:
+    order, sequential = order_of(case), tuple(range(len(case.hosts)))
+    assert sorted(order) == list(sequential)
+    source, positions = case.source.holdings, case.positions.holdings
+    held = {each: held_nbytes(source, positions, each) for each in (order, sequential)}
+    assert held[order] >= held[sequential]
+    if held[order] == held[sequential]:
+        assert order == sequential, "nothing is gained by moving"
+    for each, nbytes in held.items():
+        destination = inference_side(case.table, replace(case.infer, rank_order=each)).holdings
+        assert summarize(source, destination, case.hosts).own.sum() == nbytes
+
+
+@JOBS
+@given(layout_cases())
+def test_tensor_parallel_groups_stay_on_a_host(case: LayoutCase) -> None:
+    hosts = np.array(case.hosts)
+    before = hosts.reshape(-1, case.infer.tensor)
+    after = hosts[list(order_of(case))].reshape(-1, case.infer.tensor)
+    together = (before == before[:, :1]).all(axis=1)
+    assert (after == after[:, :1]).all(axis=1)[together].all()
+
+
+@JOBS
+@given(layout_cases())
+def test_no_order_of_one_host_holds_more(case: LayoutCase) -> None:
+    """All orders of at most four ranks."""
+    if len(case.hosts) > 4:
+        return
+    case = replace(case, hosts=(0,) * len(case.hosts))
+    source, positions = case.source.holdings, case.positions.holdings
+    found = held_nbytes(source, positions, order_of(case))
+    everything = itertools.permutations(range(len(case.hosts)))
+    assert found == max(held_nbytes(source, positions, order) for order in everything)
+
+
+@JOBS
+@given(layout_cases())
+def test_live_layouts_give_the_same_order(case: LayoutCase) -> None:
+    num_ranks = len(case.hosts)
+    source, positions = (holdings_of(side.layout(), num_ranks) for side in (case.source, case.positions))
+    assert rank_order("auto", source, positions, case.hosts, case.infer.tensor) == order_of(case)
+
+
+def layers_of(holdings: Holdings) -> Holdings:
+    """Only what is cut over both tensor and pipeline ranks: the matrices of layers."""
+    kept = {name: spreads for name, spreads in holdings.spreads.items() if "_proj." in name}
+    return replace(holdings, spreads=kept)
+
+
+NESTED = [
+    # training tp, pp; inference tp, pp; ranks; ranks of a host
+    ((6, 1), (2, 1), 6, 6),
+    ((4, 2), (2, 1), 8, 8),
+    ((4, 2), (2, 2), 16, 8),
+    ((2, 2), (1, 1), 8, 4),
+    ((6, 2), (3, 2), 24, 12),
+    ((4, 2), (2, 2), 16, 4),  # each host has but one stage
+    ((4, 4), (2, 2), 32, 8),
+    ((2, 4), (2, 2), 16, 4),
+]
+
+
+@pytest.mark.parametrize(("train", "infer", "num_ranks", "per_host"), NESTED)
+def test_nested_shards_meet_the_bound(
+    train: tuple[int, int], infer: tuple[int, int], num_ranks: int, per_host: int
+) -> None:
+    """M * (1 / (tg * pg) - 1 / (t * p)) received, HybridFlow's figure (arXiv:2409.19256), by every rank."""
+    table = table_for(DENSE)
+    source = layers_of(training_side(table, TrainParallelism(num_ranks, *train)).holdings)
+    infer_sizes = InferenceParallelism(num_ranks, *infer)
+    positions = layers_of(inference_side(table, infer_sizes).holdings)
+    hosts = [rank // per_host for rank in range(num_ranks)]
+    order = rank_order("auto", source, positions, hosts, infer[0])
+    destination = layers_of(inference_side(table, replace(infer_sizes, rank_order=order)).holdings)
+    model = 2 * sum(int(np.prod(shape)) for name, shape in table.shapes.items() if "_proj." in name)
+    bound = model // (infer[0] * infer[1]) - model // (train[0] * train[1])
+    assert summarize(source, destination, hosts).received.tolist() == [bound] * num_ranks
+
+
+def test_what_is_no_order() -> None:
+    holdings = training_side(table_for(DENSE), TrainParallelism(2)).holdings
+    assert rank_order("sequential", holdings, holdings, "ab", 1) == (0, 1)
+    with pytest.raises(ValueError, match="'random' is not one of auto, sequential"):
+        rank_order("random", holdings, holdings, "ab", 1)
+
+
+def test_without_scipy(monkeypatch: pytest.MonkeyPatch) -> None:
+    holdings = training_side(table_for(DENSE), TrainParallelism(2)).holdings
+    real_import = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("scipy"):
+            raise ImportError(name)
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(DependencyError, match="pip install scipy, or choose sequential"):
+        rank_order("auto", holdings, holdings, "ab", 1)

@@ -1,0 +1,179 @@
+"""All ranks leave a phase together: in one process, and on two real ranks of which one fails, is silent or ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+
+from hybrid_engine.errors import RemoteError, ReshardError, StateError, WeightError
+from hybrid_engine.ranks.agreement import Agreement
+from tests.launch import launch
+
+SILENCE_SECONDS = 1.0  # of the agreement whose peer says nothing
+LOST_SECONDS = 60.0  # of those whose peer ends: its end is noticed long before
+
+
+def outcome_of(call: Callable[[], object]) -> str:
+    """What became of a call, to be compared in the process of the test."""
+    try:
+        return f"returned {call()}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.fixture
+def alone() -> Iterator[Agreement]:
+    """The agreement of a job with one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Agreement(timeout_seconds=30)
+    dist.destroy_process_group()
+
+
+def test_a_phase_that_succeeds_goes_on(alone: Agreement):
+    done = []
+    with alone.phase("first"):
+        done.append("first")
+    alone.settle("second", None)
+    assert done == ["first"]
+    assert alone.gather({"rank": 0}) == [{"rank": 0}]
+    assert alone.total(-7) == -7
+
+
+def test_a_closed_one_says_so(alone: Agreement):
+    alone.close()
+    alone.close()
+    for call in (lambda: alone.total(1), lambda: alone.gather(1), lambda: alone.settle("phase", None)):
+        with pytest.raises(StateError, match="nothing to agree on any more"):
+            call()
+
+
+@pytest.mark.parametrize("error", [StateError("not now"), WeightError(["a: NaN", "b: NaN"]), RemoteError("far away")])
+def test_errors_of_the_engine_pass_as_they_are(alone: Agreement, error: Exception):
+    with pytest.raises(type(error)) as by_phase, alone.phase("check"):
+        raise error
+    with pytest.raises(type(error)) as by_settle:
+        alone.settle("check", error)
+    assert by_phase.value is error and by_settle.value is error
+
+
+def test_foreign_errors_become_reshard_errors_where_they_happen(alone: Agreement):
+    cause = MemoryError("no memory for 3 GB")
+    message = "prepare.*MemoryError: no memory for 3 GB"
+    with pytest.raises(ReshardError, match=message) as failure, alone.phase("prepare"):
+        raise cause
+    assert not isinstance(failure.value, RemoteError)
+    assert failure.value.__cause__ is cause
+    with alone.phase("afterwards"):
+        pass
+
+
+def test_an_interrupt_is_not_held_back(alone: Agreement):
+    with pytest.raises(KeyboardInterrupt), alone.phase("prepare"):
+        raise KeyboardInterrupt
+
+
+# Two real ranks.
+
+
+def _phase(agreement: Agreement, error: Exception | None) -> str:
+    def run() -> None:
+        with agreement.phase("commit"):
+            if error is not None:
+                raise error
+
+    return outcome_of(run)
+
+
+def fail_on_rank() -> dict[str, object]:
+    """Every way in which one rank or both fail; the agreement stays usable each time."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    agreement = Agreement(timeout_seconds=60)
+    foreign, own = OSError("disk on fire"), StateError("not now")
+    results: dict[str, object] = {"both well": _phase(agreement, None)}
+    results["rank 0, foreign"] = _phase(agreement, foreign if rank == 0 else None)
+    results["rank 1, own"] = _phase(agreement, own if rank == 1 else None)
+    results["both"] = _phase(agreement, foreign if rank == 0 else own)
+    results["settle"] = outcome_of(lambda: agreement.settle("fill", own if rank == 0 else None))
+    results["long text"] = len(_phase(agreement, ValueError("x" * 100_000) if rank == 1 else None)) >= 100_000
+    results["gather"] = agreement.gather({"rank": rank, "payload": "y" * (10 + 1000 * rank)})
+    results["total"] = [agreement.total(rank + 1), agreement.total(2**40)]
+    results["both well again"] = _phase(agreement, None)
+    dist.destroy_process_group()
+    return results
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[dict[str, object]]:
+    return launch(fail_on_rank, 2, timeout=120)
+
+
+def test_all_ranks_raise_when_one_fails(failures: list[dict[str, object]]):
+    of_rank_0, of_rank_1 = failures
+    for results in failures:
+        assert results["both well"] == results["both well again"] == "returned None"
+        assert results["long text"] is True
+    assert of_rank_0["rank 0, foreign"].startswith("ReshardError: ")
+    assert of_rank_1["rank 0, foreign"].startswith("RemoteError: ")
+    for results in failures:
+        assert "commit" in results["rank 0, foreign"] and "OSError: disk on fire" in results["rank 0, foreign"]
+    assert of_rank_1["rank 1, own"] == "StateError: not now"
+    assert of_rank_0["rank 1, own"].startswith("RemoteError: ")
+    assert "rank 1: StateError: not now" in of_rank_0["rank 1, own"]
+    assert of_rank_0["settle"] == "StateError: not now"
+    assert "fill" in of_rank_1["settle"] and "rank 0: StateError: not now" in of_rank_1["settle"]
+
+
+def test_each_rank_raises_its_own_error_when_both_fail(failures: list[dict[str, object]]):
+    of_rank_0, of_rank_1 = failures
+    assert of_rank_0["both"].startswith("ReshardError: ") and "OSError: disk on fire" in of_rank_0["both"]
+    assert of_rank_1["both"] == "StateError: not now"
+
+
+def test_gather_and_total(failures: list[dict[str, object]]):
+    for results in failures:
+        assert [value["rank"] for value in results["gather"]] == [0, 1]
+        assert [len(value["payload"]) for value in results["gather"]] == [10, 1010]
+        assert results["total"] == [3, 2**41]
+
+
+LOST_CALLS: dict[str, Callable[[Agreement], object]] = {
+    "settle": lambda agreement: agreement.settle("fill", None),
+    "settle with an error": lambda agreement: agreement.settle("fill", OSError("disk on fire")),
+    "gather": lambda agreement: agreement.gather("here"),
+    "total": lambda agreement: agreement.total(1),
+}
+
+
+def lose_rank_1() -> dict[str, tuple[str, float]]:
+    """Rank 1 says nothing for a while, then leaves; rank 0 returns what each call gave, and after how many seconds."""
+    dist.init_process_group("gloo")
+    silent = Agreement(timeout_seconds=SILENCE_SECONDS)
+    agreements = {name: Agreement(timeout_seconds=LOST_SECONDS) for name in LOST_CALLS}  # one each: a loss is final
+    if dist.get_rank() == 1:
+        time.sleep(3 * SILENCE_SECONDS)
+        dist.destroy_process_group()
+        return {}
+    calls = {"silent": lambda: silent.settle("fill", None)}
+    calls |= {name: lambda name=name: LOST_CALLS[name](agreements[name]) for name in LOST_CALLS}
+    results = {}
+    for name, call in calls.items():
+        started = time.monotonic()
+        results[name] = outcome_of(call), time.monotonic() - started
+    dist.destroy_process_group()
+    return results
+
+
+def test_a_lost_rank_ends_every_wait():
+    results, _ = launch(lose_rank_1, 2, timeout=200)
+    assert set(results) == {"silent", *LOST_CALLS}
+    for name, (outcome, seconds) in results.items():
+        assert outcome.startswith("LostRankError: "), (name, outcome)
+        assert "gloo" not in outcome and "GLHF" not in outcome, outcome
+        assert seconds < LOST_SECONDS / 2, (name, seconds)
+    assert "fill: OSError: disk on fire" in results["settle with an error"][0]
+    assert f"{SILENCE_SECONDS:g} s" in results["silent"][0] and "fill" in results["silent"][0]
+    assert results["silent"][1] >= 0.9 * SILENCE_SECONDS

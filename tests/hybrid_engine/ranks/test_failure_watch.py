@@ -1,0 +1,71 @@
+"""Ranks that part ways inside libraries: what each says, and that each ends; and those that only nearly do."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hybrid_engine.ranks.launching import run_ranks
+from tests.hybrid_engine.ranks import watch_ranks
+from tests.launch import launch
+
+CAUSES = {
+    "raises": r"rank 1, generate: MemoryError: no memory for 3 GB",
+    "killed": r"rank 1 has ended \(process \d+\)",
+    "stopped": r"rank 1 is stopped \(process \d+\)",
+    "store goes": r"rank 0 has ended",
+}
+SECONDS_AT_MOST = 100  # a rank that is left waiting waits for minutes
+
+
+@pytest.mark.parametrize(
+    "scenario", [name if name == "raises" else pytest.param(name, marks=pytest.mark.faults) for name in CAUSES]
+)
+def test_every_rank_says_the_cause_and_ends(scenario: str) -> None:
+    """One rank waits in a call that has no timeout, another in a collective, the third fails."""
+    ended = run_ranks(["-m", "tests.hybrid_engine.ranks.watch_ranks", scenario], 3, timeout=SECONDS_AT_MOST)
+    cause, waiting = CAUSES[scenario], 1 if scenario == "store goes" else 0
+    assert ended.status is not None, f"a rank was left waiting:\n{ended.output}"
+    assert re.search(rf"ERROR \[Reshard\] {cause} \(rank {waiting} is still in: generate\)", ended.output), ended.output
+    end = rf"CRITICAL \[Reshard\] rank {waiting} ends: after \d+ s it still waits in 'generate'.*{cause}"
+    assert re.search(end, ended.output), ended.output
+    if scenario in ("raises", "killed"):  # nothing tells a group that a member is stopped
+        assert re.search(rf"rank 2 LostRankError: generate: {cause}", ended.output), ended.output
+    if scenario == "raises":
+        own = "rank 1 LostRankError: generate: MemoryError: no memory for 3 GB\nThe other ranks did not come"
+        assert own in ended.output
+    assert "GLHF" not in ended.output
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, str]]:
+    return launch(watch_ranks.all_survived, 3, timeout=SECONDS_AT_MOST)
+
+
+@pytest.mark.parametrize("scenario", ["interrupted", "store error", "paused", "building"])
+def test_no_healthy_rank_is_ended(outcomes: list[dict[str, str]], scenario: str) -> None:
+    assert [each[scenario] for each in outcomes] == ["returned None"] * 3
+
+
+def test_a_replica_that_takes_its_time_is_not_ended_for_another_that_failed(outcomes: list[dict[str, str]]) -> None:
+    by_rank = [each["slow replica"] for each in outcomes]
+    assert by_rank[0] == by_rank[1] == "ReshardError: generate: MemoryError: no memory for 3 GB"
+    assert by_rank[2].startswith("RemoteError: generate failed on 2 rank(s)")
+
+
+@pytest.mark.parametrize(
+    ("scenario", "cause"),
+    [("nested", "MemoryError: no memory for 3 GB"), ("not a peer", "DistBackendError: NCCL error: creating shared")],
+)
+def test_the_cause_is_everywhere(outcomes: list[dict[str, str]], scenario: str, cause: str) -> None:
+    by_rank = [each[scenario] for each in outcomes]
+    assert by_rank[1].startswith(f"ReshardError: building: {cause}")
+    assert all(each.startswith("RemoteError: ") and f"rank 1: {cause}" in each for each in (by_rank[0], by_rank[2]))
+
+
+def test_there_is_no_agreement_after_the_ranks_have_parted(outcomes: list[dict[str, str]]) -> None:
+    """Or a later phase of one rank would meet the failed one of another, and both would call it a success."""
+    for each in outcomes:
+        assert each["after the end"].startswith("StateError: the ranks have parted, end the job: generate: ")
+        assert "MemoryError: no memory for 3 GB" in each["after the end"]

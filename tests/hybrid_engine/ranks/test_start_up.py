@@ -1,0 +1,36 @@
+"""Ranks that do not start: who is missing is said by those that did."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from hybrid_engine.errors import LostRankError
+from hybrid_engine.ranks.agreement import SECONDS_TO_BUILD
+from hybrid_engine.worker import _initialize_process_group, _meet
+
+
+def test_missing_ranks_are_named() -> None:
+    store = dist.HashStore()
+    store.set("started/2", "")
+    with pytest.raises(LostRankError, match=r"rank 1, 3 of 4 did not start within 0\.2 s"):
+        _meet(store, 0, 4, 0.2)
+    for rank in (1, 3):
+        store.set(f"started/{rank}", "")
+    _meet(store, 0, 4, 0.2)
+
+
+def test_importing_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wait for the others' start is bounded by a floor of its own, and so is that for their store."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    asked: list[float] = []
+
+    def rendezvous(url: str, timeout: object) -> object:
+        asked.append(timeout.total_seconds())
+        yield dist.HashStore(), 0, 1
+
+    monkeypatch.setattr(dist, "rendezvous", rendezvous)
+    assert _initialize_process_group(timeout_seconds=5.0)
+    dist.destroy_process_group()
+    assert asked == [SECONDS_TO_BUILD]

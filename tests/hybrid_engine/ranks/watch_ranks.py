@@ -1,0 +1,206 @@
+"""Three ranks that part ways, or nearly, for test_failure_watch.py; constants of the watch are shortened.
+
+python -m tests.hybrid_engine.ranks.watch_ranks SCENARIO      a job that ends: each rank prints what it raised
+launch(all_survived, 3)                                 those after which ranks meet again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.errors import LostRankError
+from hybrid_engine.ranks import failure_watch
+from hybrid_engine.ranks.agreement import Agreement
+from tests.hybrid_engine.ranks.test_agreement import outcome_of
+
+FOR_EVER = 600.0
+PATIENCE = SILENCE = 1.5
+LONGER_THAN_ALL_PATIENCE = 4.0  # more than patience, silence, and what is added to them
+
+
+def main(scenario: str) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
+    _shorten()
+    failure_watch._SECONDS_TO_SPARE = 3.0  # for those that can end by themselves
+    store = _store_of_rank_0() if scenario == "store goes" else None
+    place = {} if store is None else {"rank": int(os.environ["RANK"]), "world_size": 3}
+    dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=FOR_EVER), **place)
+    rank = dist.get_rank()
+    agreement = Agreement(SILENCE if scenario == "stopped" else FOR_EVER)
+    print(f"rank {rank}", outcome_of(lambda: ENDING[scenario](rank, agreement)), flush=True)
+    os._exit(3)
+
+
+def all_survived() -> dict[str, str]:
+    """Each scenario with an agreement of its own; what came of it on this rank."""
+    _shorten()
+    dist.init_process_group("gloo", timeout=timedelta(seconds=FOR_EVER))
+    found = {}
+    for name, (timeout, scenario) in SURVIVED.items():
+        agreement = Agreement(timeout)
+        found[name] = outcome_of(lambda run=scenario, one=agreement: run(dist.get_rank(), one))
+        agreement.close()
+        dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def _shorten() -> None:
+    failure_watch._SHORTEST_SILENCE = SILENCE
+    failure_watch._SECONDS_AFTER_SILENCE = failure_watch._SECONDS_TO_SPARE = 0.5
+
+
+def _store_of_rank_0() -> dist.Store:
+    """As without torchrun: the store is in a rank."""
+    meeting, rank, _ = next(dist.rendezvous("env://"))
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        meeting.set("port", str(store.port))
+        return store
+    return dist.TCPStore("127.0.0.1", int(meeting.get("port")), is_master=False)
+
+
+def part(how: Callable[[], None]) -> Callable[[int, Agreement], None]:
+    """Rank 1 fails. Rank 0 waits in a call that has no timeout, rank 2 in a collective."""
+
+    def scenario(rank: int, agreement: Agreement) -> None:
+        with agreement.phase("generate", PATIENCE):
+            if rank == 1:
+                time.sleep(0.5)  # the others are waiting by then
+                how()
+            if rank == 0:
+                time.sleep(FOR_EVER)  # as in a library that hears no signal and has no timeout
+            dist.recv(torch.zeros(1), src=1)
+
+    return scenario
+
+
+def _raise() -> None:
+    raise MemoryError("no memory for 3 GB")
+
+
+def after_the_end(rank: int, agreement: Agreement) -> None:
+    """Rank 1 fails alone, its caller goes on; the others come too late for the agreement, and meet no other one."""
+    with contextlib.suppress(LostRankError), agreement.phase("generate", 0.5):
+        if rank == 1:
+            _raise()
+        time.sleep(1.5)
+    with agreement.phase("save"):
+        pass
+
+
+def interrupted(rank: int, agreement: Agreement) -> None:
+    """Ctrl-C in a notebook on all ranks, then the same call again, which takes longer than anybody's patience."""
+    try:
+        with agreement.phase("generate", PATIENCE):
+            raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        dist.barrier()
+    with agreement.phase("generate", PATIENCE):
+        time.sleep(LONGER_THAN_ALL_PATIENCE)
+
+
+def slow_replica(rank: int, agreement: Agreement) -> None:
+    """Ranks 0 and 1 are a replica and fail; rank 2 is another one, which takes its time."""
+    with agreement.phase("generate", PATIENCE, waiting=[0, 1] if rank < 2 else [2]):
+        if rank < 2:
+            _raise()
+        time.sleep(LONGER_THAN_ALL_PATIENCE)
+
+
+def store_error(rank: int, agreement: Agreement) -> None:
+    """The store fails to answer rank 1's thread a few times."""
+    if rank == 1:
+        agreement._watch._threads_store = _Flaky(agreement._watch._threads_store)
+    with agreement.phase("generate", PATIENCE):
+        time.sleep(LONGER_THAN_ALL_PATIENCE)
+
+
+class _Flaky:
+    """A store that does not answer for a while."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self._until = store, time.monotonic() + 1.2
+
+    def __getattr__(self, name: str) -> object:
+        if time.monotonic() < self._until:
+            raise dist.DistNetworkError("connection reset")
+        return getattr(self._store, name)
+
+
+def paused(rank: int, agreement: Agreement) -> None:
+    """Rank 1 is stopped for longer than its silence is borne, and goes on before the others' patience is over."""
+    with agreement.phase("generate"):
+        if rank == 1:
+            _stop_for(2.3)
+        time.sleep(LONGER_THAN_ALL_PATIENCE - 2.3 * (rank == 1))
+
+
+def building(rank: int, agreement: Agreement) -> None:
+    """While engines are built a rank may be silent for longer than the timeout."""
+    with agreement.building(), agreement.phase("importing"):
+        if rank == 1:
+            _stop_for(LONGER_THAN_ALL_PATIENCE)
+
+
+def _stop_for(seconds: float) -> None:
+    os.spawnlp(os.P_NOWAIT, "sh", "sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}")
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def nested(rank: int, agreement: Agreement) -> None:
+    """Rank 1 fails before the agreement within the phase, which the others reach."""
+    with agreement.phase("building"):
+        if rank == 1:
+            _raise()
+        agreement.gather(rank, "layouts")
+
+
+def not_a_peer(rank: int, agreement: Agreement) -> None:
+    """A library's error about connections whose reason nobody knows: it is the cause, not an echo."""
+    with agreement.phase("building"):
+        if rank == 1:
+            raise dist.DistBackendError("NCCL error: creating shared memory segment /dev/shm/nccl-x")
+
+
+def store_goes(rank: int, agreement: Agreement) -> None:
+    """The rank that holds the store is killed."""
+    with agreement.phase("generate", PATIENCE):
+        time.sleep(2.0)  # for the others to have seen who is there
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(FOR_EVER)
+
+
+Scenario = Callable[[int, Agreement], None]
+
+ENDING: dict[str, Scenario] = {
+    "raises": part(_raise),
+    "killed": part(lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "stopped": part(lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+    "store goes": store_goes,
+}
+
+SURVIVED: dict[str, tuple[float, Scenario]] = {  # with the agreement's timeout
+    "nested": (FOR_EVER, nested),
+    "not a peer": (FOR_EVER, not_a_peer),
+    "interrupted": (FOR_EVER, interrupted),
+    "slow replica": (FOR_EVER, slow_replica),
+    "store error": (SILENCE, store_error),
+    "paused": (SILENCE, paused),
+    "building": (SILENCE, building),
+    "after the end": (FOR_EVER, after_the_end),
+}
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,254 @@
+"""Both engines as the sharding manager knows them, faked, and a rank made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.config import GenerateConfig
+from hybrid_engine.errors import OffloadError
+from hybrid_engine.memory.elastic import allocate_elastic
+from hybrid_engine.memory.offloader import KINDS, MegatronOffloader, OffloadItem, OffloadReport
+from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
+from hybrid_engine.records.regions import Region
+from hybrid_engine.switch.sharding_manager import ShardingManager, State
+from hybrid_engine.switch.weight_container import ContainerState
+
+TRAIN, FORWARD, INFER, IDLE = State.TRAIN, State.FORWARD, State.INFER, State.IDLE
+# Two tensors, each a group of its own. The first fills the smallest bucket there is, so that there are two buckets.
+SHAPES = {"first": (512, 512), "second": (64, 512)}
+NUMEL = sum(rows * columns for rows, columns in SHAPES.values())
+NBYTES = 4 * NUMEL
+TRAINING_NBYTES = {"param": NBYTES, "grad": NBYTES, "optimizer": 2 * NBYTES}
+NEEDED = {TRAIN: set(KINDS), FORWARD: {"param"}, INFER: set(), IDLE: set()}
+
+
+class Script:
+    """What was asked of the fakes, in order, and which of it fails, once each time it is armed."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self._armed: dict[str, list[Exception]] = {}
+
+    def arm(self, call: str, *errors: Exception) -> None:
+        """The next time `call` is reached it raises the first of these, then the second, and so on."""
+        self._armed.setdefault(call, []).extend(errors)
+
+    def reach(self, call: str) -> None:
+        self.calls.append(call)
+        if self._armed.get(call):
+            raise self._armed[call].pop(0)
+
+    def take(self) -> list[str]:
+        """The calls since the last time."""
+        taken, self.calls = self.calls, []
+        return taken
+
+
+class FakeTraining:
+    """Rank r of n holds the r-th part of the rows of every tensor, in one flat buffer, and as much beside it."""
+
+    def __init__(self, script: Script, rank: int, num_ranks: int, *, elastic: bool) -> None:
+        self.script, self.rank, self.num_ranks = script, rank, num_ranks
+        self.version = 0
+        self.tensors = dict(SHAPES)
+        numel = NUMEL // num_ranks
+        self.param, self.grad = (
+            allocate_elastic(numel, torch.float32, "cpu", kind) if elastic else torch.zeros(numel)
+            for kind in ("param", "grad")
+        )
+        self.param.copy_(torch.cat([canonical(name, 0).chunk(num_ranks)[rank].flatten() for name in SHAPES]))
+        self.main, self.moment = self.param.clone(), torch.full((numel,), 0.25)
+        self.moment[:2] = torch.tensor([float("nan"), -0.0])  # bits must survive, not only values
+        self._remember()
+
+    def layout(self) -> Layout:
+        self.script.reach("layout")
+        buffer_id, offset, shards = BufferId(self.rank, "param"), 0, []
+        for name, (rows, columns) in SHAPES.items():
+            part = rows // self.num_ranks
+            shards.append(self._shard(name, (self.rank * part, 0), (part, columns), buffer_id, offset))
+            offset += part * columns
+        buffers = {buffer_id: Buffer(self.param.numel(), "float32")}
+        for name in self.tensors.keys() - SHAPES.keys():
+            buffers[BufferId(self.rank, name)] = Buffer(4, "float32")
+            shards.append(self._shard(name, (0, 0), (2, 2), BufferId(self.rank, name), 0))
+        return Layout(self.tensors, buffers, tuple(shards))
+
+    @staticmethod
+    def _shard(name: str, offsets: tuple[int, int], lengths: tuple[int, int], buffer_id: BufferId, at: int) -> Shard:
+        return Shard(Region(name, offsets, lengths), Place(buffer_id, at, (lengths[1], 1)))
+
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        try:
+            self.script.reach("buffers")
+        except KeyError:
+            return {}  # a transport that does not find its source
+        return {"param": self.param}
+
+    def prepare(self) -> None:
+        self.script.reach("prepare")
+
+    def check_values(self) -> None:
+        self.script.reach("check")
+
+    def items(self) -> list[OffloadItem]:
+        return [
+            OffloadItem("param", "param", self.param),
+            OffloadItem("grad", "grad", self.grad, "drop"),
+            OffloadItem("main", "optimizer", self.main),
+            OffloadItem("moment", "optimizer", self.moment),
+        ]
+
+    def step(self) -> None:
+        """What an optimizer does; gradients are left from it."""
+        self.version += 1
+        self.param.add_(1)
+        self.main.add_(1)
+        self.moment[2:].mul_(0.5)
+        self.grad.fill_(self.version)
+        self._remember()
+
+    def _remember(self) -> None:
+        self.values = {"param": [self.param.clone()], "optimizer": [self.main.clone(), self.moment.clone()]}
+
+    def assert_unchanged(self, kinds: Iterable[str] = ("param", "optimizer")) -> None:
+        """Bit by bit what they were after the last step."""
+        found = {"param": [self.param], "optimizer": [self.main, self.moment]}
+        for kind in {*kinds} & found.keys():
+            for tensor, before in zip(found[kind], self.values[kind], strict=True):
+                assert torch.equal(tensor.view(torch.int32), before.view(torch.int32)), kind
+
+
+class FakeInference:
+    """Every rank wants all of every tensor; a tensor is a group. Also the caches of this engine."""
+
+    def __init__(self, script: Script, rank: int) -> None:
+        self.script, self.rank = script, rank
+        self.tensors = dict(SHAPES)
+        self.live: dict[str, torch.Tensor] = {}
+        self.in_force: set[str] = set()
+
+    def layout(self) -> Layout:
+        ids = {name: BufferId(self.rank, f"{name}.weight") for name in self.tensors}
+        buffers = {ids[name]: Buffer(rows * columns, "float32", name) for name, (rows, columns) in self.tensors.items()}
+        shards = [
+            Shard(Region(name, (0, 0), shape), Place(ids[name], 0, (shape[1], 1)))
+            for name, shape in self.tensors.items()
+        ]
+        return Layout(self.tensors, buffers, tuple(shards))
+
+    def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        for group in groups:
+            self.script.reach(f"allocate {group}")
+            self.live[group] = torch.zeros(SHAPES[group]).flatten()
+        return {f"{group}.weight": self.live[group] for group in groups}
+
+    def commit(self, groups: Sequence[str]) -> None:
+        for group in groups:
+            self.script.reach(f"commit {group}")
+            self.in_force.add(group)
+
+    def settle(self) -> None: ...
+
+    def release(self) -> None:
+        self.script.reach("release")
+        self.live.clear()
+        self.in_force.clear()
+
+    def resident_nbytes(self) -> int:
+        return sum(flat.nbytes for flat in self.live.values())
+
+    def wake_kv_cache(self) -> None:
+        self.script.reach("wake")
+
+    def reset_caches(self) -> None:
+        self.script.reach("reset")
+
+
+class ScriptedOffloader(MegatronOffloader):
+    """The real one, which records what it really moves and fails where the script says so."""
+
+    def __init__(self, script: Script, inventory: Callable[[], Iterable[OffloadItem]]) -> None:
+        super().__init__(inventory)
+        self.script = script
+        self.copied_nbytes = 0  # to the host, by offload
+
+    def offload(self, kinds: Iterable[str] = KINDS) -> OffloadReport:
+        """All or nothing, as the real one."""
+        for kind in self._that(kinds, away=False):
+            self.script.reach(f"offload {kind}")
+        report = super().offload(kinds)
+        self.copied_nbytes += sum(report.copied_nbytes.values())
+        return report
+
+    def onload(self, kinds: Iterable[str] = KINDS, *, read_only: bool = False, wait: bool = True) -> OffloadReport:
+        """The kinds before the one that fails are back, as with the real one."""
+        coming = self._that(kinds, away=True)
+        for number, kind in enumerate(coming):
+            try:
+                self.script.reach(f"onload {kind}")
+            except OffloadError:
+                super().onload(coming[:number], read_only=read_only)
+                raise
+        return super().onload(kinds, read_only=read_only, wait=wait)
+
+    def _that(self, kinds: Iterable[str], *, away: bool) -> list[str]:
+        wanted = set(kinds)
+        return [kind for kind in KINDS if kind in wanted and self.is_offloaded(kind) is away]
+
+
+class Rig:
+    """A rank: fakes of both engines and the manager between them."""
+
+    def __init__(self, *, elastic: bool = False, build: bool = True, **settings: object) -> None:
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        self.script = Script()
+        self.training = FakeTraining(self.script, rank, num_ranks, elastic=elastic)
+        self.inference = FakeInference(self.script, rank)
+        self.offloader = ScriptedOffloader(self.script, self.training.items)
+        self.config = GenerateConfig(**{"bucket_mb": 1, "timeout_seconds": 60, **settings})
+        if build:
+            self.build()
+
+    def build(self) -> None:
+        self.manager = ShardingManager(
+            training=self.training,
+            inference=self.inference,
+            caches=self.inference,
+            offloader=self.offloader,
+            version=lambda: self.training.version,
+            config=self.config,
+        )
+        self.script.take()
+
+    def resident(self) -> set[str]:
+        """Kinds on the device; of the others, not a byte is there."""
+        nbytes = {kind: sum(by_owner.values()) for kind, by_owner in self.offloader.resident_nbytes().items()}
+        for kind in KINDS:
+            if self.offloader.is_offloaded(kind):
+                assert nbytes[kind] == 0, kind
+        return {kind for kind in KINDS if not self.offloader.is_offloaded(kind)}
+
+    def assert_is(self, state: State) -> None:
+        """In this state, with everything where it belongs and every value that is there as it was."""
+        offloaded = {kind for kind in KINDS if getattr(self.config, f"offload_train_{kind}")}
+        assert self.manager.state is state
+        assert self.resident() == NEEDED[state] | (set(KINDS) - offloaded)
+        self.training.assert_unchanged(self.resident())
+        if state is not INFER:
+            assert self.inference.live == {} and self.inference.in_force == set()
+            assert self.manager.container.state is ContainerState.EMPTY
+            return
+        assert self.inference.in_force == set(SHAPES)
+        for name in SHAPES:
+            assert torch.equal(self.inference.live[name].view(SHAPES[name]), canonical(name, self.training.version))
+
+
+def canonical(name: str, version: int) -> torch.Tensor:
+    """The whole tensor after so many steps; exact in float32."""
+    rows, columns = SHAPES[name]
+    base = 0 if name == "first" else 1_000_000
+    return torch.arange(rows * columns, dtype=torch.float32).view(rows, columns) + base + version

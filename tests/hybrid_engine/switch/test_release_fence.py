@@ -1,0 +1,95 @@
+"""Fences of a switch on real ranks: memory goes only when all have read it, and a failure leaves no fence behind."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from hybrid_engine.errors import PeerTransportError, TransportError
+from hybrid_engine.switch.release_fence import Handover
+from tests.launch import launch
+
+NUM_RANKS, NUM_BUCKETS = 3, 4
+TIMEOUT = 30.0
+
+
+class Failure(Exception):
+    """This rank's own."""
+
+
+def fill(group: dist.ProcessGroup, failing: dict[int, tuple[int, str]]) -> tuple[str, list[int]]:
+    """What the weight container does with a follower; `failing`: rank -> (bucket, before or after it was sent)."""
+    given_back: list[int] = []
+    handover = Handover(group, NUM_BUCKETS, given_back.append, TIMEOUT)
+    bucket, moment = failing.get(dist.get_rank(), (None, ""))
+    try:
+        for index in range(NUM_BUCKETS):
+            if (index, "before") == (bucket, moment):
+                raise Failure
+            handover.sent(index)
+            if (index, "after") == (bucket, moment):
+                raise Failure
+        handover.finish()
+    except Exception as error:
+        handover.abandon()
+        handover.drain()
+        return type(error).__name__, given_back
+    return "filled", given_back
+
+
+def scenarios() -> list[dict[int, tuple[int, str]]]:
+    """Every single failure, and 40 pairs and triples."""
+    moments = list(itertools.product(range(NUM_BUCKETS), ("before", "after")))
+    singles = [{rank: moment} for rank in range(NUM_RANKS) for moment in moments]
+    draw = random.Random(0)
+    several = [
+        {rank: draw.choice(moments) for rank in draw.sample(range(NUM_RANKS), draw.choice([2, 3]))} for _ in range(40)
+    ]
+    return [*singles, *several]
+
+
+def run_on_rank() -> list[tuple[tuple[str, list[int]], tuple[str, list[int]]]]:
+    dist.init_process_group("gloo")
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT))
+    results = [(fill(group, failing), fill(group, {})) for failing in scenarios()]
+    dist.destroy_process_group()
+    return results
+
+
+def test_every_failure_leaves_the_next_switch_alone() -> None:
+    by_rank = launch(run_on_rank, NUM_RANKS, timeout=200)
+    for number, failing in enumerate(scenarios()):
+        for rank in range(NUM_RANKS):
+            (outcome, given_back), after = by_rank[rank][number]
+            assert after == ("filled", list(range(NUM_BUCKETS)))
+            assert given_back == list(range(len(given_back)))
+            # nothing goes that a rank which failed before it was sent may still have to read
+            unread = [bucket for bucket, moment in failing.values() if moment == "before"]
+            assert all(bucket < min(unread, default=NUM_BUCKETS) for bucket in given_back), failing
+            if outcome == "filled":  # only when the others' failures came too late for any fence
+                assert all(failed == (NUM_BUCKETS - 1, "after") for failed in failing.values()), failing
+            elif rank not in failing:
+                assert outcome == PeerTransportError.__name__
+
+
+def wait_for_a_rank_that_sleeps() -> str:
+    dist.init_process_group("gloo")
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+    handover = Handover(group, 2, lambda _: None, timeout=0.5)
+    if dist.get_rank() == 1:
+        time.sleep(3)
+        return ""
+    with pytest.raises(TransportError) as failure:
+        handover.sent(0)
+        handover.sent(1)
+    return str(failure.value)
+
+
+def test_a_wait_ends_with_bucket_and_remedy() -> None:
+    message, _ = launch(wait_for_a_rank_that_sleeps, 2, timeout=100)
+    assert "bucket 0, phase handover" in message and "timeout_seconds" in message

@@ -1,0 +1,129 @@
+"""Failures on the way, with fakes of both engines on one rank: which state is left, and that it goes on."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from hybrid_engine.errors import OffloadError, RemoteError, ReshardError, WeightError
+from hybrid_engine.memory.offloader import KINDS
+from hybrid_engine.switch.sharding_manager import State
+from tests.hybrid_engine.switch.sharding_fakes import FORWARD, IDLE, INFER, TRAIN, Rig
+
+# Failures. Error, and what its message says, by the call in which it is raised.
+
+FAILURES = {
+    "prepare": (OSError("disk on fire"), ReshardError, "prepare.*OSError: disk on fire"),
+    "check": (WeightError(["first: 1 NaN"]), WeightError, "first: 1 NaN"),
+    "allocate first": (MemoryError("full"), ReshardError, "bucket 0, phase allocate, groups first: MemoryError: full"),
+    "allocate second": (MemoryError("full"), ReshardError, "bucket 1, phase allocate, groups second: MemoryError"),
+    "buffers": (KeyError(), ReshardError, "bucket 0, phase transfer"),
+    "commit first": (OSError("odd"), ReshardError, "bucket 0, phase commit, groups first: OSError: odd"),
+    "commit second": (OSError("odd"), ReshardError, "bucket 1, phase commit, groups second: OSError: odd"),
+    "offload grad": (OffloadError("stuck"), OffloadError, "stuck"),
+    "offload param": (OffloadError("stuck"), OffloadError, "stuck"),
+    "onload param": (OffloadError("full"), OffloadError, "full"),
+    "wake": (MemoryError("full"), ReshardError, "resume.*MemoryError: full"),
+    "reset": (OSError("odd"), ReshardError, "resume.*OSError: odd"),
+}
+NOT_FROM = {TRAIN: {"onload param"}, FORWARD: {"onload param", "offload grad"}, IDLE: {"offload grad"}}
+FAILURE_CASES = [(before, call) for before in NOT_FROM for call in FAILURES if call not in NOT_FROM[before]]
+
+
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])
+@pytest.mark.parametrize(("before", "call"), FAILURE_CASES)
+def test_a_failure_on_the_way_to_infer_restores_the_state_before(
+    job: None, before: State, call: str, elastic: bool, caplog: pytest.LogCaptureFixture
+):
+    rig = Rig(elastic=elastic)
+    rig.training.step()
+    rig.manager.enter(before)
+    report = rig.manager.last_report
+    error, kind, message = FAILURES[call]
+    rig.script.arm(call, error)
+    with caplog.at_level(logging.ERROR, "hybrid_engine"), pytest.raises(kind, match=message) as failure:
+        rig.manager.enter(INFER)
+    assert not isinstance(failure.value, RemoteError)
+    assert call in rig.script.calls
+    rig.assert_is(before)
+    if before is TRAIN and call != "offload grad":  # that fails before they are dropped
+        assert not rig.training.grad.any()
+    assert rig.manager.last_report is report
+    assert f"{before}->infer failed; state is {before}" in caplog.text
+    for target in (INFER, TRAIN, INFER):
+        rig.manager.enter(target)
+        rig.assert_is(target)
+
+
+@pytest.mark.parametrize("call", ["allocate second", "reset"])
+def test_a_failure_when_nothing_is_offloaded_leaves_even_gradients(job: None, call: str):
+    rig = Rig(**{f"offload_train_{kind}": False for kind in KINDS})
+    rig.training.step()
+    rig.script.arm(call, OSError("odd"))
+    with pytest.raises(ReshardError, match="OSError: odd"):
+        rig.manager.enter(INFER)
+    rig.assert_is(TRAIN)
+    assert bool((rig.training.grad == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("target", "call"),
+    [
+        *((TRAIN, "release"), (TRAIN, "onload param"), (TRAIN, "onload optimizer")),
+        *((FORWARD, "release"), (FORWARD, "onload param"), (IDLE, "release")),
+    ],
+)
+def test_a_failure_on_the_way_from_infer_ends_idle(rig: Rig, target: State, call: str):
+    rig.training.step()
+    rig.manager.enter(INFER)
+    rig.script.arm(call, OffloadError("full"))
+    with pytest.raises(OffloadError, match="full"):
+        rig.manager.enter(target)
+    rig.assert_is(IDLE)
+    rig.manager.enter(target)
+    rig.assert_is(target)
+    rig.manager.enter(INFER)
+    rig.assert_is(INFER)
+
+
+@pytest.mark.parametrize("target", [FORWARD, IDLE])
+def test_a_failure_between_states_of_training_restores_the_state_before(rig: Rig, target: State):
+    rig.training.step()
+    rig.script.arm("offload optimizer", OffloadError("stuck"))
+    with pytest.raises(OffloadError, match="stuck"):
+        rig.manager.enter(target)
+    rig.assert_is(TRAIN)
+    rig.manager.enter(target)
+    rig.script.arm("onload optimizer", OffloadError("full"))
+    with pytest.raises(OffloadError, match="full"):
+        rig.manager.enter(TRAIN)
+    rig.assert_is(target)
+
+
+WAYS_BACK = {
+    "onload param": ("reset", "grad, optimizer"),
+    "onload optimizer": ("reset", "optimizer"),
+    "release": ("commit second", "grad, optimizer"),
+}
+
+
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])
+@pytest.mark.parametrize("target", [TRAIN, FORWARD, INFER])
+@pytest.mark.parametrize("back", WAYS_BACK)
+def test_when_the_way_back_fails_too_it_is_idle_and_the_next_switch_recovers(
+    job: None, back: str, target: State, elastic: bool
+):
+    rig = Rig(elastic=elastic)
+    rig.training.step()
+    call, away = WAYS_BACK[back]
+    rig.script.arm(call, OSError("disk on fire"))
+    rig.script.arm(back, OffloadError("no memory left"))
+    with pytest.raises(ReshardError, match=r"(?s)train->infer.*disk on fire.*way back.*no memory left") as failure:
+        rig.manager.enter(INFER)
+    assert away in str(failure.value) and "idle" in str(failure.value)
+    assert rig.manager.state is IDLE
+    rig.manager.enter(target)
+    rig.assert_is(target)
+    rig.manager.enter(TRAIN)
+    rig.assert_is(TRAIN)

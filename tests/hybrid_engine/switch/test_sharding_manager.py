@@ -1,0 +1,284 @@
+"""The switch between training and inference with fakes of its ports: states, contexts, hooks, NaN."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from hybrid_engine.errors import ReshardError, StateError, WeightError
+from hybrid_engine.memory.offloader import KINDS
+from hybrid_engine.ports import InferenceWeights, TrainingWeights
+from hybrid_engine.switch.report import ReshardReport
+from hybrid_engine.switch.sharding_manager import InferenceCaches, State
+from tests.hybrid_engine.switch.sharding_fakes import FORWARD, IDLE, INFER, TRAIN, TRAINING_NBYTES, Rig
+
+# States.
+
+
+def test_fakes_are_what_the_ports_ask_for(rig: Rig):
+    assert isinstance(rig.training, TrainingWeights) and isinstance(rig.inference, InferenceWeights)
+    caches: InferenceCaches = rig.inference
+    assert callable(caches.wake_kv_cache) and callable(caches.reset_caches)
+
+
+def test_it_starts_in_train_with_nothing_of_inference(job: None):
+    rig = Rig(build=False)
+    rig.inference.allocate(["first"])  # as an engine that comes with weights of its own
+    rig.offloader.offload()  # as a worker that made room for it
+    rig.build()
+    rig.assert_is(TRAIN)
+    assert rig.manager.last_report is None
+
+
+ALL_SWITCHES = [TRAIN, FORWARD, TRAIN, INFER, TRAIN, IDLE, FORWARD, INFER, FORWARD, IDLE, INFER, IDLE, TRAIN]
+OFFLOADS = [dict(zip(KINDS, flags, strict=True)) for flags in itertools.product([True, False], repeat=3)]
+
+
+def test_a_closed_one_switches_no_more(rig: Rig):
+    rig.manager.close()
+    rig.manager.close()
+    for call in (lambda: rig.manager.enter(INFER), lambda: rig.manager.enter(TRAIN), rig.manager.prefetch):
+        with pytest.raises(StateError, match="closed"):
+            call()
+
+
+def test_the_walk_takes_every_switch_once():
+    assert sorted(itertools.pairwise(ALL_SWITCHES)) == sorted(itertools.permutations(State, 2))
+
+
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])
+@pytest.mark.parametrize("offloads", OFFLOADS, ids=lambda flags: "+".join(k for k in flags if flags[k]) or "none")
+def test_every_switch(job: None, offloads: dict[str, bool], elastic: bool):
+    rig = Rig(elastic=elastic, **{f"offload_train_{kind}": flag for kind, flag in offloads.items()})
+    rig.training.step()
+    for before, target in itertools.pairwise(ALL_SWITCHES):
+        report = rig.manager.enter(target)
+        rig.assert_is(target)
+        assert (report.direction, report.version) == (f"{before}->{target}", rig.training.version)
+        if target is TRAIN:
+            left = 0 if offloads["grad"] else rig.training.version
+            assert torch.equal(rig.training.grad, torch.full_like(rig.training.grad, left))
+            rig.training.step()
+
+
+@pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])
+def test_inference_follows_training_over_many_cycles(job: None, elastic: bool):
+    rig = Rig(elastic=elastic)
+    for _ in range(4):
+        rig.training.step()
+        rig.manager.enter(INFER)
+        rig.assert_is(INFER)
+        rig.manager.enter(TRAIN)
+        rig.assert_is(TRAIN)
+        assert not rig.training.grad.any()
+
+
+def test_order_of_a_switch_and_back(rig: Rig):
+    rig.manager.enter(INFER)
+    calls = rig.script.take()
+    assert sorted(calls[:2]) == ["offload grad", "offload optimizer"]
+    assert [call for call in calls[2:] if call != "buffers"] == [
+        *("prepare", "check", "allocate first", "commit first", "allocate second", "commit second"),
+        *("offload param", "wake", "reset"),
+    ]
+    rig.manager.enter(TRAIN)
+    calls = rig.script.take()
+    assert calls[0] == "release"
+    assert sorted(calls[1:]) == ["onload grad", "onload optimizer", "onload param"]
+
+
+def test_no_gradients_and_optimizer_on_the_device_when_idle_goes_to_infer(rig: Rig):
+    rig.manager.enter(IDLE)
+    rig.script.take()
+    rig.manager.enter(INFER)
+    calls = rig.script.take()
+    assert {call for call in calls if "load" in call} == {"onload param", "offload param"}
+
+
+@pytest.mark.parametrize("state", State)
+def test_the_same_state_again_is_no_switch(rig: Rig, state: State):
+    rig.manager.enter(state)
+    report = rig.manager.last_report
+    called = []
+    rig.manager.on_reshard_start(lambda *states: called.append(states))
+    rig.manager.on_reshard_end(called.append)
+    rig.script.take()
+    assert rig.manager.enter(state) is None
+    with rig.manager.entered(state):
+        pass
+    assert rig.script.take() == [] and called == []
+    assert rig.manager.last_report is report
+    rig.assert_is(state)
+
+
+# Contexts.
+
+
+def test_a_context_keeps_its_state_afterwards(rig: Rig):
+    with rig.manager.entered(INFER):
+        rig.assert_is(INFER)
+    rig.assert_is(INFER)
+    with rig.manager.entered(TRAIN):
+        rig.assert_is(TRAIN)
+
+
+@pytest.mark.parametrize(("outer", "inner"), list(itertools.permutations(State, 2)))
+def test_a_context_inside_one_of_another_state(rig: Rig, outer: State, inner: State):
+    with rig.manager.entered(outer):
+        rig.script.take()
+        message = f"{inner} context inside a {outer} context"
+        with pytest.raises(StateError, match=message), rig.manager.entered(inner):
+            raise AssertionError("inside")
+        assert rig.script.take() == []
+        rig.assert_is(outer)
+        with rig.manager.entered(outer), rig.manager.entered(outer):
+            rig.assert_is(outer)
+        with pytest.raises(StateError), rig.manager.entered(inner):  # the inner ones did not end the outer one
+            raise AssertionError("inside")
+    with rig.manager.entered(inner):
+        rig.assert_is(inner)
+
+
+def test_an_error_inside_a_context_ends_it(rig: Rig):
+    with pytest.raises(ZeroDivisionError), rig.manager.entered(INFER):
+        raise ZeroDivisionError
+    rig.assert_is(INFER)
+    with rig.manager.entered(TRAIN):
+        rig.assert_is(TRAIN)
+
+
+def test_a_context_that_cannot_be_entered_is_none(rig: Rig):
+    rig.script.arm("prepare", OSError("disk on fire"))
+    with pytest.raises(ReshardError, match="disk on fire"), rig.manager.entered(INFER):
+        raise AssertionError("inside")
+    with rig.manager.entered(FORWARD):
+        rig.assert_is(FORWARD)
+
+
+# Hooks.
+
+
+def test_hooks_are_called_in_order_with_what_they_ask_for(rig: Rig):
+    events: list[tuple[object, ...]] = []
+
+    @rig.manager.on_reshard_start
+    def first(before: State, target: State) -> None:
+        events.append(("first", before, target, rig.manager.state, len(rig.script.calls)))
+
+    @rig.manager.on_reshard_start
+    def second(before: State, target: State) -> None:
+        events.append(("second", before, target))
+
+    @rig.manager.on_reshard_end
+    def third(report: ReshardReport) -> None:
+        events.append(("third", report, rig.manager.state, rig.manager.last_report))
+
+    @rig.manager.on_reshard_end
+    def fourth(report: ReshardReport) -> None:
+        events.append(("fourth", report))
+
+    assert all(callable(hook) for hook in (first, second, third, fourth))
+    report = rig.manager.enter(INFER)
+    assert events == [
+        ("first", TRAIN, INFER, TRAIN, 0),
+        ("second", TRAIN, INFER),
+        ("third", report, INFER, report),
+        ("fourth", report),
+    ]
+    first(IDLE, TRAIN)
+    assert events[-1][:3] == ("first", IDLE, TRAIN)  # the decorated functions are still what they were
+
+
+def test_a_start_hook_that_raises_leaves_the_state(rig: Rig):
+    ended: list[ReshardReport] = []
+    rig.manager.on_reshard_end(ended.append)
+
+    @rig.manager.on_reshard_start
+    def refuse_once(_before: State, _target: State) -> None:
+        rig.script.reach("hook")
+
+    rig.script.arm("hook", OSError("no licence"))
+    with pytest.raises(ReshardError, match=r"start hooks.*OSError: no licence"):
+        rig.manager.enter(INFER)
+    assert rig.script.take() == ["hook"] and ended == [] and rig.manager.last_report is None
+    rig.assert_is(TRAIN)
+    rig.manager.enter(INFER)
+    rig.assert_is(INFER)
+
+
+def test_when_only_an_end_hook_raises_the_switch_stands(rig: Rig):
+    @rig.manager.on_reshard_end
+    def fail_once(_report: ReshardReport) -> None:
+        rig.script.reach("hook")
+
+    rig.script.arm("hook", OSError("disk full"))
+    with pytest.raises(ReshardError, match=r"end hooks.*OSError: disk full"):
+        rig.manager.enter(INFER)
+    rig.assert_is(INFER)
+    assert rig.manager.last_report.direction == "train->infer"
+    assert rig.manager.enter(INFER) is None
+    rig.manager.enter(TRAIN)
+    rig.assert_is(TRAIN)
+
+
+# NaN.
+
+
+def test_values_are_checked_only_when_asked(job: None):
+    unchecked = Rig(check_nan=False)
+    unchecked.script.arm("check", WeightError(["first: 1 NaN"]))
+    unchecked.manager.enter(INFER)
+    unchecked.assert_is(INFER)
+    assert "check" not in unchecked.script.calls
+
+    checked = Rig(check_nan=True)
+    checked.script.arm("check", WeightError(["first: 1 NaN"]))
+    with pytest.raises(WeightError, match="first: 1 NaN"):
+        checked.manager.enter(INFER)
+    checked.assert_is(TRAIN)
+    assert not any(call.startswith("allocate") for call in checked.script.calls)
+    checked.script.take()
+    checked.manager.enter(FORWARD)
+    assert "check" not in checked.script.calls  # only what goes to inference is looked at
+
+
+def test_prefetch_is_there_when_training_comes(rig: Rig):
+    with pytest.raises(StateError, match="the state is train"):
+        rig.manager.prefetch()
+    rig.training.step()
+    rig.manager.enter(INFER)
+    rig.manager.prefetch(["optimizer"])
+    assert not rig.offloader.is_offloaded("optimizer") and rig.offloader.is_offloaded("param")
+    report = rig.manager.enter(TRAIN)
+    assert report.bytes_onloaded == sum(TRAINING_NBYTES.values()), "what was prefetched counts in the next report"
+    rig.assert_is(TRAIN)
+    assert rig.manager.enter(IDLE).bytes_onloaded == 0
+
+
+def test_prefetched_state_leaves_again_for_a_state_that_does_not_need_it(rig: Rig):
+    rig.training.step()
+    rig.manager.enter(INFER)
+    rig.manager.prefetch()
+    rig.manager.enter(FORWARD)
+    rig.assert_is(FORWARD)
+    rig.manager.enter(TRAIN)
+    rig.assert_is(TRAIN)
+
+
+def test_weights_that_are_not_trained_are_copied_once(rig: Rig):
+    """From the arena to the device and back, without a step between: it has them already."""
+    rig.training.step()
+    rig.manager.enter(INFER)
+    for state in (FORWARD, INFER, IDLE, FORWARD, INFER):
+        copied = rig.offloader.copied_nbytes
+        rig.manager.enter(state)
+        rig.assert_is(state)
+        assert rig.offloader.copied_nbytes == copied, state
+    rig.manager.enter(TRAIN)
+    rig.training.step()
+    rig.manager.enter(INFER)
+    assert rig.offloader.copied_nbytes > copied
+    rig.manager.enter(TRAIN)
+    rig.training.assert_unchanged()

@@ -1,0 +1,269 @@
+"""Two real ranks with fakes of their engines: each holds half of every tensor and wants all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from hybrid_engine.errors import OffloadError, PlanError, RemoteError, ReshardError
+from hybrid_engine.switch import sharding_manager
+from hybrid_engine.transports import CollectiveTransport, SharedMemoryTransport
+from tests.hybrid_engine.switch.sharding_fakes import IDLE, INFER, NBYTES, SHAPES, TRAIN, Rig
+from tests.launch import launch
+
+SCENARIOS: dict[str, Callable[[], object]] = {}
+
+
+def scenario(function: Callable[[], object]) -> Callable[[], object]:
+    """One of the things that two ranks do in one launch."""
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def error_of(call: Callable[[], object]) -> dict[str, object]:
+    """The error of a call that must fail; its classes by name, to be compared in the process of the test."""
+    try:
+        call()
+    except Exception as error:
+        return {"names": [cls.__name__ for cls in type(error).__mro__], "text": str(error)}
+    raise AssertionError("it did not fail")
+
+
+def assert_goes_on(rig: Rig) -> None:
+    """This rank, together with the other, can do everything again."""
+    for target in (INFER, TRAIN, INFER):
+        rig.manager.enter(target)
+        rig.assert_is(target)
+        if target is TRAIN:
+            rig.training.step()
+
+
+@scenario
+def plan_faults() -> dict[str, object]:
+    rig = Rig(build=False)
+    if rig.training.rank == 1:
+        rig.training.tensors["orphan"] = (2, 2)
+    else:
+        rig.inference.tensors["longed_for"] = (2, 2)
+    error = error_of(rig.build)
+    rig.training.tensors = rig.inference.tensors = dict(SHAPES)
+    rig.build()
+    assert_goes_on(rig)
+    return error
+
+
+@scenario
+def layout_fails_on_rank_1() -> dict[str, object]:
+    rig = Rig(build=False)
+    if rig.training.rank == 1:
+        rig.script.arm("layout", OSError("disk on fire"))
+    return error_of(rig.build)
+
+
+@scenario
+def other_plan_on_rank_1() -> dict[str, object]:
+    rig, plan = Rig(build=False), sharding_manager.plan
+    if rig.training.rank == 1:
+        sharding_manager.plan = lambda *args, **kwargs: dataclasses.replace(plan(*args, **kwargs), fingerprint="other")
+    try:
+        return error_of(rig.build)
+    finally:
+        sharding_manager.plan = plan
+
+
+@scenario
+def shared_memory_without_exported_buffers() -> dict[str, object]:
+    return error_of(lambda: Rig(elastic=False, transport="shared_memory"))
+
+
+def _count_pulled(transport: type, counts: dict[str, int]) -> Callable[[], None]:
+    """Count the bytes that this rank reads by a transport; returns what ends the counting."""
+    run = transport.run
+
+    def counting(self, bucket, transfers, source, destination):
+        own = [transfer.nbytes for transfer in transfers if transfer.dst_rank == self.rank]
+        counts[self.name] = counts.get(self.name, 0) + sum(own)
+        return run(self, bucket, transfers, source, destination)
+
+    transport.run = counting
+    return lambda: setattr(transport, "run", run)
+
+
+@scenario
+def transports() -> dict[str, object]:
+    """By transport and kind of buffers: what the report says and what each transport carried."""
+    results = {}
+    cases = [("shared_memory", True), ("collective", True), ("collective", False), ("auto", True), ("auto", False)]
+    for transport, elastic in cases:
+        rig, counts = Rig(elastic=elastic, transport=transport), {}
+        restore = [_count_pulled(kind, counts) for kind in (SharedMemoryTransport, CollectiveTransport)]
+        rig.training.step()
+        report = rig.manager.enter(INFER)
+        rig.assert_is(INFER)
+        for end in restore:
+            end()
+        assert_goes_on(rig)
+        rig.manager.close()
+        rig.manager.close()
+        results[f"{transport}, {'elastic' if elastic else 'plain'}"] = {
+            "received": report.bytes_received,
+            "least": report.bytes_least,
+            "own": report.bytes_own,
+            "carried": {name: nbytes for name, nbytes in counts.items() if nbytes},
+        }
+    return results
+
+
+def _fail_on_rank_0(call: str, **settings: object) -> dict[str, object]:
+    rig = Rig(**settings)
+    rig.training.step()
+    if rig.training.rank == 0:
+        rig.script.arm(call, MemoryError("no memory on rank 0"))
+    error = error_of(lambda: rig.manager.enter(INFER))
+    rig.assert_is(TRAIN)
+    assert_goes_on(rig)
+    return error
+
+
+@scenario
+def one_rank_fails() -> dict[str, object]:
+    """In the second of two buckets and elsewhere, over both transports."""
+    results = {}
+    for call in ("prepare", "allocate second", "commit second", "wake"):
+        results[f"{call}, shared_memory"] = _fail_on_rank_0(call, elastic=True, transport="shared_memory")
+        results[f"{call}, collective"] = _fail_on_rank_0(call, transport="collective")
+    return results
+
+
+@scenario
+def start_hook_fails_on_rank_1() -> dict[str, object]:
+    rig = Rig()
+    rig.manager.on_reshard_start(lambda _before, _target: rig.script.reach("hook"))
+    if rig.training.rank == 1:
+        rig.script.arm("hook", OSError("no licence"))
+    error = error_of(lambda: rig.manager.enter(INFER))
+    rig.assert_is(TRAIN)
+    assert_goes_on(rig)
+    return error
+
+
+@scenario
+def way_back_fails_on_rank_1() -> dict[str, object]:
+    """Rank 0 fails, and while both go back rank 1 does."""
+    rig = Rig(elastic=True)
+    rig.training.step()
+    if rig.training.rank == 0:
+        rig.script.arm("reset", OSError("disk on fire"))
+    else:
+        rig.script.arm("onload param", OffloadError("no memory left"))
+    error = error_of(lambda: rig.manager.enter(INFER))
+    error["state"] = str(rig.manager.state)
+    rig.manager.enter(TRAIN)
+    rig.assert_is(TRAIN)
+    assert_goes_on(rig)
+    return error
+
+
+@scenario
+def release_fails_on_rank_0() -> dict[str, object]:
+    """Its inference weights are still there when both start again; the next fill must not leave rank 1 waiting."""
+    rig = Rig(transport="collective", timeout_seconds=5)
+    rig.training.step()
+    if rig.training.rank == 0:
+        rig.script.arm("reset", OSError("disk on fire"))
+        rig.script.arm("release", OSError("busy"))
+    error = error_of(lambda: rig.manager.enter(INFER))
+    error["state"] = str(rig.manager.state)
+    try:
+        assert_goes_on(rig)
+        error["afterwards"] = "goes on"
+    except Exception as problem:
+        error["afterwards"] = f"{type(problem).__name__}: {problem}"
+    return error
+
+
+def run_scenarios() -> dict[str, object]:
+    dist.init_process_group("gloo")
+    results = {name: run() for name, run in SCENARIOS.items()}
+    dist.destroy_process_group()
+    return results
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, dict]]:
+    """What each scenario gave, by rank."""
+    return launch(run_scenarios, 2, timeout=200)
+
+
+def test_faults_of_the_plan_are_found_by_all_ranks_at_construction(two_ranks: list[dict[str, dict]]):
+    for results in two_ranks:
+        error = results["plan_faults"]
+        assert error["names"][0] == PlanError.__name__
+        assert "orphan: a training parameter that no inference rank reads" in error["text"]
+        assert "longed_for" in error["text"] and "no training rank holds" in error["text"]
+
+
+def test_plans_that_differ_are_found_by_all_ranks(two_ranks: list[dict[str, dict]]):
+    for results in two_ranks:
+        error = results["other_plan_on_rank_1"]
+        assert error["names"][0] == PlanError.__name__ and "different plans" in error["text"]
+
+
+def test_a_rank_that_fails_at_construction(two_ranks: list[dict[str, dict]]):
+    remote, own = (results["layout_fails_on_rank_1"] for results in two_ranks)
+    assert own["names"][0] == ReshardError.__name__ and "OSError: disk on fire" in own["text"]
+    assert remote["names"][0] == RemoteError.__name__ and "rank 1: OSError: disk on fire" in remote["text"]
+
+
+def test_a_transport_that_cannot_carry_the_plan(two_ranks: list[dict[str, dict]]):
+    for results in two_ranks:
+        error = results["shared_memory_without_exported_buffers"]
+        assert error["names"][0] == "ConfigError" and "generate_config.transport" in error["text"]
+
+
+def test_each_transport_brings_the_other_half_and_no_more(two_ranks: list[dict[str, dict]]):
+    half = NBYTES // 2
+    by_name = {
+        **dict.fromkeys(("shared_memory, elastic", "auto, elastic"), "shared_memory"),
+        **dict.fromkeys(("collective, elastic", "collective, plain", "auto, plain"), "collective"),
+    }
+    for results in two_ranks:
+        assert results["transports"] == {
+            case: {"received": half, "least": half, "own": half, "carried": {name: half}}
+            for case, name in by_name.items()
+        }
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "collective"])
+@pytest.mark.parametrize("call", ["prepare", "allocate second", "commit second", "wake"])
+def test_one_rank_fails_both_raise_and_go_on(two_ranks: list[dict[str, dict]], call: str, transport: str):
+    own, remote = (results["one_rank_fails"][f"{call}, {transport}"] for results in two_ranks)
+    assert own["names"][0] == ReshardError.__name__
+    assert RemoteError.__name__ in remote["names"]
+    assert "no memory on rank 0" in own["text"] and "no memory on rank 0" in remote["text"]
+
+
+def test_a_start_hook_that_fails_on_one_rank(two_ranks: list[dict[str, dict]]):
+    remote, own = (results["start_hook_fails_on_rank_1"] for results in two_ranks)
+    assert own["names"][0] == ReshardError.__name__ and remote["names"][0] == RemoteError.__name__
+    assert "rank 1: OSError: no licence" in remote["text"]
+
+
+def test_the_way_back_fails_on_one_rank_and_both_are_idle(two_ranks: list[dict[str, dict]]):
+    for results in two_ranks:
+        error = results["way_back_fails_on_rank_1"]
+        assert error["state"] == IDLE
+        assert error["names"][0] == ReshardError.__name__
+        assert "disk on fire" in error["text"] and "no memory left" in error["text"]
+
+
+def test_release_fails_on_one_rank_and_both_go_on(two_ranks: list[dict[str, dict]]):
+    for results in two_ranks:
+        error = results["release_fails_on_rank_0"]
+        assert error["state"] == IDLE
+        assert error["names"][0] == ReshardError.__name__
+        assert "disk on fire" in error["text"] and "busy" in error["text"]
+        assert error["afterwards"] == "goes on"

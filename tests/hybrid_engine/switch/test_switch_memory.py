@@ -1,0 +1,96 @@
+"""Memory of a switch with both real engines: never much more than the larger layout, and none that a cycle leaves."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hybrid_engine.switch.sharding_manager import State
+from tests.hybrid_engine import jobs
+from tests.launch import launch_in_turn
+
+SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12, "vocab_size": 520}
+"""About 32 MB of float32 weights: many buckets of 1 MiB."""
+
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tp2 -> dp2": ({"tensor_model_parallel_size": 2}, {}),
+    "pp2 -> tp2": ({"pipeline_model_parallel_size": 2}, {"infer_tensor_parallel_size": 2}),
+    "pp2 -> dp2, messages": ({"pipeline_model_parallel_size": 2}, {"transport": "collective"}),
+}
+NUM_CYCLES = 8
+WARM_UP = 3
+NOISE = 3 * 2**20
+"""Bytes by which an allocator may differ between two moments: one in ten of what a single cycle takes and gives."""
+
+
+def switch_again_and_again(
+    model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any]
+) -> dict[str, dict[str, int]]:
+    """One cycle measured against the layouts' sizes, and what the process holds before and after more of them."""
+    worker = jobs.build_worker(model, actor, {**generate, "bucket_mb": 1})
+    sharding, offloader = worker.sharding, worker.sharding.offloader
+    for state in (State.INFER, State.FORWARD):
+        sharding.enter(state)
+    sizes = {
+        "training": sum(offloader.resident_nbytes()["param"].values()),
+        "inference": worker.inference.adaptor.nbytes,
+        "bucket": max(bucket.nbytes for bucket in sharding.plan.buckets),
+        "num_buckets": len(sharding.plan.buckets),
+        "peak": sharding.enter(State.INFER).peak_bytes,
+        "left": sum(sum(by_owner.values()) for by_owner in offloader.resident_nbytes().values()),
+    }
+    held: list[dict[str, int]] = []
+    for cycle in range(NUM_CYCLES):
+        sharding.enter(State.TRAIN)
+        sharding.enter(State.INFER)
+        if cycle + 1 in (WARM_UP, NUM_CYCLES):
+            held.append(_held(offloader.host_nbytes()))
+    worker.shutdown()
+    return {"sizes": sizes, "before": held[0], "after": held[1]}
+
+
+def _held(host_nbytes: int) -> dict[str, int]:
+    process = psutil.Process()
+    return {
+        "descriptors": process.num_fds(),
+        "threads": threading.active_count() + len(os.listdir("/proc/self/task")),
+        "arenas": host_nbytes,
+        "resident": process.memory_info().rss,
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, dict[str, int]]]]:
+    model = jobs.write_model(tmp_path_factory.mktemp("memory"), "qwen3", **SIZES)
+    return launch_in_turn(
+        2, {name: (switch_again_and_again, (model, *layout)) for name, layout in LAYOUTS.items()}, timeout=500
+    )
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_peak_is_the_larger_layout_and_two_buckets(found: dict[str, Any], name: str) -> None:
+    for own in found[name]:
+        sizes = own["sizes"]
+        assert sizes["num_buckets"] > 8
+        assert sizes["peak"] <= max(sizes["training"], sizes["inference"]) + 2 * sizes["bucket"]
+        assert sizes["peak"] < 0.9 * (sizes["training"] + sizes["inference"])
+        assert sizes["left"] == 0
+
+
+@pytest.mark.engines
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_cycles_leave_nothing(found: dict[str, Any], name: str) -> None:
+    for own in found[name]:
+        before, after = own["before"], own["after"]
+        assert after.pop("resident") - before.pop("resident") < NOISE
+        assert after == before

@@ -1,0 +1,301 @@
+"""Filling, holding and releasing inference weights, with a fake engine in one process and on two real ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.errors import PlanError, ReshardError, StateError, TransportError, WeightError
+from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
+from hybrid_engine.ports import InferenceWeights
+from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place
+from hybrid_engine.switch.weight_container import ContainerState, WeightContainer
+from hybrid_engine.transports import InProcessTransport, TransportSet
+from tests.launch import launch
+
+NUM_RANKS = 2
+NUM_GROUPS = 4
+NUMEL = 16
+NBYTES = NUMEL * 4
+
+
+class FakeWeights:
+    """An inference engine with one buffer per group; rank 1 lacks the last group. It records what is asked of it."""
+
+    def __init__(self, rank: int, *, fail_in: str = "", fail_at: str = "group1") -> None:
+        self.rank = rank
+        self.calls: list[str] = []
+        self.live: dict[str, torch.Tensor] = {}
+        self.in_force: dict[str, torch.Tensor] = {}
+        self.groups = [f"group{number}" for number in range(NUM_GROUPS - rank)]
+        self.fail_in, self._fail_at = fail_in, fail_at
+
+    def layout(self) -> Layout:
+        return Layout(
+            {}, {BufferId(self.rank, f"{group}.weight"): Buffer(NUMEL, "float32", group) for group in self.groups}
+        )
+
+    def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
+        self._record("allocate", groups)
+        self.live.update({f"{group}.weight": torch.zeros(NUMEL) for group in groups})
+        return {f"{group}.weight": self.live[f"{group}.weight"] for group in groups}
+
+    def commit(self, groups: Sequence[str]) -> None:
+        self._record("commit", groups)
+        for group in groups:
+            name = f"{group}.weight"
+            self.in_force[group] = self.live[name]
+
+    def settle(self) -> None:
+        self._record("settle", ())
+
+    def release(self) -> None:
+        self._record("release", ())
+        self.live.clear()
+        self.in_force.clear()
+
+    def resident_nbytes(self) -> int:
+        return sum(flat.nbytes for flat in {**self.live, **self.in_force}.values())
+
+    def _record(self, call: str, groups: Sequence[str]) -> None:
+        self.calls.append(" ".join((call, *groups)))
+        if call == self.fail_in and (self._fail_at in groups or not groups):
+            raise MemoryError(f"no memory for {call}")
+
+
+def value_of(rank: int, group: int) -> float:
+    return float(10 * rank + group)
+
+
+def transfer_of(src_rank: int, dst_rank: int, group: int, link: Link) -> Transfer:
+    src = Place(BufferId(src_rank, "src"), group * NUMEL, (1,))
+    dst = Place(BufferId(dst_rank, f"group{group}.weight"), 0, (1,))
+    return Transfer(f"tensor{group}", (NUMEL,), src, dst, NBYTES, link)
+
+
+def make_plan(link: Link = Link.HOST) -> ReshardPlan:
+    """Groups 0 and 1 in one bucket, the others alone; each rank reads even groups itself, odd ones from the other."""
+    buckets = []
+    for index, groups in enumerate(([0, 1], [2], [3])):
+        transfers = tuple(
+            transfer_of(1 - rank if group % 2 else rank, rank, group, link if group % 2 else Link.SELF)
+            for group in groups
+            for rank in range(NUM_RANKS)
+            if group < NUM_GROUPS - rank
+        )
+        buckets.append(Bucket(index, (), transfers, tuple(f"group{group}" for group in groups), NBYTES * len(groups)))
+    return ReshardPlan(tuple(buckets), {}, (), "fingerprint")
+
+
+def source_of(rank: int) -> dict[str, torch.Tensor]:
+    values = torch.tensor([value_of(rank, group) for group in range(NUM_GROUPS)])
+    return {"src": values.repeat_interleave(NUMEL)}
+
+
+def in_process_router(rank: int) -> TransportSet:
+    sources = {BufferId(peer, "src"): source_of(peer)["src"] for peer in range(NUM_RANKS)}
+    return TransportSet(rank, [InProcessTransport(rank, sources)], lambda _transfer: InProcessTransport.name)
+
+
+def assert_filled(weights: FakeWeights) -> None:
+    for group in range(NUM_GROUPS - weights.rank):
+        src_rank = 1 - weights.rank if group % 2 else weights.rank
+        assert bool((weights.in_force[f"group{group}"] == value_of(src_rank, group)).all())
+
+
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
+def test_fill_walks_buckets_and_leaves_out_groups_of_other_ranks(rank: int):
+    weights = FakeWeights(rank)
+    assert isinstance(weights, InferenceWeights)
+    container = WeightContainer(weights, make_plan(), in_process_router(rank))
+    assert container.state is ContainerState.EMPTY
+    report = container.fill(source_of(rank))
+    expected = ["allocate group0 group1", "commit group0 group1", "allocate group2", "commit group2"]
+    expected += ["allocate group3", "commit group3"] if rank == 0 else []
+    expected += ["settle"]
+    assert weights.calls == expected
+    assert container.state is ContainerState.FILLED
+    assert tuple(weights.in_force) == tuple(weights.groups)
+    assert_filled(weights)
+    from_peer = 2 if rank == 0 else 1
+    assert report.nbytes_by_link == {Link.SELF: 2 * NBYTES, Link.HOST: from_peer * NBYTES, Link.NETWORK: 0}
+    assert report.received_nbytes == from_peer * NBYTES
+    assert report.nbytes_by_transport == {"in_process": (2 + from_peer) * NBYTES}
+    assert set(report.seconds) == {"allocate", "read", "transfer", "write", "commit"}
+    assert min(report.seconds.values()) >= 0 and report.seconds["transfer"] > 0
+
+
+def test_cycles_and_idempotent_release():
+    weights = FakeWeights(0)
+    container = WeightContainer(weights, make_plan(), in_process_router(0))
+    container.release()
+    assert weights.calls == []
+    for _ in range(3):
+        container.fill(source_of(0))
+        assert_filled(weights)
+        with pytest.raises(StateError, match=r"is filled; release\(\) it"):
+            container.fill(source_of(0))
+        container.release()
+        container.release()
+        assert container.state is ContainerState.EMPTY and weights.in_force == {}
+    assert weights.calls.count("release") == 3
+
+
+class Follower:
+    """Records what it is told, and what was in force then."""
+
+    def __init__(self, weights: FakeWeights, fail_at: int | None = None) -> None:
+        self.calls: list[object] = []
+        self._weights, self._fail_at = weights, fail_at
+
+    def sent(self, index: int) -> None:
+        self.calls.append((index, len(self._weights.in_force)))
+        if index == self._fail_at:
+            raise WeightError(["tensor0: NaN"])
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+    def abandon(self) -> None:
+        self.calls.append("abandon")
+
+    def drain(self) -> None:
+        self.calls.append("drain")
+
+
+def test_follower_hears_of_a_bucket_before_it_is_in_force():
+    weights = FakeWeights(0)
+    follower = Follower(weights)
+    WeightContainer(weights, make_plan(), in_process_router(0)).fill(source_of(0), follower)
+    assert follower.calls == [(0, 0), (1, 2), (2, 3), "finish"]
+
+
+@pytest.mark.parametrize("phase", ["allocate", "commit"])
+def test_failure_of_the_engine_is_located_and_can_be_released(phase: str):
+    weights = FakeWeights(0, fail_in=phase, fail_at="group2")
+    container = WeightContainer(weights, make_plan(), in_process_router(0))
+    with pytest.raises(ReshardError, match=rf"rank 0, bucket 1, phase {phase}, groups group2: MemoryError: no memory"):
+        container.fill(source_of(0))
+    assert container.state is ContainerState.PARTIAL
+    assert tuple(weights.in_force) == ("group0", "group1")
+    with pytest.raises(StateError, match="is partial"):
+        container.fill(source_of(0))
+    container.release()
+    weights.fail_in = ""
+    container.fill(source_of(0))
+    assert_filled(weights)
+
+
+def test_failing_release_leaves_it_partial():
+    weights = FakeWeights(0, fail_in="release")
+    container = WeightContainer(weights, make_plan(), in_process_router(0))
+    container.fill(source_of(0))
+    with pytest.raises(MemoryError):
+        container.release()
+    assert container.state is ContainerState.PARTIAL
+
+
+def test_errors_of_the_engine_pass_as_they_are():
+    weights = FakeWeights(0)
+    container, follower = WeightContainer(weights, make_plan(), in_process_router(0)), Follower(weights, fail_at=1)
+    with pytest.raises(WeightError, match="tensor0: NaN"):
+        container.fill(source_of(0), follower)
+    assert follower.calls == [(0, 0), (1, 2), "abandon", "drain"]
+    container.release()
+    with pytest.raises(TransportError, match=r"bucket 0, phase transfer.*there is no buffer"):
+        broken = InProcessTransport(0, {})
+        WeightContainer(FakeWeights(0), make_plan(), TransportSet(0, [broken], lambda _: broken.name)).fill({})
+
+
+class DeadTransport(InProcessTransport):
+    """Cannot tell anybody anything."""
+
+    def __init__(self) -> None:
+        super().__init__(0, {})
+        self.abandoned: list[int] = []
+
+    def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
+        self.abandoned.append(bucket)
+        raise TransportError("the group is dead")
+
+
+def test_a_dead_group_keeps_no_other_transport_and_no_bucket_from_being_told():
+    dead, other = DeadTransport(), InProcessTransport(0, {})
+    dead.name = "dead"
+    heard: list[int] = []
+    other.abandon = lambda bucket, transfers, reason: heard.append(bucket)
+    router = TransportSet(0, [dead, other], lambda _: other.name)
+    container = WeightContainer(FakeWeights(0, fail_in="allocate", fail_at="group0"), make_plan(), router)
+    with pytest.raises(ReshardError, match="no memory for allocate"):
+        container.fill({})
+    assert dead.abandoned == heard == [0, 1, 2]
+
+
+def test_plan_that_does_not_complete_every_group_once():
+    plan = make_plan()
+    missing = ReshardPlan(plan.buckets[:1], {}, (), "")
+    with pytest.raises(PlanError) as failure:
+        WeightContainer(FakeWeights(0), missing, in_process_router(0))
+    assert [str(fault).split(" of ")[0] for fault in failure.value.findings] == ["group 'group2'", "group 'group3'"]
+    with pytest.raises(PlanError, match="completed by 2 buckets"):
+        WeightContainer(FakeWeights(1), ReshardPlan(plan.buckets + plan.buckets[1:2], {}, (), ""), in_process_router(1))
+
+
+# Two real ranks: one fails, the other must not wait.
+
+
+FAILURES = (("allocate", "group0"), ("commit", "group3"), ("prepare", ""), ("run", ""))
+
+
+def _out_of_memory(*_: object) -> NoReturn:
+    raise MemoryError("not a byte left")
+
+
+def fill_on_rank() -> list[list[object]]:
+    """Each time the engine of rank 0 fails first, or its transports as they are entered; then both release and fill
+    again over the same connections."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    buffers = {BufferId(peer, "src"): Buffer(NUM_GROUPS * NUMEL, "float32") for peer in range(NUM_RANKS)}
+    router = TransportSet.connect(rank, buffers, {}, timeout=60)
+    results = []
+    for phase, fail_at in FAILURES:
+        weights = FakeWeights(rank, fail_in=phase if rank == 0 and fail_at else "", fail_at=fail_at)
+        if rank == 0 and not fail_at:
+            setattr(router, phase, _out_of_memory)
+        container = WeightContainer(weights, make_plan(Link.NETWORK), router)
+        start = time.monotonic()
+        try:
+            container.fill(source_of(rank))
+            outcome = "filled"
+        except ReshardError as error:
+            outcome = f"{type(error).__name__}: {error}"
+        seconds = time.monotonic() - start
+        container.release()
+        weights.fail_in = ""
+        vars(router).pop(phase, None)
+        report = container.fill(source_of(rank))
+        assert_filled(weights)
+        results.append([outcome, seconds, report.nbytes_by_transport])
+    router.close()
+    dist.destroy_process_group()
+    return results
+
+
+def test_no_rank_waits_for_one_that_failed():
+    of_rank_0, of_rank_1 = launch(fill_on_rank, 2, timeout=200)
+    assert all(own[0].startswith("ReshardError: rank 0") for own in of_rank_0)
+    assert all("MemoryError: not a byte left" in own[0] for own in of_rank_0[2:])
+    assert "rank 0 failed before the first bucket" in of_rank_1[2][0]
+    assert "rank 0 failed in bucket 0, transfer" in of_rank_1[3][0]
+    assert "phase allocate" in of_rank_0[0][0] and "phase commit" in of_rank_0[1][0]
+    assert "PeerTransportError" in of_rank_1[0][0] and "rank 0 failed in bucket 0, allocate" in of_rank_1[0][0]
+    assert of_rank_1[1][0] == "filled"  # the last bucket's commit is nobody else's business
+    for _, seconds, nbytes in of_rank_1:
+        assert seconds < 30
+        assert nbytes == {"local": 2 * NBYTES, "shared_memory": 0, "collective": NBYTES}

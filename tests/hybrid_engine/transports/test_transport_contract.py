@@ -1,0 +1,156 @@
+"""The contract of `ports.Transport`, over every transport: whatever the boxes, exactly the planned bytes move.
+
+In one process (the ranks played one after the other): local, shared memory, in-process twin, with hypothesis-made
+cases. On 2 and 4 real ranks: shared memory, collective over gloo, and both together behind `TransportSet`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_engine.memory.elastic import allocate_elastic
+from hybrid_engine.transports import (
+    CollectiveTransport,
+    InProcessTransport,
+    LocalTransport,
+    SharedMemoryTransport,
+    TransportSet,
+    export_handles,
+)
+from tests.hybrid_engine.transports.transport_cases import Case, Shape, build_case, differing
+from tests.launch import launch
+
+CASES = {
+    "strided_boxes": Shape(num_transfers=60),
+    "several_dtypes": Shape(
+        num_transfers=60,
+        src_dtypes=("float32", "bfloat16", "int64", "uint8", "float8_e4m3fn", "bool", "float16", "float64"),
+        dst_dtypes=("float32", "bfloat16", "int64", "uint8", "float8_e4m3fn", "bool", "float16", "float64"),
+    ),
+    "cast": Shape(src_dtypes=("float32", "bfloat16"), dst_dtypes=("bfloat16", "float32")),
+    "many_small": Shape(num_transfers=600, num_buckets=2, small=True, src_dtypes=("float32",), dst_dtypes=("float32",)),
+    "both_directions_large": Shape(num_transfers=24, max_length=24, edges=((0, 1), (1, 0))),
+    "one_direction": Shape(num_transfers=20, edges=((1, 0),)),
+    "empty_shares": Shape(num_transfers=3, num_buckets=5),
+    "nothing": Shape(num_transfers=0, num_buckets=2),
+}
+SEED = 20240607
+
+
+def elastic_sources(case: Case, rank: int) -> dict[str, torch.Tensor]:
+    """The rank's sources in elastic buffers."""
+    sources = {}
+    for name, flat in case.sources_of(rank).items():
+        sources[name] = allocate_elastic(flat.numel(), flat.dtype, "cpu", "param")
+        sources[name].copy_(flat)
+    return sources
+
+
+# One process.
+
+shapes = st.builds(
+    Shape,
+    num_transfers=st.integers(0, 30),
+    num_buckets=st.integers(1, 3),
+    src_dtypes=st.sampled_from([("float32", "bfloat16"), ("int64", "bool"), ("float16", "float8_e5m2")]),
+    dst_dtypes=st.sampled_from([("bfloat16", "float32"), ("float32", "bfloat16")]),
+    max_length=st.integers(1, 7),
+)
+
+
+@given(seed=st.integers(0, 2**32), num_ranks=st.integers(1, 4), shape=shapes)
+@pytest.mark.parametrize("kind", ["local", "shared_memory", "in_process"])
+def test_any_case_in_one_process(kind: str, seed: int, num_ranks: int, shape: Shape):
+    num_ranks = 1 if kind == "local" else num_ranks
+    case = build_case(seed, num_ranks, shape)
+    by_rank = {rank: elastic_sources(case, rank) for rank in range(num_ranks)}
+    handles = {key: handle for rank in by_rank for key, handle in export_handles(rank, by_rank[rank]).items()}
+    for rank in range(num_ranks):
+        transport = {
+            "local": lambda rank=rank: LocalTransport(rank),
+            "shared_memory": lambda rank=rank: SharedMemoryTransport(rank, handles),
+            "in_process": lambda rank=rank: InProcessTransport(rank, case.sources),
+        }[kind]()
+        destination = case.new_destinations(rank)
+        for bucket in case.buckets:
+            transport.run(bucket.index, bucket.transfers, by_rank[rank], destination)
+        transport.close()
+        transport.close()
+        assert differing(destination, case.expected(rank)) == []
+
+
+# Real ranks.
+
+
+def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
+    """Carry out the case twice with one transport (maps and staging are used again), the second time with the next
+    bucket under way meanwhile; names that came out wrong."""
+    sources = elastic_sources(case, rank)
+    gathered: list = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, export_handles(rank, sources))
+    handles = {buffer_id: handle for part in gathered for buffer_id, handle in part.items()}
+    preference = "auto" if kind == "mixed" else kind
+    if kind == "mixed":  # every other buffer is not exported
+        handles = {buffer_id: handle for buffer_id, handle in handles.items() if buffer_id.rank % 2 == 0}
+    router = TransportSet.connect(rank, case.source_buffers(), handles, preference=preference, timeout=60)
+    wrong = []
+    for is_ahead in (False, True):
+        destination = case.new_destinations(rank)
+        dist.barrier()
+        for bucket, following in zip(case.buckets, (*case.buckets[1:], None), strict=True):
+            report = router.run(bucket, sources, destination, following if is_ahead else None)
+            received = sum(transfer.nbytes for transfer in bucket.transfers if transfer.dst_rank == rank)
+            assert sum(sum(by_peer.values()) for by_peer in report.nbytes.values()) == received
+        dist.barrier()
+        wrong += differing(destination, case.expected(rank))
+    router.close()
+    router.close()
+    return wrong
+
+
+def run_cases_on_rank() -> dict[tuple[str, str], list[str]]:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    results = {}
+    for number, (name, shape) in enumerate(CASES.items()):
+        case = build_case(SEED + number, dist.get_world_size(), shape)
+        for kind in ("shared_memory", "collective", "mixed"):
+            results[kind, name] = run_case_on_rank(kind, case, rank)
+    results["collective", "staging_is_reused"] = staging_growth_on_rank(rank)
+    dist.destroy_process_group()
+    return results
+
+
+def staging_growth_on_rank(rank: int) -> list[str]:
+    """The staging memory's addresses after the first cycle stay the same in the next cycles."""
+    case = build_case(SEED, dist.get_world_size(), CASES["strided_boxes"])
+    dtypes = {buffer_id: buffer.dtype for buffer_id, buffer in case.source_buffers().items()}
+    transport = CollectiveTransport(rank, dtypes, timeout=60)
+    sizes, addresses = [], []
+    for _ in range(3):
+        for bucket in case.buckets:
+            transport.run(bucket.index, bucket.transfers, case.sources_of(rank), case.new_destinations(rank))
+        sizes.append(transport.staging_nbytes())
+        addresses.append([staging.data_ptr() for staging in transport._staging.values()])
+    transport.close()
+    assert transport.staging_nbytes() == 0
+    return [] if sizes[0] == sizes[2] and addresses[0] == addresses[2] else [f"{sizes} {addresses}"]
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def results_by_rank(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], list[str]]]:
+    return launch(run_cases_on_rank, request.param, timeout=300)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("kind", ["shared_memory", "collective", "mixed"])
+def test_case_on_real_ranks(results_by_rank, kind: str, name: str):
+    assert [result[kind, name] for result in results_by_rank] == [[]] * len(results_by_rank)
+
+
+def test_collective_staging_is_reused(results_by_rank):
+    assert [result["collective", "staging_is_reused"] for result in results_by_rank] == [[]] * len(results_by_rank)

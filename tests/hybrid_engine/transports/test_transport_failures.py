@@ -1,0 +1,280 @@
+"""What goes wrong between ranks becomes a TransportError that says where, on every rank, in time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.errors import ConfigError, PeerTransportError, RemoteError, TransportError
+from hybrid_engine.memory.elastic import ElasticBuffer, allocate_elastic
+from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
+from hybrid_engine.records.layout import Buffer, BufferId, Place
+from hybrid_engine.transports import (
+    SharedMemoryTransport,
+    TransportSet,
+    choose_transport,
+    export_handles,
+)
+from tests.hybrid_engine.transports.transport_cases import outcome_of
+from tests.launch import launch
+
+NUMEL = 1000
+
+
+def transfer_between(src_rank: int, dst_rank: int, link: Link = Link.NETWORK) -> Transfer:
+    src, dst = BufferId(src_rank, "src"), BufferId(dst_rank, f"dst{src_rank}")
+    return Transfer("tensor", (NUMEL,), Place(src, 0, (1,)), Place(dst, 0, (1,)), NUMEL * 4, link)
+
+
+ALL_PAIRS = tuple(
+    transfer_between(src, dst, Link.SELF if src == dst else Link.NETWORK) for src in (0, 1) for dst in (0, 1)
+)
+BUCKETS = tuple(Bucket(index, (), ALL_PAIRS, ("group",), 8 * NUMEL) for index in range(4))
+SOURCE_BUFFERS = {BufferId(rank, "src"): Buffer(NUMEL, "float32") for rank in (0, 1)}
+
+
+class Peers:
+    """One rank of a pair that starts each scenario with fresh connections."""
+
+    def __init__(self, timeout: float = 60) -> None:
+        self.rank = dist.get_rank()
+        self.router = TransportSet.connect(self.rank, SOURCE_BUFFERS, {}, dist.new_group([0, 1]), timeout=timeout)
+        self.source = {"src": torch.full((NUMEL,), float(self.rank + 1))}
+        self.destination = {f"dst{rank}": torch.zeros(NUMEL) for rank in (0, 1)}
+
+    def run(self, index: int, **changes: object) -> str:
+        """Run a bucket; "ok", or the error's type and message, with the seconds it took in front."""
+        values = {"source": self.source, "destination": self.destination, **changes}
+        return outcome_of(lambda: self.router.run(BUCKETS[index], **values))
+
+    def is_right(self) -> bool:
+        return all(bool((self.destination[f"dst{rank}"] == rank + 1).all()) for rank in (0, 1))
+
+
+def peer_never_shows_up() -> list[object]:
+    peers = Peers(timeout=1.5)
+    if peers.rank == 1:
+        time.sleep(2.5)
+        return []
+    return [peers.run(0), peers.run(1), outcome_of(lambda: peers.router.abandon(BUCKETS[2], "gives up"))]
+
+
+def source_is_missing() -> list[object]:
+    peers = Peers()
+    first = peers.run(0, source={} if peers.rank == 0 else peers.source)
+    return [first, peers.run(1), peers.is_right()]
+
+
+def destination_is_missing() -> list[object]:
+    peers = Peers()
+    first = peers.run(0, destination={"dst0": torch.zeros(NUMEL)} if peers.rank == 0 else peers.destination)
+    return [first, peers.run(1), peers.is_right()]
+
+
+def local_copy_fails() -> list[object]:
+    peers = Peers()
+    first = peers.run(0, destination={"dst1": torch.zeros(NUMEL)} if peers.rank == 0 else peers.destination)
+    return [first, peers.run(1), peers.is_right()]
+
+
+def rank_abandons() -> list[object]:
+    peers = Peers()
+    if peers.rank == 0:
+        peers.router.abandon(BUCKETS[0], "out of memory in allocate")
+        return ["abandoned", peers.run(1), peers.is_right()]
+    return [peers.run(0), peers.run(1), peers.is_right()]
+
+
+def wrong_dtype() -> list[object]:
+    peers = Peers()
+    source = {"src": peers.source["src"].to(torch.bfloat16)} if peers.rank == 0 else peers.source
+    return [peers.run(0, source=source), peers.run(1), peers.is_right()]
+
+
+def buckets_differ() -> list[object]:
+    peers = Peers()
+    return [peers.run(peers.rank)]
+
+
+def connection_is_lost() -> list[object]:
+    peers = Peers()
+    group = peers.router._transports["collective"]._group
+    if peers.rank == 1:
+        dist.destroy_process_group(group)
+        return []
+    return [peers.run(0)]
+
+
+SCENARIOS = [
+    peer_never_shows_up,
+    source_is_missing,
+    destination_is_missing,
+    local_copy_fails,
+    rank_abandons,
+    wrong_dtype,
+    buckets_differ,
+    connection_is_lost,
+]
+
+
+def run_scenarios() -> dict[str, list[object]]:
+    dist.init_process_group("gloo")
+    results = {}
+    for scenario in SCENARIOS:
+        results[scenario.__name__] = scenario()
+        dist.barrier()
+    dist.destroy_process_group()
+    return results
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> Callable[[Callable], list[list[object]]]:
+    by_rank = launch(run_scenarios, 2, timeout=300)
+    return lambda scenario: [results[scenario.__name__] for results in by_rank]
+
+
+def assert_says(outcome: object, *parts: str, within: float = 30) -> None:
+    seconds, message = str(outcome).split(" ", 1)
+    for part in parts:
+        assert part in message
+    assert float(seconds) < within
+
+
+def test_peer_that_never_shows_up_is_an_error_within_the_timeout(outcomes):
+    first, second, abandoned = outcomes(peer_never_shows_up)[0]
+    assert_says(first, "TransportError", "bucket 0", "phase transfer", "peer 1", "nothing for 1.5 seconds", within=20)
+    assert_says(second, "TransportError", "earlier failure", "bucket 0", "peer 1", within=5)
+    assert_says(abandoned, "TransportError", "earlier failure", within=5)
+
+
+def test_missing_source_fails_on_both_ranks_and_the_next_bucket_works(outcomes):
+    (own, *after), (peers, *peers_after) = outcomes(source_is_missing)
+    assert_says(own, "TransportError", "bucket 0", "there is no buffer 'src'")
+    assert_says(peers, "PeerTransportError", "bucket 0", "phase transfer", "peer 0", "there is no buffer 'src'")
+    assert after == peers_after == ["ok", True]
+
+
+def test_missing_destination_fails_and_the_next_bucket_works(outcomes):
+    (own, *after), (_, *peers_after) = outcomes(destination_is_missing)
+    assert_says(own, "TransportError", "bucket 0", "phase write", "tensor tensor", "there is no buffer 'dst1'")
+    assert after == peers_after == ["ok", True]
+
+
+def test_failure_of_an_earlier_transport_reaches_the_peers(outcomes):
+    (own, *after), (peers, *peers_after) = outcomes(local_copy_fails)
+    assert_says(own, "TransportError local transport", "bucket 0", "phase transfer", "there is no buffer 'dst0'")
+    assert_says(peers, "PeerTransportError", "peer 0", "local transport", "there is no buffer 'dst0'")
+    assert after == peers_after == ["ok", True]
+
+
+def test_rank_that_abandons_a_bucket_leaves_no_peer_waiting(outcomes):
+    own, (peers, *peers_after) = outcomes(rank_abandons)
+    assert own == ["abandoned", "ok", True]
+    assert_says(peers, "PeerTransportError", "peer 0", "out of memory in allocate")
+    assert peers_after == ["ok", True]
+
+
+def test_source_of_another_dtype_than_planned_fails_on_both_ranks(outcomes):
+    (own, *after), (peers, *peers_after) = outcomes(wrong_dtype)
+    assert_says(own, "TransportError", "phase read", "torch.bfloat16", "torch.float32")
+    assert_says(peers, "PeerTransportError", "peer 0", "torch.bfloat16")
+    assert after == peers_after == ["ok", True]
+
+
+def test_different_plans_are_noticed(outcomes):
+    for rank, (outcome,) in enumerate(outcomes(buckets_differ)):
+        assert_says(outcome, "PeerTransportError", f"of bucket {1 - rank}, expected", "plans differ")
+
+
+def test_lost_connection_is_an_error(outcomes):
+    assert_says(outcomes(connection_is_lost)[0][0], "TransportError", "bucket 0", "phase transfer", "peer 1")
+
+
+# Shared memory: nobody waits, so its failures are those of mapping.
+
+
+def pull_with(handles: dict) -> None:
+    transport = SharedMemoryTransport(1, handles)
+    transport.run(7, [transfer_between(0, 1, Link.HOST)], {}, {"dst0": torch.zeros(NUMEL)})
+
+
+def export_from_a_process(connection) -> None:
+    connection.send(export_handles(0, {"src": allocate_elastic(NUMEL, torch.float32, "cpu", "param")}))
+
+
+def test_shared_memory_names_peer_bucket_and_phase_when_the_peer_ended():
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=export_from_a_process, args=(sender,))
+    process.start()
+    handles = receiver.recv()
+    process.join()
+    with pytest.raises(TransportError, match=r"bucket 7, phase read, peer 0, tensor tensor.*its process ended"):
+        pull_with(handles)
+
+
+def test_shared_memory_without_a_handle():
+    with pytest.raises(TransportError, match=r"bucket 7, phase read, peer 0.*no handle of BufferId\(rank=0"):
+        pull_with({})
+
+
+def test_shared_memory_notices_a_descriptor_that_was_used_again():
+    first = ElasticBuffer(NUMEL, torch.float32)
+    stale = {BufferId(0, "src"): first.export()}
+    first.close()
+    second = ElasticBuffer(NUMEL, torch.float32)
+    assert second.export().fd == stale[BufferId(0, "src")].fd
+    with pytest.raises(TransportError, match="exchange them again"):
+        pull_with(stale)
+
+
+def test_shared_memory_from_another_host():
+    handle = replace(ElasticBuffer(NUMEL, torch.float32).export(), host="elsewhere")
+    with pytest.raises(TransportError, match=r"on host 'elsewhere'.*collective transport"):
+        pull_with({BufferId(0, "src"): handle})
+
+
+# The choice.
+
+
+@pytest.mark.parametrize(
+    ("src_rank", "link", "is_exported", "preference", "expected"),
+    [
+        (1, Link.SELF, False, "auto", "local"),
+        (1, Link.SELF, True, "collective", "local"),
+        (0, Link.HOST, True, "auto", "shared_memory"),
+        (0, Link.HOST, False, "auto", "collective"),
+        (0, Link.NETWORK, True, "auto", "collective"),
+        (0, Link.HOST, True, "collective", "collective"),
+        (0, Link.HOST, False, "shared_memory", "shared_memory"),
+    ],
+)
+def test_choice(src_rank: int, link: Link, is_exported: bool, preference: str, expected: str):
+    exported = {BufferId(src_rank, "src")} if is_exported else set()
+    assert choose_transport(transfer_between(src_rank, 1, link), exported, preference) == expected
+
+
+def test_unknown_preference():
+    with pytest.raises(ConfigError, match=r"transport: 'fax' is no transport\. Choose one of auto, shared_memory"):
+        choose_transport(transfer_between(0, 1), set(), "fax")
+
+
+def test_check_reports_every_transfer_that_no_transport_carries():
+    transfers = (transfer_between(0, 1), transfer_between(1, 0, Link.HOST), transfer_between(1, 1, Link.SELF))
+    plan = ReshardPlan((Bucket(0, (), transfers, (), 0),), {}, (), "")
+    with pytest.raises(ConfigError) as failure:
+        TransportSet.connect(0, SOURCE_BUFFERS, {}, preference="shared_memory").check(plan, set())
+    assert [violation.key for violation in failure.value.findings] == ["generate_config.transport"] * 2
+    assert "across hosts" in str(failure.value) and "not exported" in str(failure.value)
+    with pytest.raises(ConfigError, match=r"collective, which is absent.*Initialise torch.distributed"):
+        TransportSet.connect(0, SOURCE_BUFFERS, {}).check(plan, set())
+
+
+def test_peer_error_is_both_a_transport_error_and_a_remote_error():
+    assert issubclass(PeerTransportError, TransportError) and issubclass(PeerTransportError, RemoteError)

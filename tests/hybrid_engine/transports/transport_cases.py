@@ -1,0 +1,174 @@
+"""Random buckets of transfers for the transport tests, an oracle that knows no strided view, and outcomes to compare.
+
+A case is made from its seed alone, so every rank of a launch builds the same one and knows every rank's sources.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_engine.errors import HybridEngineError
+from hybrid_engine.planning.plan import Bucket, Link, Transfer
+from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Place
+
+SENTINEL_BYTE = 0xA5  # destinations start with it, so that a stray write is seen
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a case is drawn from.
+
+    Attributes:
+        src_dtypes, dst_dtypes: a buffer of each on every rank; a transfer goes between buffers of one position.
+        edges: (src rank, dst rank) pairs in use; None: all.
+        max_length: elements per dim, at most.
+        small: transfers of one to three elements only.
+    """
+
+    num_transfers: int = 40
+    num_buckets: int = 3
+    src_dtypes: tuple[str, ...] = ("bfloat16",)
+    dst_dtypes: tuple[str, ...] = ("bfloat16",)
+    edges: tuple[tuple[int, int], ...] | None = None
+    max_length: int = 9
+    small: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """Buckets, source buffers of all ranks with contents, destination sizes."""
+
+    buckets: tuple[Bucket, ...]
+    sources: Mapping[BufferId, torch.Tensor]
+    destinations: Mapping[BufferId, Buffer]
+
+    def source_buffers(self) -> dict[BufferId, Buffer]:
+        return {
+            buffer_id: Buffer(flat.numel(), str(flat.dtype).removeprefix("torch."))
+            for buffer_id, flat in self.sources.items()
+        }
+
+    def sources_of(self, rank: int) -> dict[str, torch.Tensor]:
+        return {buffer_id.name: flat for buffer_id, flat in self.sources.items() if buffer_id.rank == rank}
+
+    def new_destinations(self, rank: int) -> dict[str, torch.Tensor]:
+        return {
+            buffer_id.name: _filled(buffer.numel, getattr(torch, buffer.dtype))
+            for buffer_id, buffer in self.destinations.items()
+            if buffer_id.rank == rank
+        }
+
+    def expected(self, rank: int) -> dict[str, torch.Tensor]:
+        """This rank's destinations after all buckets, element by element from index arithmetic."""
+        expected = self.new_destinations(rank)
+        for transfer in itertools.chain.from_iterable(bucket.transfers for bucket in self.buckets):
+            if transfer.dst_rank == rank:
+                flat = expected[transfer.dst.buffer.name]
+                values = self.sources[transfer.src.buffer][_indices(transfer.lengths, transfer.src)]
+                flat[_indices(transfer.lengths, transfer.dst)] = values.to(flat.dtype)
+        return expected
+
+
+def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of the buffers whose bytes differ."""
+    assert found.keys() == expected.keys()
+    return [name for name in found if not torch.equal(_bytes(found[name]), _bytes(expected[name]))]
+
+
+def build_case(seed: int, num_ranks: int, shape: Shape) -> Case:
+    """A case: every destination element is written at most once; sources may be read several times."""
+    generator = random.Random(seed)
+    edges = shape.edges or tuple(itertools.product(range(num_ranks), repeat=2))
+    positions = range(len(shape.src_dtypes))
+    src_ids = [[BufferId(rank, f"src{position}") for position in positions] for rank in range(num_ranks)]
+    dst_ids = [[BufferId(rank, f"dst{position}") for position in positions] for rank in range(num_ranks)]
+    ends = dict.fromkeys(itertools.chain(*src_ids, *dst_ids), 1)
+    transfers: list[list[Transfer]] = [[] for _ in range(shape.num_buckets)]
+    for number in range(shape.num_transfers):
+        src_rank, dst_rank = generator.choice(edges)
+        position = generator.choice(positions)
+        lengths = _lengths(generator, shape)
+        src = _place(generator, ends, src_ids[src_rank][position], lengths)
+        dst = _place(generator, ends, dst_ids[dst_rank][position], lengths)
+        link = Link.SELF if src_rank == dst_rank else Link.HOST
+        nbytes = torch.Size(lengths).numel() * DTYPE_NBYTES[shape.src_dtypes[position]]
+        transfer = Transfer(f"tensor{number}", lengths, src, dst, nbytes, link)
+        generator.choice(transfers).append(transfer)
+    random_source = torch.Generator().manual_seed(seed)
+    sources = {
+        buffer_id: _random(ends[buffer_id], getattr(torch, shape.src_dtypes[position]), random_source)
+        for ids in src_ids
+        for position, buffer_id in enumerate(ids)
+    }
+    destinations = {
+        buffer_id: Buffer(ends[buffer_id], shape.dst_dtypes[position])
+        for ids in dst_ids
+        for position, buffer_id in enumerate(ids)
+    }
+    return Case(tuple(_bucket(index, part) for index, part in enumerate(transfers)), sources, destinations)
+
+
+def _bucket(index: int, transfers: Sequence[Transfer]) -> Bucket:
+    return Bucket(index, (), tuple(transfers), (f"group{index}",), sum(transfer.nbytes for transfer in transfers))
+
+
+def _lengths(generator: random.Random, shape: Shape) -> tuple[int, ...]:
+    longest = 3 if shape.small else shape.max_length
+    num_dims = generator.randint(0, 1) if shape.small else generator.randint(0, 4)
+    return tuple(generator.randint(1, longest) for _ in range(num_dims))
+
+
+def _place(generator: random.Random, ends: dict[BufferId, int], buffer_id: BufferId, lengths: tuple[int, ...]) -> Place:
+    """A fresh place at the buffer's end: dims in a random order (transposed), some with gaps between the steps."""
+    strides = [0] * len(lengths)
+    step = generator.choice((1, 1, 2))
+    for dim in generator.sample(range(len(lengths)), len(lengths)):
+        strides[dim] = step
+        step *= lengths[dim]
+        step += generator.choice((0, 0, 3))
+    offset = ends[buffer_id] + generator.randint(0, 5)
+    ends[buffer_id] = offset + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True)) + 1
+    return Place(buffer_id, offset, tuple(strides))
+
+
+def _indices(lengths: tuple[int, ...], place: Place) -> torch.Tensor:
+    index = torch.tensor(place.offset)
+    for dim, (length, stride) in enumerate(zip(lengths, place.strides, strict=True)):
+        steps = torch.arange(length) * stride
+        index = index + steps.reshape([-1 if other == dim else 1 for other in range(len(lengths))])
+    return index
+
+
+def _random(numel: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Values that survive a cast in interesting ways; bytes of any value where nothing is cast."""
+    if dtype.is_floating_point:
+        return torch.randn(numel, generator=generator).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 120, (numel,), generator=generator).to(dtype)
+
+
+def _filled(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    if dtype == torch.bool:
+        return torch.zeros(numel, dtype=dtype)
+    return torch.full((numel * dtype.itemsize,), SENTINEL_BYTE, dtype=torch.uint8).view(dtype)
+
+
+def _bytes(flat: torch.Tensor) -> torch.Tensor:
+    return flat.contiguous().view(torch.uint8)
+
+
+def outcome_of(action: Callable[[], object]) -> str:
+    """ "ok", or the seconds it took to fail with the error's type and message."""
+    start = time.monotonic()
+    try:
+        action()
+        return "ok"
+    except HybridEngineError as error:
+        pickle.loads(pickle.dumps(error))  # errors travel between ranks
+        return f"{time.monotonic() - start:.3f} {type(error).__name__} {error}"

@@ -1,0 +1,269 @@
+"""The matrix: training layouts x inference layouts x model families, each with both real engines.
+
+    python -m tests.hybrid_engine.verification.matrix [--only SUBSTRING] [--json FILE] [--suite]
+
+Every case is one run of `verification/verify.py`: three switches with changing weights, every vLLM parameter bitwise
+what vLLM's own loader gives, logits of Megatron and of vLLM as transformers computes them, no byte more than the least.
+A spread of it is in the test suite (`in_suite`): every family once, on as few ranks as show something, and among them
+float16, bfloat16 by messages, virtual stages, adapters in both ways, vLLM's pipeline and expert parallelism.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hybrid_engine.advisor.sizes_text import parse_job
+from hybrid_engine.verification.verify import Case, Verdict, case_of, run_cases
+from tests.hybrid_engine import hf_configs
+
+_TRAIN_FLAGS: dict[str, dict[str, Any]] = {
+    "sp": {"sequence_parallel": True},
+    "bf16": {"params_dtype": "bfloat16"},
+    "fp16": {"params_dtype": "float16"},
+    "overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True},
+    "replicated": {"use_distributed_optimizer": False},
+    "embedding+loss": {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True},
+}
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One cell of the matrix.
+
+    `train` and `infer` are the command's sizes written shorter, and flags: "tp2 pp2 sp" is tp=2,pp=2 with sequence
+    parallelism; what remains of the ranks is data parallel. `actor` and `generate` are further keys of the sections.
+    """
+
+    family: str
+    num_ranks: int
+    train: str
+    infer: str
+    in_suite: bool = False
+    actor: dict[str, Any] = field(default_factory=dict)
+    generate: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    num_layers: int = 4
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        label = f" ({self.label})" if self.label else ""
+        return f"{self.family}: {self.train or 'dp'} -> {self.infer or 'dp'} on {self.num_ranks}{label}"
+
+    def case(self, directory: Path) -> Case:
+        """The case for `verify`, with its small model below `directory`."""
+        published = hf_configs.write(directory / "published", self.family, **self.model)
+        train, infer = (_sizes(words) for words in (self.train, self.infer))
+        sides = parse_job(train, infer, None, self.num_ranks)
+        case = case_of(self.name, published, directory / "model", *sides, self.num_layers, "auto", "float32")
+        actor = dict(case.actor)
+        for word in self.train.split():
+            actor |= _TRAIN_FLAGS.get(word, {})
+        return replace(case, actor={**actor, **self.actor}, generate={**case.generate, **self.generate})
+
+
+def _sizes(words: str) -> str:
+    """As the command takes them: "tp2 pp2 sp" -> "tp=2,pp=2"."""
+    return ",".join(re.sub(r"(?<=[a-z])(?=\d)", "=", word) for word in words.split() if word not in _TRAIN_FLAGS)
+
+
+ONE_KV_HEAD = {"num_attention_heads": 8, "num_key_value_heads": 1}
+TWO_KV_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
+
+LORA, APART = {"lora": {"rank": 4}}, {"lora_delivery": "adapter"}
+BY_MESSAGES = {"transport": "collective"}
+COMPRESSED = {"compress_reshard": True}
+FROZEN = ["embedding.*", "decoder.layers.1.*", "*.linear_proj.weight"]
+
+MATRIX: tuple[Combination, ...] = (
+    # dense: tensor, pipeline, data parallelism, up and down
+    Combination("llama-2", 2, "tp2", ""),
+    Combination("llama-2", 2, "", "tp2"),
+    Combination("llama-2", 2, "tp2 bf16", "tp2"),
+    Combination("llama-2", 2, "tp2 fp16", "", in_suite=True),
+    Combination("llama-3", 2, "pp2", "tp2"),
+    Combination("llama-3", 2, "tp2", "pp2", in_suite=True),
+    Combination("llama-3", 4, "tp4", "tp2"),
+    Combination("llama-3", 4, "tp2 sp", "tp4"),
+    Combination("llama-3", 4, "tp2 pp2", "tp2 pp2"),
+    Combination("llama-3", 4, "pp4", "tp4"),
+    Combination(
+        "llama-3", 4, "tp2 pp2 bf16", "tp4", generate={"transport": "collective"}, label="by messages", in_suite=True
+    ),
+    Combination("llama-3", 8, "tp2 pp2", "tp4 pp2"),
+    Combination("llama-3", 8, "tp4 pp2", "tp2"),
+    # few key/value heads
+    Combination("llama-3", 4, "tp4", "tp4", model=ONE_KV_HEAD, label="one kv head"),
+    Combination("llama-3", 4, "tp2", "tp4", model=ONE_KV_HEAD, label="one kv head"),
+    Combination("qwen3", 4, "tp4", "tp2", model=TWO_KV_HEADS, label="two kv heads"),
+    Combination("qwen3", 4, "tp2", "tp4", model=TWO_KV_HEADS, label="two kv heads"),
+    # no multiples
+    Combination("qwen3", 6, "tp2 pp3", "tp3", model=SIX_HEADS, num_layers=6),
+    Combination("qwen3", 6, "tp3 pp2", "tp2", model=SIX_HEADS),
+    Combination("qwen2.5", 6, "tp3", "tp2", model=SIX_HEADS),
+    Combination("llama-2", 3, "tp3", "pp3", model=SIX_HEADS),
+    # tied embeddings, over stages and virtual stages
+    Combination("qwen2.5", 2, "tp2", ""),
+    Combination("qwen2.5", 2, "pp2", "pp2"),
+    Combination("qwen2.5", 4, "tp2 pp2", "tp2"),
+    Combination("qwen2.5", 2, "pp2 vpp2", "tp2", in_suite=True),
+    Combination("qwen2.5", 4, "tp2 pp2 vpp2 sp", ""),
+    Combination("qwen2.5", 4, "pp2", "tp2 pp2"),
+    # uneven pipelines
+    Combination("qwen3", 2, "pp2 first1", "tp2", num_layers=3),
+    Combination("qwen3", 4, "pp4 first1 last1", "tp2 pp2", num_layers=6),
+    Combination("qwen3", 2, "pp2 embedding+loss", "pp2", num_layers=4),
+    Combination("qwen3", 4, "tp2 pp2", "tp2", actor={"pipeline_model_parallel_layout": "Et|t*3L"}, label="layout"),
+    Combination(
+        "qwen2.5",
+        4,
+        "pp2 vpp2",
+        "tp2 pp2",
+        actor={"pipeline_model_parallel_layout": "E|t*2|t|tL"},
+        label="layout",
+    ),
+    Combination("qwen3", 2, "pp2", "tp2", actor={"noop_layers": [1, 4]}, label="layers 1 and 4 do nothing"),
+    Combination("qwen3", 2, "pp2", "pp2", num_layers=5, actor={"noop_layers": [5]}, label="uneven both, no-op layer"),
+    # vocabulary and optimizers
+    Combination("qwen3", 2, "tp2", "", actor={"make_vocab_size_divisible_by": 128}, label="padded to 256"),
+    Combination("qwen3", 2, "vocab1", "tp2"),
+    Combination("qwen3", 2, "overlap", "tp2"),
+    Combination("qwen3", 4, "tp2 overlap bf16", "tp4"),
+    Combination("qwen3", 2, "tp2 replicated", ""),
+    # adapters, added to the weights on their way; frozen weights
+    Combination("qwen3", 2, "tp2 sp", "", actor=LORA, label="adapters"),
+    Combination("llama-3", 2, "pp2 bf16", "tp2", actor=LORA, label="adapters"),
+    Combination("llama-2", 2, "tp2 replicated", "", actor=LORA, label="adapters"),
+    Combination(
+        "deepseek-v2",
+        2,
+        "ep2",
+        "tp2",
+        actor={"lora": {"target_modules": ["linear_proj", "linear_kv_up_proj"]}},
+        label="adapters",
+        in_suite=True,
+    ),
+    Combination("qwen3", 2, "tp2 sp", "", actor=LORA, generate=APART, label="adapters apart", in_suite=True),
+    Combination("llama-2", 2, "pp2", "tp2", actor=LORA, generate=APART, label="adapters apart"),
+    Combination("qwen3", 2, "", "tp2", actor={"frozen_parameters": FROZEN}, label="frozen"),
+    Combination("qwen2.5", 2, "tp2 replicated", "pp2", actor={"frozen_parameters": FROZEN}, label="frozen"),
+    # float32 while training, bfloat16 from the source on
+    Combination("qwen3", 2, "tp2", "", generate=COMPRESSED, label="compressed"),
+    Combination("llama-3", 2, "pp2", "tp2", generate={**COMPRESSED, **BY_MESSAGES}, label="compressed messages"),
+    Combination("qwen3-moe", 2, "ep2", "tp2", generate=COMPRESSED, label="compressed"),
+    # rank order
+    Combination("qwen3", 4, "tp4", "tp2", generate={"infer_rank_order": "sequential"}, label="sequential"),
+    Combination("qwen3", 8, "tp4 pp2", "tp2 pp2"),
+    # context parallel ranks are replicas
+    Combination("qwen3", 4, "tp2 cp2", "tp4"),
+    Combination("qwen3-moe", 4, "cp2 ep2", "tp2"),
+    # experts
+    Combination("qwen3-moe", 2, "ep2", "tp2"),
+    Combination("qwen3-moe", 2, "ep2", "ep2"),
+    Combination("qwen3-moe", 4, "tp2 sp ep2 etp1", "tp2", in_suite=True),
+    Combination("qwen3-moe", 4, "ep4", "tp2 ep2"),
+    Combination("qwen3-moe", 4, "ep2", "ep4"),
+    Combination("qwen3-moe", 4, "tp2 sp ep2 etp2", "tp4"),
+    Combination("qwen3-moe", 4, "pp2 ep2", "tp2 ep4"),
+    Combination("qwen3-moe", 4, "pp2 vpp2 ep2", "tp4"),
+    Combination("qwen3-moe", 4, "tp2 sp etp2", "tp2 pp2"),
+    Combination("qwen3-moe", 4, "tp2 sp ep4 etp1 overlap", "tp2 ep2"),
+    Combination("qwen3-moe", 8, "tp2 sp pp2 ep2 etp1", "tp4 ep8"),
+    Combination("qwen3-moe", 8, "tp2 sp ep4 etp2", "tp2 pp2 ep2"),
+    Combination("mixtral", 2, "ep2", "tp2", in_suite=True),
+    Combination("mixtral", 2, "tp2 sp etp2", "ep2"),
+    Combination("mixtral", 4, "tp2 sp ep2 etp1 bf16", "tp4"),
+    Combination("mixtral", 4, "pp2 ep2", "tp2 pp2"),
+    # latent attention, shared experts, router bias, multi-token prediction
+    Combination("deepseek-v2", 2, "ep2", "tp2"),
+    Combination("deepseek-v2", 4, "tp2 sp ep2 etp1", "tp2 ep2"),
+    Combination("deepseek-v2", 4, "pp2 ep2", "tp4"),
+    Combination("deepseek-v3", 2, "", "tp2"),
+    Combination("deepseek-v3", 4, "tp2 sp ep2 etp1", "tp2 ep2", in_suite=True),
+    Combination("deepseek-v3", 4, "pp2 ep2", "tp2 ep4"),
+    Combination("deepseek-v3", 4, "ep4 bf16", "tp2 pp2"),
+    Combination("deepseek-v3", 8, "tp2 sp pp2 ep2 etp1", "tp4"),
+    # other families
+    Combination("glm-4", 2, "tp2", "", in_suite=True),
+    Combination("glm-4", 4, "tp2 pp2", "tp4"),
+    Combination("glm-4-0414", 2, "tp2", "pp2"),
+    Combination("glm-4-0414", 2, "", "tp2", in_suite=True),
+    Combination("gemma-2", 2, "tp2", ""),
+    Combination("gemma-2", 2, "pp2", "tp2", in_suite=True),
+    Combination("gemma-2", 4, "tp2 pp2", "tp2 pp2"),
+    Combination("gemma-3", 2, "tp2", "pp2"),
+    Combination("gemma-3", 2, "pp2", "tp2", in_suite=True),
+    Combination("gpt-2", 2, "tp2", ""),
+    Combination("gpt-2", 2, "pp2", "tp2", in_suite=True),
+    Combination("gpt-2", 4, "tp2 pp2", "tp2 pp2"),
+)
+
+CASES_PER_LAUNCH = 12
+
+
+def run(combinations: Sequence[Combination], directory: Path) -> Iterator[tuple[Combination, Verdict]]:
+    """Run the cells, those with as many ranks in one set of processes; results as they come."""
+    cases = {combination.name: combination.case(directory / str(n)) for n, combination in enumerate(combinations)}
+    for combination in combinations:
+        cases[combination.name].config(combination.num_ranks)  # all that is impossible shows before anything runs
+    for num_ranks in sorted({combination.num_ranks for combination in combinations}):
+        same = [combination for combination in combinations if combination.num_ranks == num_ranks]
+        for start in range(0, len(same), CASES_PER_LAUNCH):
+            group = same[start : start + CASES_PER_LAUNCH]
+            verdicts = run_cases([cases[combination.name] for combination in group], num_ranks)
+            yield from zip(group, verdicts, strict=True)
+
+
+def main() -> int:
+    """Run the matrix, print a line per cell; the number of cells that failed is the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--ranks", type=int, default=0, help="cells with so many ranks")
+    parser.add_argument("--suite", action="store_true", help="the spread that the test suite runs")
+    parser.add_argument("--json", type=Path, help="write all verdicts here")
+    arguments = parser.parse_args()
+    chosen = [
+        c
+        for c in MATRIX
+        if arguments.only in c.name and (arguments.ranks in (0, c.num_ranks)) and (c.in_suite or not arguments.suite)
+    ]
+    started, verdicts = time.perf_counter(), []
+    with tempfile.TemporaryDirectory(prefix="matrix-") as directory:
+        for _, verdict in run(chosen, Path(directory)):
+            verdicts.append(verdict)
+            print(_line(verdict), flush=True)
+            if arguments.json:
+                arguments.json.write_text(json.dumps([asdict(one) for one in verdicts], indent=1))
+    failed = [verdict for verdict in verdicts if verdict.faults]
+    print(f"{len(verdicts)} combinations, {len(failed)} failed, {time.perf_counter() - started:.0f} s")
+    return len(failed)
+
+
+def _line(verdict: Verdict) -> str:
+    def figure(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1e}"
+
+    words = [
+        "FAILED" if verdict.faults else "ok",
+        verdict.name,
+        f"{verdict.num_parameters} parameters",
+        f"{verdict.bytes_received} of {verdict.bytes_least} B",
+        f"megatron {figure(verdict.megatron)}",
+        f"vllm {figure(verdict.vllm)}",
+        f"{verdict.seconds:.0f} s",
+    ]
+    return "  ".join(words) + "".join(f"\n    {fault}" for fault in verdict.faults)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""What `verify` says of a case, and the small models it makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine.models import table_for
+from hybrid_engine.verification.small_model import VOCABULARY, reduced_config
+from hybrid_engine.verification.verify import LOGITS_ATOL, NUM_SWITCHES, SEQ_LENGTH, Verdict, difference_of
+from tests.hybrid_engine import hf_configs
+
+GOOD = Verdict(
+    "case",
+    num_parameters=3,
+    bytes_received=8,
+    bytes_least=8,
+    megatron=1e-6,
+    vllm=None,
+    spread=9.0,
+    num_versions=NUM_SWITCHES,
+)
+
+
+def test_a_good_verdict_has_no_faults() -> None:
+    assert GOOD.faults == []
+    assert replace(GOOD, vllm=LOGITS_ATOL["float32"]).faults == []
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"error": "rank 1: boom"}, "rank 1: boom"),
+        ({"different": ["rank 0 lm_head.weight"]}, "rank 0 lm_head.weight: not the bits"),
+        ({"num_parameters": 0}, "0 parameters compared"),
+        ({"num_versions": 2}, "over 2 changing versions"),
+        ({"bytes_received": 9}, "9 bytes received, 8 is the least"),
+        ({"megatron": 0.1}, "megatron: log-probabilities differ"),
+        ({"vllm": float("nan")}, "vllm: log-probabilities differ"),
+        ({"spread": 0.5}, "say nothing"),
+    ],
+)
+def test_every_fault_is_told(change: dict[str, Any], says: str) -> None:
+    faults = replace(GOOD, **change).faults
+    assert len(faults) == 1 and says in faults[0]
+
+
+def test_the_median_position_is_not_moved_by_a_few() -> None:
+    """Of 21 positions 8 are far off; a fault in the weights moves them all."""
+    expected = torch.randn(3, 7, 5).log_softmax(-1)
+    near, far = expected.clone(), expected.clone()
+    near.view(21, 5)[:8, 0] += 3.0
+    far[..., 0] += 3.0
+    assert difference_of(near, expected, "largest") > 0.1
+    assert difference_of(near, expected, "median") < 1e-5
+    assert difference_of(far, expected, "median") > 0.1
+
+
+@pytest.mark.parametrize("family", hf_configs.PUBLISHED)
+def test_small_models_keep_their_form(family: str) -> None:
+    published = hf_configs.PUBLISHED[family]
+    large, small = table_for(published), table_for(reduced_config(published, 4, (1, 2)))
+    assert small.dims.num_layers == 4
+    assert small.dims.vocab_size == VOCABULARY
+    assert small.dims.tied_embeddings == large.dims.tied_embeddings
+    assert bool(small.dims.num_experts) == bool(large.dims.num_experts)
+    assert small.dims.num_mtp_layers == large.dims.num_mtp_layers
+    assert small.dims.num_heads % 2 == 0
+    assert small.rules != large.rules or small.shapes != large.shapes
+    kinds = [{_kind(name) for name in table.shapes} for table in (large, small)]
+    assert kinds[0] == kinds[1]
+    assert sum(map(_numel, small.shapes.values())) < 8e6
+
+
+def _kind(name: str) -> str:
+    return ".".join("#" if part.isdigit() else part for part in name.split("."))
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp_sizes"),
+    [(32, 8, (2, 4)), (14, 2, (2, 1)), (48, 12, (4, 3)), (128, 128, (8,)), (8, 1, (2,)), (6, 6, (3, 2))],
+)
+def test_heads_suit_the_layouts(heads: int, kv_heads: int, tp_sizes: tuple[int, ...]) -> None:
+    config = {**hf_configs.QWEN3_8B, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    small = reduced_config(config, 4, tp_sizes)
+    for tp in tp_sizes:
+        assert small["num_attention_heads"] % tp == 0
+        assert small["num_key_value_heads"] % tp == 0 or tp % small["num_key_value_heads"] == 0
+    assert small["num_attention_heads"] % small["num_key_value_heads"] == 0
+
+
+@pytest.mark.parametrize("family", ["gemma-2", "gemma-3"])
+def test_windows_of_small_models_act(family: str) -> None:
+    """Both kinds of layers are left, and the window is shorter than the sequences that are compared."""
+    windows = table_for(reduced_config(hf_configs.PUBLISHED[family], 4)).extras.windows
+    assert None in windows
+    assert all(window is None or window < SEQ_LENGTH for window in windows)
+    assert any(windows)
+
+
+def test_small_tokens_and_layer_lists(tmp_path: Path) -> None:
+    config = {**hf_configs.LLAMA_3_8B, "layer_types": ["full_attention"] * 32}
+    small = reduced_config(config, 3)
+    assert small["layer_types"] == ["full_attention"] * 3
+    assert all(token < VOCABULARY for token in (small["bos_token_id"], *small["eos_token_id"]))
+    assert small["pad_token_id"] is None
