@@ -113,7 +113,7 @@ lock: ## Resolve requirements-cpu.in into requirements-cpu.txt again (needs uv)
 	@mv requirements-cpu.txt.new requirements-cpu.txt
 
 clean: ## Remove caches and build outputs (runs/ and the environment stay)
-	rm -rf build hybrid_engine.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build hybrid_engine.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path './.venv*' -prune -o -path ./.git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-env: ## Remove the environment that make created in VENV
