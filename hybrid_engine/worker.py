@@ -94,7 +94,8 @@ class ActorHybridWorker:
         shapes = adapter_shapes(self.table, lora.target_modules, lora.rank)
         adapter = AdapterConfig(lora.rank, lora.alpha, adapted_modules(shapes))
         self.adapter = ACTOR_ADAPTER
-        return WeightsWithAdapter(self.inference, shapes, adapter, getattr(torch, self.config.wire_dtype))
+        dtype = getattr(torch, self.config.wire_dtype)
+        return WeightsWithAdapter(self.inference.adaptor, self.inference.adapters, shapes, adapter, dtype)
 
     @property
     def sharding(self) -> ShardingManager:

@@ -275,7 +275,7 @@ class _Examination:
     def _switch(self, checkpoint: Path, expected: torch.Tensor) -> None:
         """Switch, and compare vLLM's parameters with those that vLLM itself loads from the checkpoint."""
 
-        from hybrid_engine.backends.vllm.weights.native import native_parameters
+        from hybrid_engine.backends.vllm.native_load import native_parameters
 
         seen: dict[str, torch.Tensor] = {}
         adaptor = self.worker.inference.adaptor

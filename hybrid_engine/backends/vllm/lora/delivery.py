@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hybrid_engine.backends.vllm.engine import InferenceEngine
 from hybrid_engine.backends.vllm.engine_settings import AdapterConfig
+from hybrid_engine.backends.vllm.lora.from_memory import Adapters
+from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
 
@@ -23,7 +24,8 @@ class WeightsWithAdapter:
     """vLLM's weights and, beside them, the actor's adapter (port `InferenceWeights`).
 
     Args:
-        engine: built with LoRA.
+        weights: the engine's.
+        adapters: of the same engine, built with LoRA.
         shapes: the adapter's tensors by PEFT's names; every rank takes all of them, vLLM cuts them itself.
         config: rank, alpha and modules.
         dtype: of the adapter, e.g. torch.bfloat16.
@@ -33,18 +35,19 @@ class WeightsWithAdapter:
 
     def __init__(
         self,
-        engine: InferenceEngine,
+        weights: VllmAdaptor,
+        adapters: Adapters,
         shapes: Mapping[str, tuple[int, ...]],
         config: AdapterConfig,
         dtype: torch.dtype,
     ) -> None:
-        self._engine, self._weights = engine, engine.adaptor
+        self._weights, self._adapters = weights, adapters
         self._shapes, self._config, self._dtype = dict(shapes), config, dtype
         self._arriving: dict[str, torch.Tensor] = {}
 
     def layout(self) -> Layout:
         """The weights' records and one for each tensor of the adapter."""
-        rank, dtype = self._engine.rank, str(self._dtype).removeprefix("torch.")
+        rank, dtype = self._weights.rank, str(self._dtype).removeprefix("torch.")
         buffers = {BufferId(rank, name): Buffer(math.prod(shape), dtype, GROUP) for name, shape in self._shapes.items()}
         shards = tuple(
             Shard(Region(name, (0,) * len(shape), shape), Place(BufferId(rank, name), 0, contiguous_strides(shape)))
@@ -69,7 +72,7 @@ class WeightsWithAdapter:
         self._weights.commit([group for group in groups if group != GROUP])
         if GROUP in groups:
             tensors = {name: flat.view(self._shapes[name]) for name, flat in self._arriving.items()}
-            self._engine.set_adapter(ACTOR_ADAPTER, self._config, tensors)
+            self._adapters.set(ACTOR_ADAPTER, self._config, tensors)
             self._arriving = {}
 
     def settle(self) -> None:
@@ -79,7 +82,7 @@ class WeightsWithAdapter:
     def release(self) -> None:
         """As the port says; vLLM keeps its copy of the adapter on the host."""
         self._arriving = {}
-        self._engine.adapters.drop_from_device()
+        self._adapters.drop_from_device()
         self._weights.release()
 
     def resident_nbytes(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.backends.vllm.weights.native import native_parameters, second_model
+from hybrid_engine.backends.vllm.native_load import native_parameters, second_model
 from tests.hybrid_engine.backends.vllm.vllm_models import (
     LLAMA,
     MIXTRAL,
