@@ -135,7 +135,7 @@ def measure(point: Point) -> Figures:
     times.append(time.perf_counter())
     plan = plan_of_rank(source, destination, hosts, train.world_size // 2, may_stay_unread=unserved)
     times.append(time.perf_counter())
-    if (summary.received != summary.least).any():
+    if (summary.received != summary.lower_bound).any():
         raise AssertionError("more is received than the least")
     steps = [after - before for before, after in itertools.pairwise(times)]
     transfers = sum(len(bucket.transfers) for bucket in plan.buckets)

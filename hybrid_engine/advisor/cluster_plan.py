@@ -82,7 +82,7 @@ class JobPlan:
         """Bytes of all tensors that vLLM serves, each once."""
         holdings = self.destination.holdings
         return sum(
-            int(np.prod(holdings.shapes[name], dtype=np.int64)) * holdings.itemsizes[name] for name in holdings.spreads
+            int(np.prod(holdings.shapes[name], dtype=np.int64)) * holdings.itemsizes[name] for name in holdings.owners
         )
 
     @cached_property

@@ -85,7 +85,7 @@ def _bytes(summary: ByteSummary) -> dict[str, dict[str, float]]:
         "sent": spread_of(summary.sent),
         "sent_same_host": spread_of(summary.sent_host),
         "sent_across_hosts": spread_of(summary.sent_network),
-        "least": spread_of(summary.least),
+        "least": spread_of(summary.lower_bound),
     }
 
 
@@ -93,7 +93,7 @@ def _across_hosts(plan: JobPlan) -> dict[str, dict[str, float]]:
     """What comes to each host from others, and the least that must."""
     hosts = plan.cluster.hosts(plan.world_size)
     received = np.bincount(hosts, weights=plan.bytes.network).astype(np.int64)
-    return {"received": spread_of(received), "least": spread_of(plan.bytes.network_least)}
+    return {"received": spread_of(received), "least": spread_of(plan.bytes.network_lower_bound)}
 
 
 def _without_defaults(sizes: Any) -> dict[str, Any]:

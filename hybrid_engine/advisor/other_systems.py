@@ -20,10 +20,10 @@ import numpy as np
 
 from hybrid_engine.layouts.inference import InferenceParallelism
 from hybrid_engine.layouts.training import TrainParallelism
-from hybrid_engine.planning.routes import unheld
-from hybrid_engine.planning.summary import alike
+from hybrid_engine.planning.routes import missing_by_rank
+from hybrid_engine.planning.summary import tensor_classes
 from hybrid_engine.records.holdings import Holdings
-from hybrid_engine.records.owners import Spread
+from hybrid_engine.records.owners import BoxOwners
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def _peer(system: str, formula: str, nbytes: float, reasons: list[str]) -> PeerB
 def _model_nbytes(source: Holdings, destination: Holdings) -> int:
     """Bytes of all tensors that are moved, each once."""
     return sum(
-        int(np.prod(destination.shapes[name], dtype=np.int64)) * source.itemsizes[name] for name in destination.spreads
+        int(np.prod(destination.shapes[name], dtype=np.int64)) * source.itemsizes[name] for name in destination.owners
     )
 
 
@@ -70,10 +70,10 @@ def _gathered(source: Holdings, destination: Holdings) -> np.ndarray:
     """Bytes each rank receives when all of every tensor goes everywhere."""
     received = np.zeros(source.num_ranks, dtype=np.int64)
     everyone = np.arange(source.num_ranks)
-    for tensors in alike(source, destination):
+    for tensors in tensor_classes(source, destination):
         shape = destination.shapes[tensors.tensors[0]]
-        whole = Spread((0,) * len(shape), shape, everyone)
-        for ranks, numel in unheld(tensors.sources, [whole], source.num_ranks):
+        whole = BoxOwners((0,) * len(shape), shape, everyone)
+        for ranks, numel in missing_by_rank(tensors.sources, [whole], source.num_ranks):
             received[ranks] += numel * int(tensors.itemsizes.sum())
     return received
 

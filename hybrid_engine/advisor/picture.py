@@ -17,7 +17,7 @@ import numpy as np
 
 from hybrid_engine.layouts.parameters import Location, parameters_of
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.records.holdings import Holdings, Spreads, first_members, joined, rank_classes
+from hybrid_engine.records.holdings import Holdings, TensorOwners, first_members, joined, rank_classes
 from hybrid_engine.records.owners import presence_of
 from hybrid_engine.records.regions import Region
 
@@ -162,18 +162,18 @@ def _looks_of(row: Row, source: Holdings, destination: Holdings, ranks: np.ndarr
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Alike:
-    """Tensors of a row that are spread alike on both sides; `held` and `needed`: [spread, column], who is in it."""
+    """Tensors of a row with the same owners on both sides; `held` and `needed`: [box, column], who is in it."""
 
     tensors: tuple[str, ...]
-    sources: Spreads
-    wants: Spreads
+    sources: TensorOwners
+    destinations: TensorOwners
     held: np.ndarray
     needed: np.ndarray
 
     def boxes(self, column: int) -> dict[str, list[Region]]:
         """Side -> the boxes of each of the tensors."""
-        train = [spread.region for spread, yes in zip(self.sources, self.held[:, column], strict=True) if yes]
-        infer = [spread.region for spread, yes in zip(self.wants, self.needed[:, column], strict=True) if yes]
+        train = [box.region for box, yes in zip(self.sources, self.held[:, column], strict=True) if yes]
+        infer = [box.region for box, yes in zip(self.destinations, self.needed[:, column], strict=True) if yes]
         both = [part for want in infer for has in train if (part := want.intersect(has))]
         return {"train": train, "infer": infer, "both": both}
 
@@ -181,16 +181,16 @@ class _Alike:
 def _sets_of(row: Row, source: Holdings, destination: Holdings, ranks: np.ndarray) -> list[_Alike]:
     tensors: dict[tuple[int, int], list[str]] = {}
     for tensor in row.tensors:
-        key = id(source.spreads.get(tensor)), id(destination.spreads.get(tensor))
+        key = id(source.owners.get(tensor)), id(destination.owners.get(tensor))
         tensors.setdefault(key, []).append(tensor)
     sets = []
     for names in tensors.values():
-        sources, wants = (side.spreads.get(names[0], ()) for side in (source, destination))
+        sources, destinations = (side.owners.get(names[0], ()) for side in (source, destination))
         held, needed = (
-            np.array([presence_of(spread, source.num_ranks)[ranks] for spread in spreads]).reshape(-1, len(ranks))
-            for spreads in (sources, wants)
+            np.array([presence_of(box, source.num_ranks)[ranks] for box in owners]).reshape(-1, len(ranks))
+            for owners in (sources, destinations)
         )
-        sets.append(_Alike(tuple(names), sources, wants, held, needed))
+        sets.append(_Alike(tuple(names), sources, destinations, held, needed))
     return sets
 
 

@@ -19,9 +19,9 @@ from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.parameters import Location, Parameter, cut_violations, head_violations, parameters_of
 from hybrid_engine.models.packing import GateUp, InterleavedQKV, Over, Shape, Span, Split, Vocabulary
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.records.holdings import Piece, Placed, SideBuilder, SideLayout
+from hybrid_engine.records.holdings import PlacedBox, PlacedBoxes, SideBuilder, SideLayout
 from hybrid_engine.records.layout import Layout
-from hybrid_engine.records.owners import Spread
+from hybrid_engine.records.owners import BoxOwners
 from hybrid_engine.records.regions import contiguous_strides
 
 VOCAB_MULTIPLE = 64
@@ -123,7 +123,7 @@ def inference_layout(
 
 
 class _InferenceSide:
-    """Makes the side; ranks and pieces are made once for all tensors that are held alike."""
+    """Makes the side; ranks and pieces are made once for all tensors that have the same owners."""
 
     def __init__(self, table: ModelTable, parallelism: InferenceParallelism, dtype: str) -> None:
         self._table = table
@@ -135,7 +135,7 @@ class _InferenceSide:
         self._positions = parallelism.order.reshape(grid)
         self._groups: dict[str, str] = {}
         self._ranks: dict[tuple[int, int | None, int | None], np.ndarray] = {}
-        self._pieces: dict[object, list[tuple[Piece, ...]]] = {}
+        self._pieces: dict[object, list[tuple[PlacedBox, ...]]] = {}
 
     def build(self) -> SideLayout:
         held: set[tuple[str, int]] = set()
@@ -147,17 +147,17 @@ class _InferenceSide:
                         self._add(tensor, stage, pieces, parameter)
         return self._side.build()
 
-    def _add(self, tensor: str, stage: int, pieces: tuple[Piece, ...], parameter: Parameter) -> None:
+    def _add(self, tensor: str, stage: int, pieces: tuple[PlacedBox, ...], parameter: Parameter) -> None:
         module = parameter.name.format(**{**parameter.indices, "expert": ""}).rpartition(".")[0]
         group = self._groups.setdefault(tensor, module)  # a tied head is in the embedding's
-        self._side.add(tensor, Placed(pieces, {"tensor": tensor}, group))
+        self._side.add(tensor, PlacedBoxes(pieces, {"tensor": tensor}, group))
         if isinstance(parameter.packing, Vocabulary):  # padding counts, and the last ranks may have nothing else
             shape = self._table.shapes[tensor]
             rows = padded_vocabulary(shape[0]) // self._sizes.tensor
             self._side.add_elements(self._ranks_of(stage, None, None), rows * math.prod(shape[1:]), of_expert=False)
             return
         for piece in pieces:
-            self._side.add_elements(piece.spread.ranks, piece.numel, of_expert=parameter.is_expert)
+            self._side.add_elements(piece.owners.ranks, piece.numel, of_expert=parameter.is_expert)
 
     def _stages_with(self, parameter: Parameter) -> Sequence[int]:
         num_stages = self._sizes.pipeline
@@ -168,7 +168,7 @@ class _InferenceSide:
             return range(num_stages)
         return [0 if parameter.location is Location.EMBEDDING else num_stages - 1]
 
-    def _pieces_of(self, parameter: Parameter, stage: int) -> Mapping[str, tuple[Piece, ...]]:
+    def _pieces_of(self, parameter: Parameter, stage: int) -> Mapping[str, tuple[PlacedBox, ...]]:
         """Tensor -> its pieces on a stage."""
         expert, block = parameter.indices.get("expert"), None
         if expert is not None and self._sizes.expert > 1:
@@ -179,7 +179,7 @@ class _InferenceSide:
             self._pieces[key] = [self._make_pieces(parameter, tensor, stage, block) for tensor in parameter.tensors]
         return dict(zip(parameter.tensors, self._pieces[key], strict=True))
 
-    def _make_pieces(self, parameter: Parameter, tensor: str, stage: int, block: int | None) -> tuple[Piece, ...]:
+    def _make_pieces(self, parameter: Parameter, tensor: str, stage: int, block: int | None) -> tuple[PlacedBox, ...]:
         shape = self._table.shapes[tensor]
         dim = parameter.packing.dim
         pieces = []
@@ -221,12 +221,12 @@ class _InferenceSide:
         else:
             raise TypeError(f"{tensor}: how vLLM cuts a {type(packing).__name__} is not known here")
 
-    def _piece(self, shape: Shape, dim: int, bounds: tuple[int, int], ranks: np.ndarray, number: int) -> Piece:
+    def _piece(self, shape: Shape, dim: int, bounds: tuple[int, int], ranks: np.ndarray, number: int) -> PlacedBox:
         offsets = tuple(bounds[0] if axis == dim else 0 for axis in range(len(shape)))
         lengths = tuple(bounds[1] - bounds[0] if axis == dim else size for axis, size in enumerate(shape))
         suffix = f"#{number}" if number else ""
-        return Piece(
-            Spread(offsets, lengths, ranks), "{tensor}" + suffix, math.prod(lengths), 0, contiguous_strides(lengths)
+        return PlacedBox(
+            BoxOwners(offsets, lengths, ranks), "{tensor}" + suffix, math.prod(lengths), 0, contiguous_strides(lengths)
         )
 
     def _ranks_of(self, stage: int, block: int | None, part: int | None) -> np.ndarray:

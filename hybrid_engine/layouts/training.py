@@ -24,9 +24,9 @@ from hybrid_engine.layouts.parameters import (
 from hybrid_engine.layouts.stages import Chunk, PipelineSplit, chunks_of, split_violations
 from hybrid_engine.models.packing import Over, Shape, Vocabulary, held_regions
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.records.holdings import Piece, Placed, SideBuilder, SideLayout
+from hybrid_engine.records.holdings import PlacedBox, PlacedBoxes, SideBuilder, SideLayout
 from hybrid_engine.records.layout import Layout
-from hybrid_engine.records.owners import Spread
+from hybrid_engine.records.owners import BoxOwners
 from hybrid_engine.records.regions import contiguous_strides
 
 
@@ -165,7 +165,7 @@ def training_layout(table: ModelTable, parallelism: TrainParallelism, rank: int,
 
 
 class _TrainingSide:
-    """Makes the side; ranks and pieces are made once for all parameters that are held alike."""
+    """Makes the side; ranks and pieces are made once for all parameters that have the same owners."""
 
     def __init__(self, table: ModelTable, parallelism: TrainParallelism, dtype: str) -> None:
         self._table = table
@@ -209,7 +209,7 @@ class _TrainingSide:
             self._pieces[key] = self._make_pieces(parameter, chunk, expert)
         made = self._pieces[key]
         for tensor, pieces in zip(parameter.tensors, made.by_tensor, strict=True):
-            self._side.add(tensor, Placed(pieces, parameter.indices, group=""))
+            self._side.add(tensor, PlacedBoxes(pieces, parameter.indices, group=""))
         for ranks in made.ranks:
             self._side.add_elements(ranks, made.local_numel, of_expert=parameter.is_expert)
 
@@ -220,13 +220,13 @@ class _TrainingSide:
         num_parts = self._sizes.num_parts(over)
         local_shape = self._local_shape(parameter, num_parts)
         strides = contiguous_strides(local_shape)
-        by_tensor: dict[str, list[Piece]] = {tensor: [] for tensor in parameter.tensors}
+        by_tensor: dict[str, list[PlacedBox]] = {tensor: [] for tensor in parameter.tensors}
         ranks = [self._ranks_of(chunk.stage, expert, over, part) for part in range(num_parts)]
         for part in range(num_parts):
             for held in held_regions(packing, parameter.indices, self._table.shapes, local_shape, part, num_parts):
                 by_tensor[held.region.tensor].append(
-                    Piece(
-                        Spread(held.region.offsets, held.region.lengths, ranks[part]),
+                    PlacedBox(
+                        BoxOwners(held.region.offsets, held.region.lengths, ranks[part]),
                         buffer=f"chunk{chunk.virtual}.{parameter.name}",
                         numel=math.prod(local_shape),
                         start=held.start * strides[held.local_dim],
@@ -258,7 +258,7 @@ class _TrainingSide:
 class _Pieces:
     """Pieces of each tensor of a parameter, the ranks of each part, and the elements of one part."""
 
-    by_tensor: list[tuple[Piece, ...]]
+    by_tensor: list[tuple[PlacedBox, ...]]
     ranks: list[np.ndarray]
     local_numel: int
 

@@ -3,7 +3,7 @@
 A switch fills modules in loader layout and drops them as soon as vLLM has packed them. Fresh pages for each would cost
 several times what the copy costs; here the pages of one bucket serve the next.
 
-    passage.lend([(numel, dtype), …]) -> tensors --last of them gone--> pages are free --lend--> …
+    pool.lend([(numel, dtype), …]) -> tensors --last of them gone--> pages are free --lend--> …
                                           lent before a trim ─┐                └──trim──> system
                                                               └────────────────────────> system
 """
@@ -20,7 +20,7 @@ import torch
 _ALIGNMENT = 64  # bytes, of every tensor
 
 
-class Passage:
+class StagingPool:
     """One run of pages, lent as a whole and taken back when the last tensor over it is gone.
 
     Memory: what was lent last, or more if more was lent before; what is lent while the pages are still out (somebody
@@ -76,8 +76,8 @@ class _Pages:
         self.memory.madvise(mmap.MADV_HUGEPAGE)
 
 
-def _take_back(passage: weakref.ref[Passage], pages: _Pages, num_trims: int) -> None:
+def _take_back(pool: weakref.ref[StagingPool], pages: _Pages, num_trims: int) -> None:
     """The last tensor over these pages is gone."""
-    owner = passage()
+    owner = pool()
     if owner is not None:
         owner.take_back(pages, num_trims)

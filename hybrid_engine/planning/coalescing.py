@@ -16,7 +16,7 @@ from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.records.layout import Place
 
 
-def combine(transfers: Iterable[Transfer]) -> list[Transfer]:
+def coalesce(transfers: Iterable[Transfer]) -> list[Transfer]:
     """The same copies in as few transfers as regular distances allow.
 
     Transfers are only joined when they go from one buffer to one other, so what a pair of ranks gets depends on the
@@ -25,11 +25,11 @@ def combine(transfers: Iterable[Transfer]) -> list[Transfer]:
     by_buffers: dict[object, list[Transfer]] = {}
     for transfer in transfers:
         by_buffers.setdefault((transfer.src.buffer, transfer.dst.buffer), []).append(_flattened(transfer))
-    combined = [one for same in by_buffers.values() for one in _combined(same)]
+    combined = [one for same in by_buffers.values() for one in _coalesced(same)]
     return sorted(combined, key=lambda one: (one.dst.buffer, one.dst.offset, one.src.buffer, one.src.offset))
 
 
-def _combined(transfers: list[Transfer]) -> list[Transfer]:
+def _coalesced(transfers: list[Transfer]) -> list[Transfer]:
     """Join until nothing joins any more: heads, then experts of equal heads, and so on."""
     while True:
         alike: dict[object, list[Transfer]] = {}

@@ -98,7 +98,7 @@ class ByteCount:
     own: int
     host: int
     network: int
-    least: int
+    lower_bound: int
 
     @property
     def received(self) -> int:
@@ -117,7 +117,7 @@ class ReshardPlan:
             (e.g. a head that is tied to the embedding), by name.
         fingerprint: digest of the two layouts and the hosts; a plan is valid only for layouts with this digest.
         relays: the relay buffers, in the plan of one rank those it writes, holds or reads.
-        network_least: host -> bytes that its ranks together must receive from other hosts whatever the plan.
+        network_lower_bound: host -> bytes that its ranks together must receive from other hosts whatever the plan.
     """
 
     buckets: tuple[Bucket, ...]
@@ -125,7 +125,7 @@ class ReshardPlan:
     unread: tuple[str, ...]
     fingerprint: str
     relays: Mapping[BufferId, Buffer] = field(default_factory=dict)
-    network_least: Mapping[str, int] = field(default_factory=dict)
+    network_lower_bound: Mapping[str, int] = field(default_factory=dict)
 
     def transfers(self) -> Iterable[Transfer]:
         """All transfers, in bucket order."""

@@ -1,6 +1,6 @@
 """Planning: box intersection of two layouts, tensor by tensor.
 
-    sources and wants of a tensor, region by region    who holds it, who wants it
+    sources and destinations of a tensor, region by region    who has it, who wants it
     routes                                             who sends what to whom (planning/routes.py)
     transfers                                          between the places that the records name
     buckets                                            no destination group in two (planning/buckets.py)
@@ -22,10 +22,10 @@ import numpy as np
 from hybrid_engine.errors import PlanError
 from hybrid_engine.planning.buckets import BytesByRank, Need, Outline, outline_buckets
 from hybrid_engine.planning.plan import Bucket, ByteCount, Link, ReshardPlan, Transfer, fingerprint_of
-from hybrid_engine.planning.relays import RelayPlanner, Shipment, wire_dtype
-from hybrid_engine.planning.routes import Hosts, Lap, Routes, unheld, unheld_by_hosts
+from hybrid_engine.planning.relays import RelayedTransfer, RelayPlanner, wire_dtype
+from hybrid_engine.planning.routes import Hosts, RoundRobinOffset, Routes, missing_by_hosts, missing_by_rank
 from hybrid_engine.records.layout import Layout, Shard
-from hybrid_engine.records.owners import Spread
+from hybrid_engine.records.owners import BoxOwners
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.validation import layout_faults, shard_fault
 
@@ -78,7 +78,7 @@ def plan(
         raise PlanError(faults)
     relays = RelayPlanner(rank)
     buckets = fill_buckets(
-        outline_buckets(needs, len(hosts), bucket_nbytes), planner.transfers, planner.shipments, relays
+        outline_buckets(needs, len(hosts), bucket_nbytes), planner.transfers, planner.relayed, relays
     )
     return ReshardPlan(
         buckets=buckets,
@@ -86,14 +86,14 @@ def plan(
         unread=unread,
         fingerprint=fingerprint_of(source.fingerprint(), destination.fingerprint(), hosts, relaying_hosts),
         relays=relays.buffers,
-        network_least=planner.network_least(),
+        network_lower_bound=planner.network_lower_bound(),
     )
 
 
 def fill_buckets(
     outlines: Iterable[Outline],
     transfers: Mapping[str, Sequence[Transfer]],
-    shipments: Mapping[str, Sequence[Shipment]],
+    relayed: Mapping[str, Sequence[RelayedTransfer]],
     relays: RelayPlanner,
 ) -> tuple[Bucket, ...]:
     """Buckets of these outlines, with what is known of their tensors; places in relay buffers are given by `relays`."""
@@ -101,7 +101,7 @@ def fill_buckets(
     for index, outline in enumerate(outlines):
         straight = (each for tensor in outline.tensors for each in transfers.get(tensor, ()))
         arriving, fan_out = relays.lay_out(
-            index, (each for tensor in outline.tensors for each in shipments.get(tensor, ()))
+            index, (each for tensor in outline.tensors for each in relayed.get(tensor, ()))
         )
         buckets.append(
             Bucket(index, outline.tensors, (*straight, *arriving), outline.groups, outline.nbytes, tuple(fan_out))
@@ -144,8 +144,8 @@ class _Side:
     Attributes:
         regions: sorted.
         shards: for every region, rank -> its shards in order of place.
-        spreads: the same as numbers, without places.
-        key: equal for tensors that are spread alike.
+        owners: the same as numbers, without places.
+        key: equal for tensors with the same owners.
     """
 
     def __init__(self, shards: Sequence[Shard]) -> None:
@@ -158,72 +158,72 @@ class _Side:
         self.key = tuple((region.offsets, region.lengths, own) for region, own in zip(self.regions, ranks, strict=True))
 
     @property
-    def spreads(self) -> list[Spread]:
-        return [Spread(offsets, lengths, np.array(ranks, dtype=np.int64)) for offsets, lengths, ranks in self.key]
+    def owners(self) -> list[BoxOwners]:
+        return [BoxOwners(offsets, lengths, np.array(ranks, dtype=np.int64)) for offsets, lengths, ranks in self.key]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spreading:
-    """What tensors that are spread alike have in common.
+    """What tensors with the same owners have in common.
 
     Attributes:
-        unheld: see `routes.unheld`. network_unheld: see `routes.unheld_by_hosts`.
+        missing_by_rank: see `routes.missing_by_rank`. network_missing: see `routes.missing_by_hosts`.
     """
 
     routes: Routes
-    unheld: list[tuple[np.ndarray, int]]
-    network_unheld: np.ndarray
+    missing_by_rank: list[tuple[np.ndarray, int]]
+    network_missing: np.ndarray
 
 
 class _Planner:
-    """Collects transfers, faults and bytes, tensor by tensor. Tensors that are spread alike share their routes."""
+    """Collects transfers, faults and bytes, tensor by tensor. Tensors with the same owners share their routes."""
 
     def __init__(self, source: Layout, destination: Layout, hosts: Hosts, rank: int | None) -> None:
         self.transfers: dict[str, list[Transfer]] = {}
-        self.shipments: dict[str, list[Shipment]] = {}
+        self.relayed: dict[str, list[RelayedTransfer]] = {}
         self.faults: list[str] = []
         self._source, self._destination = source, destination
         self._hosts = hosts
         self._rank = rank
-        self._least: Counter[int] = Counter()
-        self._network_least = np.zeros(hosts.count, dtype=np.int64)
-        self._laps: dict[object, Lap] = {}
+        self._lower_bound: Counter[int] = Counter()
+        self._network_lower_bound = np.zeros(hosts.count, dtype=np.int64)
+        self._offsets: dict[object, RoundRobinOffset] = {}
         self._spreadings: dict[object, _Spreading] = {}
 
     def add(self, tensor: str, src_shards: Sequence[Shard], dst_shards: Sequence[Shard]) -> None:
         """Plan one tensor; tensors come in the plan's order."""
-        sources, wants = _Side(src_shards), _Side(dst_shards)
-        spreading, lap = self._spreading_of(sources, wants), self._lap_of(sources, wants)
+        sources, destinations = _Side(src_shards), _Side(dst_shards)
+        spreading, offset = self._spreading_of(sources, destinations), self._offset_of(sources, destinations)
         routes = spreading.routes
         found: list[Transfer] = []
-        for askers in routes.askers:
-            by_rank = wants.shards[askers.want]
-            for missing in askers.missing:
+        for receivers in routes.receivers:
+            by_rank = destinations.shards[receivers.want]
+            for missing in receivers.missing:
                 self.faults += [
                     _missing_fault(shard, Region(tensor, missing.offsets, missing.lengths))
-                    for rank in askers.ranks.tolist()
+                    for rank in receivers.ranks.tolist()
                     for shard in by_rank[rank]
                 ]
-            for piece in askers.pieces:
+            for piece in receivers.pieces:
                 region = Region(tensor, piece.region.offsets, piece.region.lengths)
-                for dst_rank, src_rank in self._pairs(askers.ranks, routes.senders(askers, piece, lap)):
+                for dst_rank, src_rank in self._pairs(receivers.ranks, routes.senders(receivers, piece, offset)):
                     src = sources.shards[piece.source][src_rank][0]
                     found += [self._send(region, src, dst, piece.link) for dst in by_rank[dst_rank]]
-        for arrival in routes.arrivals:
-            region = Region(tensor, arrival.region.offsets, arrival.region.lengths)
-            for (src_rank, carrier), readers in routes.arrivals_of(arrival, lap, self._rank):
-                src = sources.shards[arrival.source][src_rank][0]
+        for ingress in routes.ingress:
+            region = Region(tensor, ingress.region.offsets, ingress.region.lengths)
+            for (src_rank, relay_rank), readers in routes.ingress_of(ingress, offset, self._rank):
+                src = sources.shards[ingress.source][src_rank][0]
                 dsts = [
                     shard
-                    for rank, want in zip(readers, arrival.wants, strict=True)
-                    for shard in wants.shards[want][rank]
+                    for rank, want in zip(readers, ingress.destinations, strict=True)
+                    for shard in destinations.shards[want][rank]
                 ]
-                if arrival.is_relayed:
-                    self.shipments.setdefault(tensor, []).append(self._ship(region, src, carrier, dsts))
+                if ingress.is_relayed:
+                    self.relayed.setdefault(tensor, []).append(self._relay(region, src, relay_rank, dsts))
                 else:
                     found.append(self._send(region, src, dsts[0], Link.NETWORK))
         self.transfers[tensor] = sorted(found, key=transfer_order)
-        self._count_least(spreading, src_shards, dst_shards)
+        self._count_lower_bound(spreading, src_shards, dst_shards)
 
     def bytes_by_rank(self, buckets: Iterable[Bucket]) -> dict[int, ByteCount]:
         """Of every destination rank, or of the one that the plan is for if it is one."""
@@ -232,23 +232,28 @@ class _Planner:
             moved[each.dst_rank, each.link] += each.nbytes
         return {
             rank: ByteCount(
-                own=moved[rank, Link.SELF], host=moved[rank, Link.HOST], network=moved[rank, Link.NETWORK], least=least
+                own=moved[rank, Link.SELF],
+                host=moved[rank, Link.HOST],
+                network=moved[rank, Link.NETWORK],
+                lower_bound=least,
             )
-            for rank, least in sorted(self._least.items())
+            for rank, least in sorted(self._lower_bound.items())
         }
 
-    def network_least(self) -> dict[str, int]:
+    def network_lower_bound(self) -> dict[str, int]:
         """By host."""
-        return {str(name): int(nbytes) for name, nbytes in zip(self._hosts.names, self._network_least, strict=True)}
+        return {
+            str(name): int(nbytes) for name, nbytes in zip(self._hosts.names, self._network_lower_bound, strict=True)
+        }
 
-    def _spreading_of(self, sources: _Side, wants: _Side) -> _Spreading:
-        key = sources.key, wants.key
+    def _spreading_of(self, sources: _Side, destinations: _Side) -> _Spreading:
+        key = sources.key, destinations.key
         if key not in self._spreadings:
-            src, dst = sources.spreads, wants.spreads
+            src, dst = sources.owners, destinations.owners
             self._spreadings[key] = _Spreading(
                 Routes(src, dst, self._hosts),
-                list(unheld(src, dst, len(self._hosts.numbers))),
-                unheld_by_hosts(src, dst, self._hosts),
+                list(missing_by_rank(src, dst, len(self._hosts.numbers))),
+                missing_by_hosts(src, dst, self._hosts),
             )
         return self._spreadings[key]
 
@@ -259,9 +264,9 @@ class _Planner:
             dst_ranks, src_ranks = dst_ranks[own], src_ranks[own]
         return zip(dst_ranks.tolist(), src_ranks.tolist(), strict=True)
 
-    def _lap_of(self, sources: _Side, wants: _Side) -> Lap:
-        first = self._laps.setdefault((sources.key, wants.key), Lap(len(self.transfers), 0))
-        self._laps[sources.key, wants.key] = Lap(first.start, first.index + 1)
+    def _offset_of(self, sources: _Side, destinations: _Side) -> RoundRobinOffset:
+        first = self._offsets.setdefault((sources.key, destinations.key), RoundRobinOffset(len(self.transfers), 0))
+        self._offsets[sources.key, destinations.key] = RoundRobinOffset(first.start, first.index + 1)
         return first
 
     def _send(self, region: Region, src: Shard, dst: Shard, link: Link) -> Transfer:
@@ -269,27 +274,29 @@ class _Planner:
         nbytes = region.numel * min(src_buffer.itemsize, dst_buffer.itemsize)
         return Transfer(region.tensor, region.lengths, src.place_of(region), dst.place_of(region), nbytes, link)
 
-    def _ship(self, region: Region, src: Shard, carrier: int, dsts: Sequence[Shard]) -> Shipment:
+    def _relay(self, region: Region, src: Shard, relay_rank: int, dsts: Sequence[Shard]) -> RelayedTransfer:
         buffers = [self._destination.buffers[dst.place.buffer] for dst in dsts]
-        return Shipment(
+        return RelayedTransfer(
             region,
             src.place_of(region),
-            carrier,
+            relay_rank,
             wire_dtype(self._source.buffers[src.place.buffer].dtype, [buffer.dtype for buffer in buffers]),
             tuple(dst.place_of(region) for dst in dsts),
             tuple(buffer.itemsize for buffer in buffers),
         )
 
-    def _count_least(self, spreading: _Spreading, src_shards: Sequence[Shard], dst_shards: Sequence[Shard]) -> None:
+    def _count_lower_bound(
+        self, spreading: _Spreading, src_shards: Sequence[Shard], dst_shards: Sequence[Shard]
+    ) -> None:
         if not src_shards:
             return
         sides = (self._source, src_shards), (self._destination, dst_shards)
         itemsize = min(layout.buffers[shard.place.buffer].itemsize for layout, shards in sides for shard in shards)
-        for ranks, numel in spreading.unheld:
+        for ranks, numel in spreading.missing_by_rank:
             for rank in ranks.tolist():
                 if self._rank in (None, rank):
-                    self._least[rank] += numel * itemsize
-        self._network_least += spreading.network_unheld * itemsize
+                    self._lower_bound[rank] += numel * itemsize
+        self._network_lower_bound += spreading.network_missing * itemsize
 
 
 def transfer_order(transfer: Transfer) -> tuple[object, ...]:

@@ -18,9 +18,9 @@ import numpy as np
 
 from hybrid_engine.errors import DependencyError
 from hybrid_engine.planning.routes import Hosts
-from hybrid_engine.planning.summary import Alike, alike
-from hybrid_engine.records.holdings import Holdings, Spreads, first_members, rank_classes
-from hybrid_engine.records.owners import Spread, groups_of_columns, presence_of
+from hybrid_engine.planning.summary import TensorClass, tensor_classes
+from hybrid_engine.records.holdings import Holdings, TensorOwners, first_members, rank_classes
+from hybrid_engine.records.owners import BoxOwners, groups_of_columns, presence_of
 from hybrid_engine.records.regions import subtract_all, union
 
 Order = tuple[int, ...]
@@ -66,7 +66,7 @@ class _Gain:
     """
 
     def __init__(self, source: Holdings, positions: Holdings) -> None:
-        sets = list(alike(source, positions))
+        sets = list(tensor_classes(source, positions))
         self.rank_class = rank_classes(source)
         self.position_class = rank_classes(positions)
         ranks, places = (first_members(classes) for classes in (self.rank_class, self.position_class))
@@ -89,25 +89,25 @@ class _Gain:
             self._inner[key] = int(gains[np.arange(len(chosen)), chosen].sum()), chosen
         return self._inner[key]
 
-    def _add(self, tensors: Alike, ranks: np.ndarray, places: np.ndarray) -> None:
+    def _add(self, tensors: TensorClass, ranks: np.ndarray, places: np.ndarray) -> None:
         """Add what one set of tensors gives; only for classes that hold, and need, anything of it."""
-        holders, needers = _having(tensors.sources, ranks), _having(tensors.wants, places)
+        holders, needers = _having(tensors.sources, ranks), _having(tensors.destinations, places)
         weight = int(tensors.itemsizes.sum())
         for rows, held in holders:
             for columns, needed in needers:
-                wanted = union(spread.region for spread in needed)
+                wanted = union(box.region for box in needed)
                 common = sum(box.numel for box in wanted)
-                common -= sum(box.numel for box in subtract_all(wanted, [spread.region for spread in held]))
+                common -= sum(box.numel for box in subtract_all(wanted, [box.region for box in held]))
                 self.matrix[np.ix_(rows, columns)] += common * weight
 
 
-def _having(spreads: Spreads, members: np.ndarray) -> list[tuple[np.ndarray, list[Spread]]]:
-    """(indices into `members`, the spreads they are in) for all combinations of spreads but none."""
-    num_ranks = int(max(members.max(), max(spread.ranks.max() for spread in spreads))) + 1
-    columns = [presence_of(spread, num_ranks)[members] for spread in spreads]
+def _having(owners: TensorOwners, members: np.ndarray) -> list[tuple[np.ndarray, list[BoxOwners]]]:
+    """(indices into `members`, the owners they are in) for all combinations of owners but none."""
+    num_ranks = int(max(members.max(), max(box.ranks.max() for box in owners))) + 1
+    columns = [presence_of(box, num_ranks)[members] for box in owners]
     groups = []
     for indices in groups_of_columns(columns, len(members)):
-        own = [spread for spread, column in zip(spreads, columns, strict=True) if column[indices[0]]]
+        own = [box for box, column in zip(owners, columns, strict=True) if column[indices[0]]]
         if own:
             groups.append((indices, own))
     return groups

@@ -15,12 +15,12 @@ from hybrid_engine.errors import PlanError
 from hybrid_engine.planning.buckets import BytesByRank, Need, outline_buckets
 from hybrid_engine.planning.plan import Bucket, Link, Transfer
 from hybrid_engine.planning.planner import DEFAULT_BUCKET_NBYTES, fill_buckets, transfer_order
-from hybrid_engine.planning.relays import RelayPlanner, Shipment, staging_nbytes, wire_dtype
-from hybrid_engine.planning.routes import Arrival, Askers, Hosts, Lap, Piece, Routes
-from hybrid_engine.planning.summary import Alike, alike
-from hybrid_engine.records.holdings import Holdings, SideLayout, Spreads
+from hybrid_engine.planning.relays import RelayedTransfer, RelayPlanner, staging_nbytes, wire_dtype
+from hybrid_engine.planning.routes import BoxSource, HostIngress, Hosts, Receivers, RoundRobinOffset, Routes
+from hybrid_engine.planning.summary import TensorClass, tensor_classes
+from hybrid_engine.records.holdings import Holdings, SideLayout, TensorOwners
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Shard
-from hybrid_engine.records.owners import Spread
+from hybrid_engine.records.owners import BoxOwners
 from hybrid_engine.records.regions import Region
 
 
@@ -71,82 +71,84 @@ def plan_of_rank(
     Memory: the two layouts and this rank's transfers.
     """
     planner = _RankPlanner(source, destination, Hosts(hosts, relaying_hosts), rank)
-    unread = source.holdings.spreads.keys() - destination.holdings.spreads.keys() - set(may_stay_unread)
+    unread = source.holdings.owners.keys() - destination.holdings.owners.keys() - set(may_stay_unread)
     faults = [f"{name}: a training parameter that no inference rank reads" for name in sorted(unread)]
-    for tensors in alike(source.holdings, destination.holdings):
+    for tensors in tensor_classes(source.holdings, destination.holdings):
         faults += planner.add(tensors)
     if faults:
         raise PlanError(faults)
     outlines = outline_buckets(_needs(source, destination), len(hosts), bucket_nbytes)
     relays = RelayPlanner(rank)
-    buckets = fill_buckets(outlines, planner.transfers, planner.shipments, relays)
+    buckets = fill_buckets(outlines, planner.transfers, planner.relayed, relays)
     return RankPlan(rank, buckets, relays.buffers)
 
 
 class _RankPlanner:
     def __init__(self, source: SideLayout, destination: SideLayout, hosts: Hosts, rank: int) -> None:
         self.transfers: dict[str, list[Transfer]] = {}
-        self.shipments: dict[str, list[Shipment]] = {}
+        self.relayed: dict[str, list[RelayedTransfer]] = {}
         self._source, self._destination = source, destination
         self._hosts = hosts
         self._rank = rank
 
-    def add(self, tensors: Alike) -> list[str]:
+    def add(self, tensors: TensorClass) -> list[str]:
         """Plan a set of tensors, if the rank has to do with them; returns faults."""
-        if not any(_has(spread, self._rank) for spread in (*tensors.sources, *tensors.wants)):
+        if not any(_has(box, self._rank) for box in (*tensors.sources, *tensors.destinations)):
             return []
-        routes = Routes(tensors.sources, tensors.wants, self._hosts)
+        routes = Routes(tensors.sources, tensors.destinations, self._hosts)
         faults = [
-            f"{tensors.tensors[0]}: elements [{box.offsets}, {box.ends}) are wanted by rank {askers.ranks[0]}, but no "
-            "training rank holds them"
-            for askers in routes.askers
-            for box in askers.missing
+            f"{tensors.tensors[0]}: elements [{box.offsets}, {box.ends}) are wanted by rank {receivers.ranks[0]}, but "
+            "no training rank holds them"
+            for receivers in routes.receivers
+            for box in receivers.missing
         ]
         for index, tensor in enumerate(tensors.tensors):
-            lap = Lap(tensors.start, index)
+            offset = RoundRobinOffset(tensors.start, index)
             found: list[Transfer] = []
-            for askers in routes.askers:
-                for piece in askers.pieces:
-                    pairs = self._pairs(routes, askers, piece, tensors, lap)
+            for receivers in routes.receivers:
+                for piece in receivers.pieces:
+                    pairs = self._pairs(routes, receivers, piece, tensors, offset)
                     for dst_rank, src_rank in pairs:
-                        want, held = tensors.wants[askers.want], tensors.sources[piece.source]
+                        want, held = tensors.destinations[receivers.want], tensors.sources[piece.source]
                         found += self._transfers(tensor, piece, (held, src_rank), (want, dst_rank))
-            for arrival in routes.arrivals:
-                found += self._arrive(tensor, routes, arrival, tensors, lap)
+            for ingress in routes.ingress:
+                found += self._bring_in(tensor, routes, ingress, tensors, offset)
             self.transfers[tensor] = sorted(found, key=transfer_order)
         return faults
 
-    def _arrive(self, tensor: str, routes: Routes, arrival: Arrival, tensors: Alike, lap: Lap) -> Iterator[Transfer]:
-        """The transfers of what comes straight; shipments are kept for their bucket."""
-        region = Region(tensor, arrival.region.offsets, arrival.region.lengths)
+    def _bring_in(
+        self, tensor: str, routes: Routes, ingress: HostIngress, tensors: TensorClass, offset: RoundRobinOffset
+    ) -> Iterator[Transfer]:
+        """The transfers of what comes straight; relayed are kept for their bucket."""
+        region = Region(tensor, ingress.region.offsets, ingress.region.lengths)
         dtype = wire_dtype(self._source.dtypes[tensor], [self._destination.dtypes[tensor]])
-        for (src_rank, carrier), readers in routes.arrivals_of(arrival, lap, self._rank):
-            src = _shards(self._source, tensor, tensors.sources[arrival.source], src_rank)[0].place_of(region)
+        for (src_rank, relay_rank), readers in routes.ingress_of(ingress, offset, self._rank):
+            src = _shards(self._source, tensor, tensors.sources[ingress.source], src_rank)[0].place_of(region)
             places = tuple(
                 shard.place_of(region)
-                for rank, want in zip(readers, arrival.wants, strict=True)
-                for shard in _shards(self._destination, tensor, tensors.wants[want], rank)
+                for rank, want in zip(readers, ingress.destinations, strict=True)
+                for shard in _shards(self._destination, tensor, tensors.destinations[want], rank)
             )
             itemsizes = (DTYPE_NBYTES[self._destination.dtypes[tensor]],) * len(places)
-            if arrival.is_relayed:
-                shipment = Shipment(region, src, carrier, dtype, places, itemsizes)
-                self.shipments.setdefault(tensor, []).append(shipment)
+            if ingress.is_relayed:
+                relayed = RelayedTransfer(region, src, relay_rank, dtype, places, itemsizes)
+                self.relayed.setdefault(tensor, []).append(relayed)
             else:
                 nbytes = region.numel * DTYPE_NBYTES[dtype]
                 yield Transfer(tensor, region.lengths, src, places[0], nbytes, Link.NETWORK)
 
     def _pairs(
-        self, routes: Routes, askers: Askers, piece: Piece, tensors: Alike, lap: Lap
+        self, routes: Routes, receivers: Receivers, piece: BoxSource, tensors: TensorClass, offset: RoundRobinOffset
     ) -> Iterator[tuple[int, int]]:
         """(destination, source) of the transfers of a piece that this rank is part of."""
-        if not _has(tensors.sources[piece.source], self._rank) and not _contains(askers.ranks, self._rank):
+        if not _has(tensors.sources[piece.source], self._rank) and not _contains(receivers.ranks, self._rank):
             return iter(())
-        senders = routes.senders(askers, piece, lap)
-        own = (askers.ranks == self._rank) | (senders == self._rank)
-        return zip(askers.ranks[own].tolist(), senders[own].tolist(), strict=True)
+        senders = routes.senders(receivers, piece, offset)
+        own = (receivers.ranks == self._rank) | (senders == self._rank)
+        return zip(receivers.ranks[own].tolist(), senders[own].tolist(), strict=True)
 
     def _transfers(
-        self, tensor: str, piece: Piece, source: tuple[Spread, int], destination: tuple[Spread, int]
+        self, tensor: str, piece: BoxSource, source: tuple[BoxOwners, int], destination: tuple[BoxOwners, int]
     ) -> Iterator[Transfer]:
         region = Region(tensor, piece.region.offsets, piece.region.lengths)
         nbytes = region.numel * DTYPE_NBYTES[self._source.dtypes[tensor]]
@@ -155,9 +157,9 @@ class _RankPlanner:
             yield Transfer(tensor, region.lengths, src.place_of(region), dst.place_of(region), nbytes, piece.link)
 
 
-def _shards(side: SideLayout, tensor: str, spread: Spread, rank: int) -> list[Shard]:
+def _shards(side: SideLayout, tensor: str, box: BoxOwners, rank: int) -> list[Shard]:
     """A rank's records of exactly this box, in order of place."""
-    box = spread.offsets, spread.lengths
+    box = box.offsets, box.lengths
     shards = [shard for shard, _ in side.shards_of(rank, tensor)]
     same = [shard for shard in shards if (shard.region.offsets, shard.region.lengths) == box]
     return sorted(same, key=lambda shard: (shard.place.buffer, shard.place.offset))
@@ -168,10 +170,10 @@ def _needs(source: SideLayout, destination: SideLayout) -> dict[str, Need]:
     elements: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def bytes_of(holdings: Holdings, tensor: str) -> BytesByRank:
-        spreads = holdings.spreads.get(tensor, ())
-        if id(spreads) not in elements:
-            elements[id(spreads)] = _elements(spreads)
-        ranks, numel = elements[id(spreads)]
+        owners = holdings.owners.get(tensor, ())
+        if id(owners) not in elements:
+            elements[id(owners)] = _elements(owners)
+        ranks, numel = elements[id(owners)]
         return BytesByRank(ranks, numel * holdings.itemsizes.get(tensor, 0))
 
     return {
@@ -180,20 +182,20 @@ def _needs(source: SideLayout, destination: SideLayout) -> dict[str, Need]:
             bytes_of(destination.holdings, tensor),
             bytes_of(source.holdings, tensor),
         )
-        for tensor in destination.holdings.spreads
+        for tensor in destination.holdings.owners
     }
 
 
-def _elements(spreads: Spreads) -> tuple[np.ndarray, np.ndarray]:
+def _elements(owners: TensorOwners) -> tuple[np.ndarray, np.ndarray]:
     """(ranks, how many elements each has)."""
-    if not spreads:
+    if not owners:
         return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-    ranks = np.concatenate([spread.ranks for spread in spreads])
-    return ranks, np.concatenate([np.full(len(spread.ranks), spread.region.numel) for spread in spreads])
+    ranks = np.concatenate([box.ranks for box in owners])
+    return ranks, np.concatenate([np.full(len(box.ranks), box.region.numel) for box in owners])
 
 
-def _has(spread: Spread, rank: int) -> bool:
-    return _contains(spread.ranks, rank)
+def _has(box: BoxOwners, rank: int) -> bool:
+    return _contains(box.ranks, rank)
 
 
 def _contains(ranks: np.ndarray, rank: int) -> bool:

@@ -1,12 +1,12 @@
 """Boxes that cross the network once for several places of a host, which read them out of a relay buffer there.
 
-    sender --NETWORK--> relay buffer on the carrier --HOST--> places of other ranks
-                                                    --SELF--> places of the carrier
+    sender --NETWORK--> relay buffer on the relay rank --HOST--> places of other ranks
+                                                    --SELF--> places of the relay rank
 
-A relay buffer belongs to one bucket, one sender, one carrier and one set of readers, so all who have to do with it know
-everything that comes into it and where it lies, whatever else their hosts receive: boxes follow one another, row-major,
-in the plan's order. Carriers put the relay buffers of every NUM_SLOTS-th bucket into the same memory, so that those of
-one bucket can be filled while another's are read.
+A relay buffer belongs to one bucket, one sender, one relay rank and one set of readers, so all of these know everything
+that comes into it and where it lies, whatever else their hosts receive: boxes follow one another, row-major, in the
+plan's order. Relay ranks put the relay buffers of every NUM_SLOTS-th bucket into the same memory, so that those of one
+bucket can be filled while another's are read.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ NUM_SLOTS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Shipment:
+class RelayedTransfer:
     """One box on its way to several places of one host.
 
     Attributes:
         region: the box.
         src: where the sender has it.
-        carrier: the rank it comes to, one of the readers.
+        relay_rank: the rank it comes to, one of the readers.
         dtype: in which it crosses the network and lies in the relay buffer.
         places: where it goes; itemsizes: bytes per element there.
     """
 
     region: Region
     src: Place
-    carrier: int
+    relay_rank: int
     dtype: str
     places: tuple[Place, ...]
     itemsizes: tuple[int, ...]
@@ -43,7 +43,7 @@ class Shipment:
     def buffer(self, index: int) -> BufferId:
         """The relay buffer it comes into in bucket `index`."""
         readers = "+".join(str(rank) for rank in sorted({place.buffer.rank for place in self.places}))
-        return BufferId(self.carrier, f"relay {index} of {self.dtype} from {self.src.buffer.rank} for {readers}")
+        return BufferId(self.relay_rank, f"relay {index} of {self.dtype} from {self.src.buffer.rank} for {readers}")
 
 
 def wire_dtype(source: str, destinations: Iterable[str]) -> str:
@@ -77,7 +77,7 @@ def staging_nbytes(buckets: Iterable[Bucket], relays: Mapping[BufferId, Buffer],
 
 @dataclass
 class RelayPlanner:
-    """Gives shipments their places in relay buffers.
+    """Gives relayed their places in relay buffers.
 
     Attributes:
         rank: transfers of this rank only are made; None: all.
@@ -87,27 +87,27 @@ class RelayPlanner:
     rank: int | None = None
     buffers: dict[BufferId, Buffer] = field(default_factory=dict)
 
-    def lay_out(self, index: int, shipments: Iterable[Shipment]) -> tuple[list[Transfer], list[Transfer]]:
-        """The transfers of the shipments of bucket `index`, in the plan's order: into relay buffers, and out of them.
+    def lay_out(self, index: int, relayed: Iterable[RelayedTransfer]) -> tuple[list[Transfer], list[Transfer]]:
+        """The transfers of the relayed of bucket `index`, in the plan's order: into relay buffers, and out of them.
 
-        All shipments of the relay buffers concerned must be among them.
+        All relayed of the relay buffers concerned must be among them.
         """
         arriving: list[Transfer] = []
         fan_out: list[Transfer] = []
         ends: dict[BufferId, int] = {}
-        for shipment in shipments:
-            region, buffer = shipment.region, shipment.buffer(index)
+        for box in relayed:
+            region, buffer = box.region, box.buffer(index)
             start = ends.get(buffer, 0)
             ends[buffer] = start + region.numel
             relay = Place(buffer, start, contiguous_strides(region.lengths))
-            itemsize = DTYPE_NBYTES[shipment.dtype]
+            itemsize = DTYPE_NBYTES[box.dtype]
             nbytes = region.numel * itemsize
-            arriving.append(Transfer(region.tensor, region.lengths, shipment.src, relay, nbytes, Link.NETWORK))
-            for place, own_itemsize in zip(shipment.places, shipment.itemsizes, strict=True):
+            arriving.append(Transfer(region.tensor, region.lengths, box.src, relay, nbytes, Link.NETWORK))
+            for place, own_itemsize in zip(box.places, box.itemsizes, strict=True):
                 nbytes = region.numel * min(itemsize, own_itemsize)
-                link = Link.SELF if place.buffer.rank == shipment.carrier else Link.HOST
+                link = Link.SELF if place.buffer.rank == box.relay_rank else Link.HOST
                 fan_out.append(Transfer(region.tensor, region.lengths, relay, place, nbytes, link))
-            self.buffers[buffer] = Buffer(ends[buffer], shipment.dtype, group=str(index), exported=True)
+            self.buffers[buffer] = Buffer(ends[buffer], box.dtype, group=str(index), exported=True)
         return self._own(arriving), self._own(fan_out)
 
     def _own(self, transfers: list[Transfer]) -> list[Transfer]:

@@ -11,7 +11,7 @@ Releases = Mapping[str, tuple[Extent, ...]]
 """Buffer name -> intervals, in elements; in order, none touching another."""
 
 
-def releases(shards: Iterable[Shard], buckets: Sequence[Bucket]) -> tuple[Releases, ...]:
+def release_schedule(shards: Iterable[Shard], buckets: Sequence[Bucket]) -> tuple[Releases, ...]:
     """For every bucket what can go once all ranks have run it and those before it.
 
     Args:

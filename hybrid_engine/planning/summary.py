@@ -1,6 +1,6 @@
 """The bytes of all ranks, without a plan of every rank: the same numbers as `planning.planner.plan` gives.
 
-Tensors that are spread alike on both sides move alike but for the turns of their senders, so the work is done once for
+Tensors with the same owners on both sides move alike but for the turns of their senders, so the work is done once for
 each such set of tensors and each class of ranks in it.
 """
 
@@ -13,8 +13,8 @@ import numpy as np
 
 from hybrid_engine.errors import PlanError
 from hybrid_engine.planning.plan import Link
-from hybrid_engine.planning.routes import Hosts, Routes, unheld, unheld_by_hosts
-from hybrid_engine.records.holdings import Holdings, Spreads
+from hybrid_engine.planning.routes import Hosts, Routes, missing_by_hosts, missing_by_rank
+from hybrid_engine.records.holdings import Holdings, TensorOwners
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class ByteSummary:
         own: copied inside the rank. host, network: received from a rank of the same host, of another one.
         sent_host, sent_network: the same seen from the sender.
         least: no plan lets the rank receive less.
-        network_least: by host: no plan lets its ranks together receive less from other hosts.
+        network_lower_bound: by host: no plan lets its ranks together receive less from other hosts.
     """
 
     own: np.ndarray
@@ -33,8 +33,8 @@ class ByteSummary:
     network: np.ndarray
     sent_host: np.ndarray
     sent_network: np.ndarray
-    least: np.ndarray
-    network_least: np.ndarray
+    lower_bound: np.ndarray
+    network_lower_bound: np.ndarray
 
     @property
     def received(self) -> np.ndarray:
@@ -48,29 +48,29 @@ class ByteSummary:
 
 
 @dataclass(frozen=True, eq=False)
-class Alike:
-    """Tensors that are spread alike on both sides.
+class TensorClass:
+    """Tensors with the same owners on both sides.
 
     Attributes:
-        sources, wants: their spreads in training and in inference.
+        sources, destinations: their owners in training and in inference.
         tensors: names, in the plan's order.
         start: the first one's ordinal in the plan.
         itemsizes: bytes per element in training, for each tensor.
     """
 
-    sources: Spreads
-    wants: Spreads
+    sources: TensorOwners
+    destinations: TensorOwners
     tensors: tuple[str, ...]
     start: int
     itemsizes: np.ndarray
 
 
-def alike(source: Holdings, destination: Holdings) -> Iterator[Alike]:
+def tensor_classes(source: Holdings, destination: Holdings) -> Iterator[TensorClass]:
     """The tensors that are moved, in sets.
 
     Raises PlanError naming every tensor that is wanted and that nobody holds, or held with another shape.
     """
-    faults = [f"{name}: wanted, but no training rank holds it" for name in destination.spreads.keys() - source.spreads]
+    faults = [f"{name}: wanted, but no training rank holds it" for name in destination.owners.keys() - source.owners]
     faults += [
         f"{name}: shape {source.shapes[name]} in training, {shape} in inference"
         for name, shape in destination.shapes.items()
@@ -79,12 +79,12 @@ def alike(source: Holdings, destination: Holdings) -> Iterator[Alike]:
     if faults:
         raise PlanError(sorted(faults))
     found: dict[tuple[int, int], list[tuple[int, str]]] = {}
-    for ordinal, (name, wants) in enumerate(destination.spreads.items()):
-        found.setdefault((id(source.spreads[name]), id(wants)), []).append((ordinal, name))
+    for ordinal, (name, destinations) in enumerate(destination.owners.items()):
+        found.setdefault((id(source.owners[name]), id(destinations)), []).append((ordinal, name))
     for members in found.values():
         names = tuple(name for _, name in members)
         itemsizes = np.array([source.itemsizes[name] for name in names], dtype=np.int64)
-        yield Alike(source.spreads[names[0]], destination.spreads[names[0]], names, members[0][0], itemsizes)
+        yield TensorClass(source.owners[names[0]], destination.owners[names[0]], names, members[0][0], itemsizes)
 
 
 def summarize(
@@ -101,7 +101,7 @@ def summarize(
     findings each.
     """
     tally = _Tally(Hosts(hosts, relaying_hosts))
-    for tensors in alike(source, destination):
+    for tensors in tensor_classes(source, destination):
         tally.add(tensors)
     if tally.faults:
         raise PlanError(tally.faults)
@@ -112,8 +112,8 @@ def summarize(
         network=counts[Link.NETWORK],
         sent_host=tally.sent[Link.HOST],
         sent_network=tally.sent[Link.NETWORK],
-        least=tally.least,
-        network_least=tally.network_least,
+        lower_bound=tally.lower_bound,
+        network_lower_bound=tally.network_lower_bound,
     )
 
 
@@ -123,39 +123,39 @@ class _Tally:
         num_ranks = len(hosts.numbers)
         self.counts: Mapping[Link, np.ndarray] = {link: np.zeros(num_ranks, dtype=np.int64) for link in Link}
         self.sent: Mapping[Link, np.ndarray] = {link: np.zeros(num_ranks, dtype=np.int64) for link in Link}
-        self.least = np.zeros(num_ranks, dtype=np.int64)
-        self.network_least = np.zeros(hosts.count, dtype=np.int64)
+        self.lower_bound = np.zeros(num_ranks, dtype=np.int64)
+        self.network_lower_bound = np.zeros(hosts.count, dtype=np.int64)
         self.faults: list[str] = []
 
-    def add(self, tensors: Alike) -> None:
-        routes = Routes(tensors.sources, tensors.wants, self._hosts)
+    def add(self, tensors: TensorClass) -> None:
+        routes = Routes(tensors.sources, tensors.destinations, self._hosts)
         total = int(tensors.itemsizes.sum())
-        for askers in routes.askers:
-            for box in askers.missing:
+        for receivers in routes.receivers:
+            for box in receivers.missing:
                 self.faults.append(
                     f"{tensors.tensors[0]}: elements [{box.offsets}, {box.ends}) are wanted by rank "
-                    f"{askers.ranks[0]}, but no training rank holds them"
+                    f"{receivers.ranks[0]}, but no training rank holds them"
                 )
-            for piece in askers.pieces:
+            for piece in receivers.pieces:
                 numel = piece.region.numel
-                self.counts[piece.link][askers.ranks] += numel * total * askers.copies
+                self.counts[piece.link][receivers.ranks] += numel * total * receivers.copies
                 if piece.link is not Link.SELF:
                     for itemsize in np.unique(tensors.itemsizes):
                         laps = np.flatnonzero(tensors.itemsizes == itemsize)
                         self.sent[piece.link][:] += (
-                            numel * int(itemsize) * routes.load(askers, piece, tensors.start, laps)
+                            numel * int(itemsize) * routes.load(receivers, piece, tensors.start, laps)
                         )
-        self._add_arrivals(routes, tensors)
-        for ranks, numel in unheld(tensors.sources, tensors.wants, len(self._hosts.numbers)):
-            self.least[ranks] += numel * total
-        self.network_least += unheld_by_hosts(tensors.sources, tensors.wants, self._hosts) * total
+        self._add_ingress(routes, tensors)
+        for ranks, numel in missing_by_rank(tensors.sources, tensors.destinations, len(self._hosts.numbers)):
+            self.lower_bound[ranks] += numel * total
+        self.network_lower_bound += missing_by_hosts(tensors.sources, tensors.destinations, self._hosts) * total
 
-    def _add_arrivals(self, routes: Routes, tensors: Alike) -> None:
-        for arrival in routes.arrivals:
+    def _add_ingress(self, routes: Routes, tensors: TensorClass) -> None:
+        for ingress in routes.ingress:
             for itemsize in np.unique(tensors.itemsizes):
                 laps = np.flatnonzero(tensors.itemsizes == itemsize)
-                load = routes.arrival_load(arrival, tensors.start, laps)
-                nbytes = arrival.region.numel * int(itemsize)
+                load = routes.ingress_load(ingress, tensors.start, laps)
+                nbytes = ingress.region.numel * int(itemsize)
                 self.counts[Link.NETWORK][:] += nbytes * load.network
                 self.sent[Link.NETWORK][:] += nbytes * load.sent_network
                 self.counts[Link.HOST][:] += nbytes * load.host

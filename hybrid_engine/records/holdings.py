@@ -1,7 +1,7 @@
 """The layout of all ranks of one side in compact form: no object per rank and record.
 
-A tensor's `Spread`s say which boxes of it are held and by which ranks. Tensors that are held alike (the experts of one
-stage, a projection in the layers of one stage) share one tuple of spreads, so whoever works on the spreads works once.
+A tensor's `BoxOwners` say which boxes of it are held and by which ranks. Tensors with the same owners (the experts of
+one stage, a projection in the layers of one stage) share one tuple of them, so whoever works on the owners works once.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
-from hybrid_engine.records.owners import Spread, presence_of
+from hybrid_engine.records.owners import BoxOwners, presence_of
 from hybrid_engine.records.regions import Region, union
 
-Spreads = tuple[Spread, ...]
+TensorOwners = tuple[BoxOwners, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,25 +26,25 @@ class Holdings:
         num_ranks: of the world.
         shapes: of all tensors that this side knows, in the model's order, held or not.
         itemsizes: bytes per element of the tensors that are held.
-        spreads: of the tensors that are held. Boxes are sorted and differ; equal tuples are one object.
+        owners: of the tensors that are held. Boxes are sorted and differ; equal tuples are one object.
     """
 
     num_ranks: int
     shapes: Mapping[str, tuple[int, ...]]
     itemsizes: Mapping[str, int]
-    spreads: Mapping[str, Spreads]
+    owners: Mapping[str, TensorOwners]
 
     def nbytes_by_rank(self) -> np.ndarray:
         """Bytes of canonical tensors that each rank holds; int array. Padding and copies count as they are held."""
         total = np.zeros(self.num_ranks, dtype=np.int64)
         weights: dict[int, int] = {}
-        known: dict[int, Spreads] = {}
-        for name, spreads in self.spreads.items():
-            known[id(spreads)] = spreads
-            weights[id(spreads)] = weights.get(id(spreads), 0) + self.itemsizes[name]
-        for key, spreads in known.items():
-            for spread in spreads:
-                np.add.at(total, spread.ranks, spread.region.numel * weights[key])
+        known: dict[int, TensorOwners] = {}
+        for name, owners in self.owners.items():
+            known[id(owners)] = owners
+            weights[id(owners)] = weights.get(id(owners), 0) + self.itemsizes[name]
+        for key, owners in known.items():
+            for box in owners:
+                np.add.at(total, box.ranks, box.region.numel * weights[key])
         return total
 
 
@@ -52,11 +52,11 @@ def rank_classes(holdings: Holdings) -> np.ndarray:
     """Number of its class for each rank; ranks of one class hold the same boxes of everything."""
     classes = np.zeros(holdings.num_ranks, dtype=np.int64)
     seen: set[int] = set()
-    for spreads in holdings.spreads.values():
-        for spread in spreads:
-            if id(spread.ranks) not in seen:
-                seen.add(id(spread.ranks))
-                _, classes = np.unique(2 * classes + presence_of(spread, holdings.num_ranks), return_inverse=True)
+    for owners in holdings.owners.values():
+        for box in owners:
+            if id(box.ranks) not in seen:
+                seen.add(id(box.ranks))
+                _, classes = np.unique(2 * classes + presence_of(box, holdings.num_ranks), return_inverse=True)
     return classes
 
 
@@ -66,20 +66,20 @@ def first_members(classes: np.ndarray) -> np.ndarray:
 
 
 class Interned:
-    """Makes equal tuples of spreads one object."""
+    """Makes equal tuples of owners one object."""
 
     def __init__(self) -> None:
-        self._known: dict[object, Spreads] = {}
+        self._known: dict[object, TensorOwners] = {}
 
-    def of(self, spreads: Iterable[Spread]) -> Spreads:
-        """These spreads, sorted, those of one box joined."""
+    def of(self, owners: Iterable[BoxOwners]) -> TensorOwners:
+        """These owners, sorted, those of one box joined."""
         by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[np.ndarray]] = {}
-        for spread in spreads:
-            by_box.setdefault((spread.offsets, spread.lengths), []).append(spread.ranks)
+        for box in owners:
+            by_box.setdefault((box.offsets, box.lengths), []).append(box.ranks)
         merged = [(box, np.sort(np.concatenate(ranks))) for box, ranks in sorted(by_box.items())]
         key = tuple((box, ranks.tobytes()) for box, ranks in merged)
         if key not in self._known:
-            self._known[key] = tuple(Spread(*box, ranks) for box, ranks in merged)
+            self._known[key] = tuple(BoxOwners(*box, ranks) for box, ranks in merged)
         return self._known[key]
 
 
@@ -90,16 +90,17 @@ def holdings_of(layout: Layout, num_ranks: int) -> Holdings:
     """
     interned = Interned()
     itemsizes: dict[str, int] = {}
-    spreads: dict[str, Spreads] = {}
+    owners: dict[str, TensorOwners] = {}
     for name, shards in layout.shards_by_tensor().items():
         sizes = {layout.buffers[shard.place.buffer].itemsize for shard in shards}
         if len(sizes) > 1:
             raise ValueError(f"{name}: elements of {sorted(sizes)} bytes on different ranks or buffers")
         itemsizes[name] = sizes.pop()
-        spreads[name] = interned.of(
-            Spread(shard.region.offsets, shard.region.lengths, np.array([shard.place.buffer.rank])) for shard in shards
+        owners[name] = interned.of(
+            BoxOwners(shard.region.offsets, shard.region.lengths, np.array([shard.place.buffer.rank]))
+            for shard in shards
         )
-    in_order = {name: spreads[name] for name in layout.tensors if name in spreads}
+    in_order = {name: owners[name] for name in layout.tensors if name in owners}
     return Holdings(num_ranks, layout.tensors, itemsizes, in_order)
 
 
@@ -137,17 +138,17 @@ def _without(box: Region, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class PlacedBox:
     """A box that lies at the same place of a buffer on several ranks.
 
     Attributes:
-        spread: the box and the ranks.
+        owners: the box and the ranks.
         buffer: name pattern of the buffer, with `{layer}` and `{expert}`.
         numel: of the buffer.
         start, strides: where the box lies in it; elements.
     """
 
-    spread: Spread
+    owners: BoxOwners
     buffer: str
     numel: int
     start: int
@@ -155,10 +156,10 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class PlacedBoxes:
     """Pieces of one tensor; `indices` are the values of the numbers in their names."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PlacedBox, ...]
     indices: Mapping[str, int]
     group: str
 
@@ -177,7 +178,7 @@ class SideLayout:
     """
 
     holdings: Holdings
-    placed: Mapping[str, tuple[Placed, ...]]
+    placed: Mapping[str, tuple[PlacedBoxes, ...]]
     dtypes: Mapping[str, str]
     num_elements: np.ndarray
     num_expert_elements: np.ndarray
@@ -187,11 +188,11 @@ class SideLayout:
         """One rank's records of one tensor, with their buffers."""
         for placed in self.placed.get(tensor, ()):
             for piece in placed.pieces:
-                position = np.searchsorted(piece.spread.ranks, rank)
-                if position == len(piece.spread.ranks) or piece.spread.ranks[position] != rank:
+                position = np.searchsorted(piece.owners.ranks, rank)
+                if position == len(piece.owners.ranks) or piece.owners.ranks[position] != rank:
                     continue
                 buffer_id = BufferId(rank, piece.buffer.format(**placed.indices))
-                region = Region(tensor, piece.spread.offsets, piece.spread.lengths)
+                region = Region(tensor, piece.owners.offsets, piece.owners.lengths)
                 shard = Shard(region, Place(buffer_id, piece.start, piece.strides))
                 yield shard, Buffer(piece.numel, self.dtypes[tensor], placed.group)
 
@@ -239,10 +240,10 @@ class SideBuilder:
         self._is_offered_all = is_offered_all
         self._shapes = shapes
         self._dtype, self._dtypes = dtype, dtypes
-        self._placed: dict[str, list[Placed]] = {}
+        self._placed: dict[str, list[PlacedBoxes]] = {}
         self._elements: dict[tuple[int, bool], tuple[np.ndarray, int]] = {}
 
-    def add(self, tensor: str, placed: Placed) -> None:
+    def add(self, tensor: str, placed: PlacedBoxes) -> None:
         """More pieces of `tensor`."""
         self._placed.setdefault(tensor, []).append(placed)
 
@@ -256,16 +257,16 @@ class SideBuilder:
         interned = Interned()
         placed = {name: tuple(self._placed[name]) for name in self._shapes if name in self._placed}
         dtypes = {name: self._dtypes.get(name, self._dtype) for name in placed}
-        by_pieces: dict[tuple[int, ...], Spreads] = {}
-        spreads: dict[str, Spreads] = {}
+        by_pieces: dict[tuple[int, ...], TensorOwners] = {}
+        owners: dict[str, TensorOwners] = {}
         for name, parts in placed.items():
             key = tuple(id(part.pieces) for part in parts)
             if key not in by_pieces:
-                by_pieces[key] = interned.of(piece.spread for part in parts for piece in part.pieces)
-            spreads[name] = by_pieces[key]
+                by_pieces[key] = interned.of(piece.owners for part in parts for piece in part.pieces)
+            owners[name] = by_pieces[key]
         counts = {of_expert: np.zeros(self._num_ranks, dtype=np.int64) for of_expert in (False, True)}
         for (_, of_expert), (ranks, numel) in self._elements.items():
             np.add.at(counts[of_expert], ranks, numel)
         itemsizes = {name: DTYPE_NBYTES[dtype] for name, dtype in dtypes.items()}
-        holdings = Holdings(self._num_ranks, self._shapes, itemsizes, spreads)
+        holdings = Holdings(self._num_ranks, self._shapes, itemsizes, owners)
         return SideLayout(holdings, placed, dtypes, counts[False] + counts[True], counts[True], self._is_offered_all)

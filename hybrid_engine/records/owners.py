@@ -11,7 +11,7 @@ from hybrid_engine.records.regions import Region
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spread:
+class BoxOwners:
     """One box of a tensor and the ranks that hold (or want) it.
 
     Attributes:
@@ -25,13 +25,13 @@ class Spread:
 
     @property
     def region(self) -> Region:
-        """The box, of a tensor without a name: equal for all tensors that are spread alike."""
+        """The box, of a tensor without a name: equal for all tensors with the same owners."""
         return Region("", self.offsets, self.lengths)
 
 
-def presence_of(spread: Spread, num_ranks: int) -> np.ndarray:
+def presence_of(box: BoxOwners, num_ranks: int) -> np.ndarray:
     present = np.zeros(num_ranks, dtype=bool)
-    present[spread.ranks] = True
+    present[box.ranks] = True
     return present
 
 

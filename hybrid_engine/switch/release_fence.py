@@ -24,7 +24,7 @@ from hybrid_engine.ranks.process_groups import plain_text
 logger = logging.getLogger(__name__)
 
 
-class Handover:
+class ReleaseFence:
     """The fences of one switch on one rank (`weight_container.BucketFollower`).
 
     Args:
@@ -84,14 +84,14 @@ class Handover:
             work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         except RuntimeError as error:
             raise TransportError(
-                f"bucket {len(self._fences)}, phase handover: the ranks' group is gone ({plain_text(error)}); "
+                f"bucket {len(self._fences)}, phase release: the ranks' group is gone ({plain_text(error)}); "
                 "the job cannot go on"
             ) from error
         self._fences.append((work, told))
 
     def _end_next(self, index: int) -> None:
         if failed_rank := self._wait():
-            raise PeerTransportError(f"bucket {index}, phase handover: rank {failed_rank - 1} failed")
+            raise PeerTransportError(f"bucket {index}, phase release: rank {failed_rank - 1} failed")
         self._give_back(index)
 
     def _wait(self) -> int:
@@ -103,7 +103,7 @@ class Handover:
             work.wait(self._timeout)
         except RuntimeError as error:
             raise TransportError(
-                f"bucket {index}, phase handover: not every rank read it within {self._timeout.total_seconds():g} s "
+                f"bucket {index}, phase release: not every rank read it within {self._timeout.total_seconds():g} s "
                 f"({plain_text(error)}); raise generate_config.timeout_seconds if they are only slow"
             ) from error
         if told.item() and self._told_by is None:

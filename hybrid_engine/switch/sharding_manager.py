@@ -11,7 +11,7 @@ Entering INFER, every phase ending with an agreement of all ranks:
     offload     gradients and optimizer state leave the device
     prepare     pending parameter gathers finish; values are checked
     fill        bucket by bucket: allocate, transfer, commit              (WeightContainer)
-                parameters that every rank has read leave the device      (Handover)
+                parameters that every rank has read leave the device      (ReleaseFence)
     offload     the rest of the parameters leave the device
     resume      inference caches are reset
 
@@ -40,13 +40,13 @@ from hybrid_engine.memory.offloader import KINDS as KIND_ORDER
 from hybrid_engine.memory.offloader import MegatronOffloader, OffloadReport, Part
 from hybrid_engine.planning.plan import Link, ReshardPlan
 from hybrid_engine.planning.planner import plan
-from hybrid_engine.planning.release_schedule import releases
+from hybrid_engine.planning.release_schedule import release_schedule
 from hybrid_engine.ports import InferenceWeights, TrainingWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE, Agreement
 from hybrid_engine.ranks.hosts import host_id
 from hybrid_engine.ranks.process_groups import end_groups
 from hybrid_engine.records.layout import BufferId, Layout
-from hybrid_engine.switch.release_fence import Handover
+from hybrid_engine.switch.release_fence import ReleaseFence
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import KINDS, NEEDED_KINDS, State, require
 from hybrid_engine.switch.weight_container import BucketFollower, FillReport, WeightContainer
@@ -181,7 +181,7 @@ class ShardingManager:
         with self._phase("plan"):
             self.plan = self._make_plan(setups)
             relays = RelayBuffers(self.rank, self.plan.relays, self._device)
-            self._releases = releases(setup.training.shards, self.plan.buckets)
+            self._releases = release_schedule(setup.training.shards, self.plan.buckets)
         settings = f"{config.bucket_mb} MiB, {config.transport}"
         plans = self.agreement.gather(_RankPlan(f"{self.plan.fingerprint} {settings}", relays.handles()))
         if len({made.fingerprint for made in plans}) > 1:
@@ -332,7 +332,7 @@ class ShardingManager:
             self._tally.offloaded += nbytes
             on_device -= nbytes
 
-        return Handover(self._fence_group, len(self.plan.buckets), give_back, self.config.timeout_seconds)
+        return ReleaseFence(self._fence_group, len(self.plan.buckets), give_back, self.config.timeout_seconds)
 
     def _release_inference(self) -> None:
         with self._phase("release"):
@@ -464,7 +464,7 @@ class ShardingManager:
             seconds_by_phase=dict(tally.seconds),
             bytes_received=tally.received,
             bytes_own=tally.own,
-            bytes_least=bytes_of_rank.least if bytes_of_rank else 0,
+            bytes_least=bytes_of_rank.lower_bound if bytes_of_rank else 0,
             bytes_offloaded=tally.offloaded,
             bytes_onloaded=tally.onloaded,
             peak_bytes=tally.peak,

@@ -57,7 +57,7 @@ class _Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class _Landing:
+class _RelayImage:
     """What one rank sends into one relay buffer of another: its first `numel` elements, as they lie there."""
 
     buffer: BufferId
@@ -76,34 +76,34 @@ class _Message:
 
     Attributes:
         nbytes: of header, pieces and padding.
-        landings: follow as messages of their own.
+        images: follow as messages of their own.
     """
 
     peer: int
     pieces: tuple[_Piece, ...] = ()
     nbytes: int = _HEADER_NBYTES
-    landings: tuple[_Landing, ...] = ()
+    images: tuple[_RelayImage, ...] = ()
 
     @property
     def total_nbytes(self) -> int:
-        return self.nbytes + sum(landing.nbytes for landing in self.landings)
+        return self.nbytes + sum(image.nbytes for image in self.images)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Staged:
-    """A message and the byte tensors that it is sent from or comes into; `images` are those of its landings."""
+    """A message and the byte tensors that it is sent from or comes into; `image_bytes` are those of its images."""
 
     message: _Message
     body: torch.Tensor
-    images: tuple[torch.Tensor, ...]
+    image_bytes: tuple[torch.Tensor, ...]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.body, *self.images
+        return self.body, *self.image_bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Flight:
+class _InFlight:
     """The messages of one bucket (or of one `tell`) that are on their way.
 
     Attributes:
@@ -163,7 +163,7 @@ class CollectiveTransport:
         self._device, self._tell_device = (device or _staging_device(each) for each in (group, self._tell_group))
         self.clock = PhaseClock()
         self._staging: dict[str, torch.Tensor] = {}
-        self._flights: dict[int, _Flight] = {}  # started, by bucket
+        self._in_flight: dict[int, _InFlight] = {}  # started, by bucket
         self._broken: dict[dist.ProcessGroup | None, TransportError] = {}
 
     @torch.no_grad()
@@ -178,8 +178,8 @@ class CollectiveTransport:
 
         A failure to read is raised by `run`. Raises TransportError when the group is unusable or memory is short.
         """
-        if bucket not in self._flights:
-            self._flights[bucket] = self._launch(bucket, transfers, source, reason)
+        if bucket not in self._in_flight:
+            self._in_flight[bucket] = self._launch(bucket, transfers, source, reason)
 
     @torch.no_grad()
     def run(
@@ -194,14 +194,14 @@ class CollectiveTransport:
         Raises TransportError. Nothing was written to `destination` unless the phase in the message is "write".
         """
         self.start(bucket, transfers, source)
-        flight = self._flights.pop(bucket)
-        self._wait(bucket, "transfer", flight)
-        if flight.failure is not None:
-            raise flight.failure
+        in_flight = self._in_flight.pop(bucket)
+        self._wait(bucket, "transfer", in_flight)
+        if in_flight.failure is not None:
+            raise in_flight.failure
         with self.clock.phase("write"):
-            if failed := self._peer_failure(bucket, "transfer", flight.incoming):
+            if failed := self._peer_failure(bucket, "transfer", in_flight.incoming):
                 raise PeerTransportError(failed)
-            self._unpack(bucket, flight.incoming, destination)
+            self._unpack(bucket, in_flight.incoming, destination)
             own = [transfer for transfer in transfers if transfer.src_rank == transfer.dst_rank == self.rank]
             copy_straight(self.name, bucket, own, lambda transfer: source[transfer.src.buffer.name], destination)
 
@@ -212,7 +212,7 @@ class CollectiveTransport:
         before is sent as it is. Raises TransportError only when the messages cannot be exchanged.
         """
         self.start(bucket, transfers, None, reason)
-        self._wait(bucket, "transfer", self._flights.pop(bucket))
+        self._wait(bucket, "transfer", self._in_flight.pop(bucket))
 
     def tell(self, bucket: int, phase: str, listeners: Iterable[int], speakers: Iterable[int], reason: str = "") -> str:
         """Tell `listeners` that this rank has finished a phase of a bucket, or failed for a `reason`; hear `speakers`.
@@ -266,21 +266,21 @@ class CollectiveTransport:
 
     def _message(self, peer: int, transfers: Sequence[Transfer]) -> _Message:
         pieces, end = [], _HEADER_NBYTES
-        landing: dict[BufferId, list[Transfer]] = {}
+        by_relay_buffer: dict[BufferId, list[Transfer]] = {}
         for transfer in transfers:
             if transfer.dst.buffer in self._relays.buffers:
-                landing.setdefault(transfer.dst.buffer, []).append(transfer)
+                by_relay_buffer.setdefault(transfer.dst.buffer, []).append(transfer)
                 continue
             dtype = self._dtypes_of(transfer)[1]
             start = _round_up(end, dtype.itemsize)
             pieces.append(_Piece(transfer, dtype, start, transfer.numel * dtype.itemsize))
             end = start + pieces[-1].nbytes
-        landings = (self._landing(buffer, landing[buffer]) for buffer in sorted(landing))
-        return _Message(peer, tuple(pieces), end, tuple(landings))
+        images = (self._relay_image(buffer, by_relay_buffer[buffer]) for buffer in sorted(by_relay_buffer))
+        return _Message(peer, tuple(pieces), end, tuple(images))
 
-    def _landing(self, buffer: BufferId, transfers: Sequence[Transfer]) -> _Landing:
+    def _relay_image(self, buffer: BufferId, transfers: Sequence[Transfer]) -> _RelayImage:
         dtype = getattr(torch, self._relays.buffers[buffer].dtype)
-        return _Landing(buffer, tuple(transfers), dtype, max(one.dst.extent(one.lengths).stop for one in transfers))
+        return _RelayImage(buffer, tuple(transfers), dtype, max(one.dst.extent(one.lengths).stop for one in transfers))
 
     def _dtypes_of(self, transfer: Transfer) -> tuple[torch.dtype, torch.dtype]:
         """Of the source, and of the wire."""
@@ -294,7 +294,7 @@ class CollectiveTransport:
 
     def _launch(
         self, bucket: int, transfers: Sequence[Transfer], source: Mapping[str, torch.Tensor] | None, reason: str
-    ) -> _Flight:
+    ) -> _InFlight:
         """Pack and post the messages of a bucket; without a source void ones, for a `reason`."""
         self._raise_if_broken(bucket, self._group)
         with self.clock.phase("read"):
@@ -310,19 +310,19 @@ class CollectiveTransport:
     def _stage(
         self, side: str, messages: Sequence[_Message], relays: Mapping[str, torch.Tensor] | None = None
     ) -> list[_Staged]:
-        """Byte tensors for messages, out of the side's staging memory; those of landings out of `relays`, if given."""
+        """Byte tensors for messages, out of the side's staging memory; those of images out of `relays`, if given."""
         sizes = [message.nbytes for message in messages]
         if relays is None:
-            sizes += [landing.nbytes for message in messages for landing in message.landings]
+            sizes += [image.nbytes for message in messages for image in message.images]
         parts = self._staged_parts(side, sizes)
-        bodies, images = parts[: len(messages)], iter(parts[len(messages) :])
+        bodies, image_bytes = parts[: len(messages)], iter(parts[len(messages) :])
         return [
             _Staged(
                 message,
                 body,
                 tuple(
-                    next(images) if relays is None else relays[landing.buffer.name][: landing.numel].view(torch.uint8)
-                    for landing in message.landings
+                    next(image_bytes) if relays is None else relays[image.buffer.name][: image.numel].view(torch.uint8)
+                    for image in message.images
                 ),
             )
             for message, body in zip(messages, bodies, strict=True)
@@ -361,9 +361,9 @@ class CollectiveTransport:
         """Each transfer of a message, and its elements there in the box's shape."""
         for piece in staged.message.pieces:
             yield piece.transfer, _view_of(piece, staged.body)
-        for landing, image in zip(staged.message.landings, staged.images, strict=True):
-            flat = image.view(landing.dtype)
-            for transfer in landing.transfers:
+        for image, staged_bytes in zip(staged.message.images, staged.image_bytes, strict=True):
+            flat = staged_bytes.view(image.dtype)
+            for transfer in image.transfers:
                 yield transfer, strided(flat, transfer.lengths, transfer.dst)
 
     def _peer_failure(self, bucket: int, phase: str, incoming: Sequence[_Staged]) -> str:
@@ -400,7 +400,7 @@ class CollectiveTransport:
         outgoing: list[_Staged],
         incoming: list[_Staged],
         group: dist.ProcessGroup | None,
-    ) -> _Flight:
+    ) -> _InFlight:
         """Begin to send and receive messages."""
         operations = [
             dist.P2POp(operation, tensor, staged.message.peer, group)
@@ -416,17 +416,17 @@ class CollectiveTransport:
             self._break(bucket, phase, group, everybody, error, timed_out=False)
         if len(works) != len(peers):  # NCCL gives one work for the whole batch
             peers = [everybody] * len(works)
-        return _Flight(group, outgoing, incoming, works, peers)
+        return _InFlight(group, outgoing, incoming, works, peers)
 
-    def _wait(self, bucket: int, phase: str, flight: _Flight) -> None:
+    def _wait(self, bucket: int, phase: str, in_flight: _InFlight) -> None:
         deadline = time.monotonic() + self._timeout
         with self.clock.phase("transfer"):
-            for work, peer in zip(flight.works, flight.peers, strict=True):
+            for work, peer in zip(in_flight.works, in_flight.peers, strict=True):
                 try:
                     work.wait(timedelta(seconds=max(deadline - time.monotonic(), _SHORTEST_WAIT)))
                 except Exception as error:
                     timed_out = time.monotonic() > deadline - _ROUNDING
-                    self._break(bucket, phase, flight.group, peer, error, timed_out=timed_out)
+                    self._break(bucket, phase, in_flight.group, peer, error, timed_out=timed_out)
 
     def _break(
         self,
@@ -441,7 +441,7 @@ class CollectiveTransport:
         cause = f"nothing for {self._timeout:g} seconds" if timed_out else "the connection failed"
         if group is self._group:
             self._staging.clear()  # late bytes may still arrive in what the operations hold
-            self._flights.clear()
+            self._in_flight.clear()
         self._broken[group] = TransportError(
             f"{self.name} transport, bucket {bucket}, phase {phase}, peer {peer}: {cause} "
             f"({type(error).__name__}: {plain_text(error)}). See the peer's log; the process group cannot be used "

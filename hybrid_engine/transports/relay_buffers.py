@@ -1,6 +1,6 @@
 """The memory of relay buffers (planning/relays.py): elastic buffers that the other ranks of the host can read.
 
-the network --collective--> relay buffer on the carrier --shared memory, or local on the carrier--> destinations
+the network --collective--> relay buffer on the relay rank --shared memory, or local on the relay rank--> destinations
 """
 
 from __future__ import annotations

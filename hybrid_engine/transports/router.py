@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import ConfigError, PeerTransportError, TransportError, Violation
 from hybrid_engine.memory.elastic import Handle, export_tensor
-from hybrid_engine.planning.coalescing import combine
+from hybrid_engine.planning.coalescing import coalesce
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.ports import Transport
 from hybrid_engine.records.layout import Buffer, BufferId
@@ -61,7 +61,7 @@ class RunReport:
     Attributes:
         seconds: by phase (read, transfer, write).
         nbytes: bytes it received, by transport name and by the rank they came from: for what was relayed, once from its
-            sender to the carrier, and from there to each other reader.
+            sender to the relay rank, and from there to each other reader.
         nbytes_by_link: the same bytes by link.
     """
 
@@ -78,8 +78,8 @@ class TransportSet:
 
     What comes over relay buffers is read after the bucket's other transfers:
 
-        carrier   receives -> tells its readers -> reads its own part -> hears that they have read: it may come anew
-        reader    hears its carriers -> reads where it lies -> tells them
+        relay rank  receives -> tells its readers -> reads its own part -> hears that they have read: it may come anew
+        reader      hears its relay ranks -> reads where it lies -> tells them
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class TransportSet:
     def _fan_out(
         self, share: _BucketShare, destination: Mapping[str, torch.Tensor], failure: Exception | None
     ) -> Exception | None:
-        """Read what came into relay buffers, unless this rank or one of its carriers failed; returns a failure.
+        """Read what came into relay buffers, unless this rank or one of its relay ranks failed; returns a failure.
 
         Says what is to be said in any case, so that nobody waits.
         """
@@ -255,8 +255,8 @@ class TransportSet:
         return failure
 
     def _tell(self, share: _BucketShare, phase: str, reason: str) -> str:
-        """Carriers tell their readers that a bucket has arrived, readers their carriers that they have read it."""
-        listeners, speakers = share.readers, share.carriers
+        """Relay ranks tell readers that a bucket has arrived, readers tell relay ranks that they have read it."""
+        listeners, speakers = share.readers, share.relay_ranks
         if phase == _READ:
             listeners, speakers = speakers, listeners
         collective = self._transports[COLLECTIVE]
@@ -295,8 +295,8 @@ class TransportSet:
                 nbytes_by_link[transfer.link] += transfer.nbytes
         return _BucketShare(
             bucket,
-            {name: combine(same) for name, same in transfers.items()},
-            {name: combine(same) for name, same in fan_out.items()},
+            {name: coalesce(same) for name, same in transfers.items()},
+            {name: coalesce(same) for name, same in fan_out.items()},
             nbytes,
             nbytes_by_link,
             frozenset(each.dst_rank for each in own.fan_out) - {self.rank},
@@ -330,9 +330,9 @@ class _BucketShare:
     """What a rank does in a bucket.
 
     Attributes:
-        transfers, fan_out: by transport name, combined.
+        transfers, fan_out: by transport name, coalesced.
         nbytes, nbytes_by_link: as in RunReport.
-        readers: other ranks that read this one's relay buffers. carriers: whose relay buffers it reads.
+        readers: other ranks that read this one's relay buffers. relay_ranks: whose relay buffers it reads.
     """
 
     bucket: Bucket
@@ -341,7 +341,7 @@ class _BucketShare:
     nbytes: Mapping[str, Mapping[int, int]]
     nbytes_by_link: Mapping[Link, int]
     readers: Set[int]
-    carriers: Set[int]
+    relay_ranks: Set[int]
 
     @property
     def is_relaying(self) -> bool:

@@ -167,7 +167,7 @@ def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> dict[str, Any]:
         "received": report.bytes_received,
         "least": report.bytes_least,
         "across_hosts": report.bytes_across_hosts,
-        "network_least": plan.network_least,
+        "network_least": plan.network_lower_bound,
         "transports": set(report.bytes_by_transport),
         "staging": report.staging_bytes,
         "staging planned": staging_nbytes(plan.buckets, plan.relays, worker.rank),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hybrid_engine.planning.buckets import BytesByRank, Need, Outline, outline_buckets
 
 
-def spread(ranks: Iterable[int], nbytes: int) -> BytesByRank:
+def box(ranks: Iterable[int], nbytes: int) -> BytesByRank:
     ranks = np.array(list(ranks))
     return BytesByRank(ranks, np.full(len(ranks), nbytes))
 
@@ -21,7 +21,7 @@ def pipeline(num_layers: int, stages: int, num_ranks: int, layer_nbytes: int) ->
     """By layer: which ranks hold how much of it, with as many slices as ranks in a stage."""
     per_stage = num_ranks // stages
     stage_of = [layer * stages // num_layers for layer in range(num_layers)]
-    return [spread(range(s * per_stage, (s + 1) * per_stage), layer_nbytes // per_stage) for s in stage_of]
+    return [box(range(s * per_stage, (s + 1) * per_stage), layer_nbytes // per_stage) for s in stage_of]
 
 
 def layers(fills: list[BytesByRank], frees: list[BytesByRank]) -> dict[str, Need]:

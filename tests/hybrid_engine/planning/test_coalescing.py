@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import given
 
-from hybrid_engine.planning.coalescing import combine
+from hybrid_engine.planning.coalescing import coalesce
 from hybrid_engine.planning.plan import Link, ReshardPlan, Transfer
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.records.layout import BufferId, Place
@@ -17,7 +17,9 @@ SOURCE, DESTINATION = BufferId(0, "source"), BufferId(1, "destination")
 
 
 def combined(whole: ReshardPlan) -> ReshardPlan:
-    return replace(whole, buckets=tuple(replace(one, transfers=tuple(combine(one.transfers))) for one in whole.buckets))
+    return replace(
+        whole, buckets=tuple(replace(one, transfers=tuple(coalesce(one.transfers))) for one in whole.buckets)
+    )
 
 
 @given(cases())
@@ -33,15 +35,15 @@ def test_the_same_elements_arrive_once(case: Case) -> None:
 @given(cases())
 def test_bytes_stay_and_both_ends_derive_the_same(case: Case) -> None:
     for bucket in plan(case.source, case.destination, case.hosts, case.bucket_nbytes).buckets:
-        everything = combine(bucket.transfers)
+        everything = coalesce(bucket.transfers)
         assert sum(one.nbytes for one in everything) == sum(one.nbytes for one in bucket.transfers)
         assert all(stride >= 0 for one in everything for stride in (*one.src.strides, *one.dst.strides))
         for src in range(len(case.hosts)):
             for dst in range(len(case.hosts)):
                 own = [one for one in bucket.transfers if (one.src_rank, one.dst_rank) == (src, dst)]
-                seen_by_src = combine(one for one in bucket.transfers if src in (one.src_rank, one.dst_rank))
+                seen_by_src = coalesce(one for one in bucket.transfers if src in (one.src_rank, one.dst_rank))
                 pair = [one for one in seen_by_src if (one.src_rank, one.dst_rank) == (src, dst)]
-                assert pair == combine(own)
+                assert pair == coalesce(own)
 
 
 def box(tensor: str, lengths: tuple[int, ...], src: int, dst: int, src_strides: tuple[int, ...]) -> Transfer:
@@ -52,7 +54,7 @@ def box(tensor: str, lengths: tuple[int, ...], src: int, dst: int, src_strides: 
 
 def test_experts_of_a_layer_are_one_copy() -> None:
     experts = [box(f"experts.{e}.down", (4, 8), 100 * e, 32 * e, (8, 1)) for e in range(6)]
-    (one,) = combine(experts)
+    (one,) = coalesce(experts)
     assert (one.lengths, one.src.strides, one.dst.strides) == ((6, 32), (100, 1), (32, 1))
     assert one.tensor == "experts.0.down … experts.5.down"
 
@@ -60,21 +62,21 @@ def test_experts_of_a_layer_are_one_copy() -> None:
 def test_regular_groups_of_regular_boxes_are_one_copy() -> None:
     """Heads within experts, say: two levels of distances."""
     boxes = [box(f"{a}.{b}", (3, 5), 1000 * a + 40 * b, 300 * a + 60 * b, (7, 1)) for a in range(3) for b in range(4)]
-    (one,) = combine(boxes)
+    (one,) = coalesce(boxes)
     assert one.lengths == (3, 4, 3, 5)
 
 
 def test_contiguous_pieces_are_one_flat_copy() -> None:
-    (one,) = combine([box(str(n), (2, 8), 16 * n, 16 * n, (8, 1)) for n in range(10)])
+    (one,) = coalesce([box(str(n), (2, 8), 16 * n, 16 * n, (8, 1)) for n in range(10)])
     assert (one.lengths, one.src.strides, one.dst.strides) == ((160,), (1,), (1,))
 
 
 def test_a_source_that_runs_backwards_stays_apart() -> None:
-    assert len(combine([box("a", (2, 8), 50, 0, (8, 1)), box("b", (2, 8), 0, 16, (8, 1))])) == 2
+    assert len(coalesce([box("a", (2, 8), 50, 0, (8, 1)), box("b", (2, 8), 0, 16, (8, 1))])) == 2
 
 
 def test_an_odd_box_does_not_break_the_run_after_it() -> None:
     boxes = [
         box(str(n), (2, 8), src, dst, (8, 1)) for n, (src, dst) in enumerate([(0, 0), (90, 16), (130, 80), (170, 144)])
     ]
-    assert sorted(len(one.lengths) for one in combine(boxes)) == [1, 2]
+    assert sorted(len(one.lengths) for one in coalesce(boxes)) == [1, 2]

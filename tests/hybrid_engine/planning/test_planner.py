@@ -58,13 +58,13 @@ def test_every_element_arrives_exactly_once(case: Case) -> None:
 
 @dataclass(frozen=True)
 class Journey:
-    """How one element came to one place: from `src` by `link`, maybe over a relay buffer on `carrier`."""
+    """How one element came to one place: from `src` by `link`, maybe over a relay buffer on `relay_rank`."""
 
     element: Element
     src: int
     dst: int
     link: Link
-    carrier: int | None = None
+    relay_rank: int | None = None
 
 
 def journeys_of(result: ReshardPlan, case: Case) -> Iterator[Journey]:
@@ -106,15 +106,15 @@ def test_elements_come_from_the_nearest_rank(case: Case) -> None:
             assert src == dst
         elif any(case.hosts[rank] == case.hosts[dst] for rank in ranks):
             assert same_host
-        if journey.carrier is not None:
-            assert case.hosts[journey.carrier] == case.hosts[dst] and case.hosts[dst] in case.relaying
+        if journey.relay_rank is not None:
+            assert case.hosts[journey.relay_rank] == case.hosts[dst] and case.hosts[dst] in case.relaying
     for transfer in result.transfers():
         assert transfer.nbytes == transfer.numel * 2  # bfloat16 crosses the link, whatever the destination stores
 
 
 @given(cases())
 def test_an_element_enters_a_host_once(case: Case) -> None:
-    """Where its ranks relay: as often as it must, to a rank that wants it; elsewhere once for every place."""
+    """Where its ranks relay: as often as it must, to a rank that destinations it; elsewhere once for every place."""
     result = plan_of(case)
     holders, wanted = held_by(case.source), held_by(case.destination)
     entered: Counter[str] = Counter()
@@ -130,11 +130,11 @@ def test_an_element_enters_a_host_once(case: Case) -> None:
         )
         for host in dict.fromkeys(case.hosts)
     }
-    assert result.network_least == least
+    assert result.network_lower_bound == least
     for host, nbytes in least.items():
         assert entered[host] == nbytes if host in case.relaying else entered[host] >= nbytes
     for journey in journeys_of(result, case):
-        assert journey.carrier is None or journey.carrier in wanted[journey.element]
+        assert journey.relay_rank is None or journey.relay_rank in wanted[journey.element]
 
 
 @given(cases())
@@ -177,12 +177,12 @@ def test_bytes_are_counted_and_least(case: Case) -> None:
             if transfer.dst_rank == rank:
                 by_link[transfer.link] += transfer.nbytes
         assert (count.own, count.host, count.network) == tuple(by_link[link] for link in Link)
-        assert count.least == 2 * sum(rank not in holders[element] for element in elements)
+        assert count.lower_bound == 2 * sum(rank not in holders[element] for element in elements)
         if max(elements.values()) == 1:
-            assert count.received == count.least
+            assert count.received == count.lower_bound
             assert count.own + count.received == 2 * elements.total()
         else:
-            assert count.received >= count.least
+            assert count.received >= count.lower_bound
             assert count.own + count.received <= 2 * elements.total()
 
 
@@ -204,7 +204,7 @@ def test_a_ranks_plan_is_its_part_of_everybodys(case: Case, data: st.DataObject)
     everybody = plan_of(case)
     own = plan(case.source, case.destination, case.hosts, case.bucket_nbytes, rank=rank, relaying_hosts=case.relaying)
     assert (own.fingerprint, own.unread) == (everybody.fingerprint, everybody.unread)
-    assert own.network_least == everybody.network_least
+    assert own.network_lower_bound == everybody.network_lower_bound
     assert own.bytes_by_rank == {key: count for key, count in everybody.bytes_by_rank.items() if key == rank}
     assert own.buckets == tuple(bucket.of_rank(rank) for bucket in everybody.buckets)
     transfers = [each for bucket in own.buckets for each in (*bucket.transfers, *bucket.fan_out)]
@@ -240,7 +240,7 @@ def test_buckets_keep_groups_and_tensors_whole(case: Case) -> None:
     assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
     group_of = {buffer_id: buffer.group for buffer_id, buffer in case.destination.buffers.items()}
     bucket_of_group = {group: bucket.index for bucket in buckets for group in bucket.groups}
-    assert sum(len(bucket.groups) for bucket in buckets) == len(bucket_of_group), "a group is spread over two"
+    assert sum(len(bucket.groups) for bucket in buckets) == len(bucket_of_group), "a group is box over two"
     assert bucket_of_group.keys() == set(group_of.values())
     itemsize = next(iter(case.destination.buffers.values())).itemsize
     for bucket in buckets:
@@ -310,7 +310,7 @@ def test_readers_take_turns_in_carrying(num_readers: int) -> None:
 
 
 def test_windows_that_overlap_are_cut() -> None:
-    """Rank 1 wants rows 0 to 5, rank 2 rows 4 to 9: 4 and 5 come once, the others straight."""
+    """Rank 1 destinations rows 0 to 5, rank 2 rows 4 to 9: 4 and 5 come once, the others straight."""
     source = whole("t", (10, 3), 0, "src")
     windows = [(1, 0), (2, 4)]
     destination = Layout(
@@ -330,7 +330,7 @@ def test_windows_that_overlap_are_cut() -> None:
     ]
     assert [(t.lengths, t.dst.offset, t.dst_rank) for t in bucket.fan_out] == [((2, 3), 12, 1), ((2, 3), 0, 2)]
     assert [result.bytes_by_rank[rank].received for rank in (1, 2)] == [36, 36]
-    assert result.network_least == {"a": 0, "b": 60}
+    assert result.network_lower_bound == {"a": 0, "b": 60}
 
 
 def test_a_box_that_one_rank_wants_twice_comes_once() -> None:
@@ -340,7 +340,7 @@ def test_a_box_that_one_rank_wants_twice_comes_once() -> None:
     (bucket,) = result.buckets
     assert len(bucket.transfers) == 1 and [t.link for t in bucket.fan_out] == [Link.SELF] * 2
     count = result.bytes_by_rank[1]
-    assert (count.own, count.host, count.network, count.least) == (0, 0, 8, 8)
+    assert (count.own, count.host, count.network, count.lower_bound) == (0, 0, 8, 8)
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def test_live_layouts_give_the_same_order(case: LayoutCase) -> None:
 
 def layers_of(holdings: Holdings) -> Holdings:
     """Only what is cut over both tensor and pipeline ranks: the matrices of layers."""
-    kept = {name: spreads for name, spreads in holdings.spreads.items() if "_proj." in name}
-    return replace(holdings, spreads=kept)
+    kept = {name: owners for name, owners in holdings.owners.items() if "_proj." in name}
+    return replace(holdings, owners=kept)
 
 
 NESTED = [

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 
 from hybrid_engine.planning.planner import plan
-from hybrid_engine.planning.release_schedule import releases
+from hybrid_engine.planning.release_schedule import release_schedule
 from tests.hybrid_engine.planning.planning_cases import Case, cases, elements_of
 
 
@@ -25,7 +25,7 @@ def test_nothing_goes_before_its_last_reader(case: Case) -> None:
             for _, position in elements_of(shard):
                 last_read[shard.place.buffer.name][position] = number_of[shard.region.tensor]
         gone = {name: np.zeros(len(numbers), dtype=bool) for name, numbers in last_read.items()}
-        for bucket, released in zip(buckets, releases(own, buckets), strict=True):
+        for bucket, released in zip(buckets, release_schedule(own, buckets), strict=True):
             for name, extents in released.items():
                 for extent in extents:
                     assert not gone[name][extent.start : extent.stop].any()
@@ -43,7 +43,7 @@ def test_what_nobody_reads_stays(case: Case) -> None:
         own = [shard for shard in case.source.shards if shard.place.buffer.rank == rank]
         gone = {
             (name, position)
-            for released in releases(own, buckets)
+            for released in release_schedule(own, buckets)
             for name, extents in released.items()
             for extent in extents
             for position in range(extent.start, extent.stop)

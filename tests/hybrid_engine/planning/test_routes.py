@@ -9,45 +9,45 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.planning.plan import Link
-from hybrid_engine.planning.routes import Arrival, Hosts, Lap, Routes, unheld
+from hybrid_engine.planning.routes import HostIngress, Hosts, RoundRobinOffset, Routes, missing_by_rank
 from hybrid_engine.records.layout import Layout
-from hybrid_engine.records.owners import Spread, groups_of_columns
+from hybrid_engine.records.owners import BoxOwners, groups_of_columns
 from tests.hybrid_engine.planning.planning_cases import Case, cases, elements_of
 
-ARRIVAL_LOADS = ("sent_network", "network", "sent_host", "host")
+INGRESS_LOADS = ("sent_network", "network", "sent_host", "host")
 
 
-def spreads_of(layout: Layout, tensor: str) -> list[Spread]:
+def owners_of(layout: Layout, tensor: str) -> list[BoxOwners]:
     by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
     for shard in layout.shards_by_tensor()[tensor]:
         box = shard.region.offsets, shard.region.lengths
         by_box.setdefault(box, []).append(shard.place.buffer.rank)
-    return [Spread(*box, np.array(ranks)) for box, ranks in sorted(by_box.items())]
+    return [BoxOwners(*box, np.array(ranks)) for box, ranks in sorted(by_box.items())]
 
 
 @given(cases(), st.integers(0, 50), st.integers(1, 9))
 def test_holders_of_a_box_have_equal_shares(case: Case, start: int, num_laps: int) -> None:
-    """Over any number of tensors that are spread alike, whoever asks over the same link."""
+    """Over any number of tensors with the same owners, whoever asks over the same link."""
     for tensor in case.destination.tensors:
-        sources = spreads_of(case.source, tensor)
-        routes = Routes(sources, spreads_of(case.destination, tensor), Hosts(case.hosts, case.relaying))
+        sources = owners_of(case.source, tensor)
+        routes = Routes(sources, owners_of(case.destination, tensor), Hosts(case.hosts, case.relaying))
         asked: Counter[tuple[int, Link, str]] = Counter()
         sent: Counter[tuple[int, Link, str, int]] = Counter()
-        for askers in routes.askers:
-            assert askers.missing == ()
-            for piece in {piece.source: piece for piece in askers.pieces}.values():
+        for receivers in routes.receivers:
+            assert receivers.missing == ()
+            for piece in {piece.source: piece for piece in receivers.pieces}.values():
                 for index in range(num_laps):
-                    senders = routes.senders(askers, piece, Lap(start, index))
-                    for dst, src in zip(askers.ranks.tolist(), senders.tolist(), strict=True):
+                    senders = routes.senders(receivers, piece, RoundRobinOffset(start, index))
+                    for dst, src in zip(receivers.ranks.tolist(), senders.tolist(), strict=True):
                         host = case.hosts[dst] if piece.link is Link.HOST else ""
                         asked[piece.source, piece.link, host] += piece.link is not Link.SELF
                         sent[piece.source, piece.link, host, src] += 1
-        of_hosts: dict[tuple[int, tuple[int, ...]], Arrival] = {}  # boxes of one source share the turns of a host
-        for arrival in routes.arrivals:
-            of_hosts.setdefault((arrival.source, tuple(arrival.turns.tolist())), arrival)
-        for (number, _), arrival in of_hosts.items():
+        of_hosts: dict[tuple[int, tuple[int, ...]], HostIngress] = {}  # boxes of one source share the turns of a host
+        for ingress in routes.ingress:
+            of_hosts.setdefault((ingress.source, tuple(ingress.turns.tolist())), ingress)
+        for (number, _), ingress in of_hosts.items():
             for index in range(num_laps):
-                for src in routes.arrival_senders(arrival, Lap(start, index)).tolist():
+                for src in routes.ingress_senders(ingress, RoundRobinOffset(start, index)).tolist():
                     asked[number, Link.NETWORK, ""] += 1
                     sent[number, Link.NETWORK, "", src] += 1
         for (number, link, host), count in asked.items():
@@ -60,39 +60,39 @@ def test_holders_of_a_box_have_equal_shares(case: Case, start: int, num_laps: in
 @given(cases(), st.integers(0, 50), st.sets(st.integers(0, 40), min_size=1, max_size=6))
 def test_loads_are_counted_senders(case: Case, start: int, laps: set[int]) -> None:
     for tensor in case.destination.tensors:
-        wants = spreads_of(case.destination, tensor)
-        routes = Routes(spreads_of(case.source, tensor), wants, Hosts(case.hosts, case.relaying))
-        for askers in routes.askers:
-            copies = [int((wants[askers.want].ranks == rank).sum()) for rank in askers.ranks]
-            assert askers.copies.tolist() == copies
-            for piece in askers.pieces:
+        destinations = owners_of(case.destination, tensor)
+        routes = Routes(owners_of(case.source, tensor), destinations, Hosts(case.hosts, case.relaying))
+        for receivers in routes.receivers:
+            copies = [int((destinations[receivers.want].ranks == rank).sum()) for rank in receivers.ranks]
+            assert receivers.copies.tolist() == copies
+            for piece in receivers.pieces:
                 expected = np.zeros(len(case.hosts), int)
                 if piece.link is not Link.SELF:
                     for index in laps:
-                        np.add.at(expected, routes.senders(askers, piece, Lap(start, index)), copies)
-                found = routes.load(askers, piece, start, np.array(sorted(laps)))
+                        np.add.at(expected, routes.senders(receivers, piece, RoundRobinOffset(start, index)), copies)
+                found = routes.load(receivers, piece, start, np.array(sorted(laps)))
                 np.testing.assert_array_equal(found, expected)
 
 
 @given(cases(), st.integers(0, 50), st.sets(st.integers(0, 40), min_size=1, max_size=6))
 def test_loads_of_arrivals_are_counted(case: Case, start: int, laps: set[int]) -> None:
     for tensor in case.destination.tensors:
-        wants = spreads_of(case.destination, tensor)
-        routes = Routes(spreads_of(case.source, tensor), wants, Hosts(case.hosts, case.relaying))
-        for arrival in routes.arrivals:
-            expected: dict[str, Counter[int]] = {name: Counter() for name in ARRIVAL_LOADS}
+        destinations = owners_of(case.destination, tensor)
+        routes = Routes(owners_of(case.source, tensor), destinations, Hosts(case.hosts, case.relaying))
+        for ingress in routes.ingress:
+            expected: dict[str, Counter[int]] = {name: Counter() for name in INGRESS_LOADS}
             for index in laps:
-                for (sender, carrier), readers in routes.arrivals_of(arrival, Lap(start, index)):
-                    assert carrier in readers and case.hosts[sender] != case.hosts[carrier]
-                    assert {case.hosts[rank] for rank in readers} == {case.hosts[carrier]}
+                for (sender, relay_rank), readers in routes.ingress_of(ingress, RoundRobinOffset(start, index)):
+                    assert relay_rank in readers and case.hosts[sender] != case.hosts[relay_rank]
+                    assert {case.hosts[rank] for rank in readers} == {case.hosts[relay_rank]}
                     expected["sent_network"][sender] += 1
-                    expected["network"][carrier] += 1
-                    for rank, want, copies in zip(readers, arrival.wants, arrival.copies, strict=True):
-                        assert copies == int((wants[want].ranks == rank).sum())
-                        if rank != carrier:
+                    expected["network"][relay_rank] += 1
+                    for rank, want, copies in zip(readers, ingress.destinations, ingress.copies, strict=True):
+                        assert copies == int((destinations[want].ranks == rank).sum())
+                        if rank != relay_rank:
                             expected["host"][rank] += copies
-                            expected["sent_host"][carrier] += copies
-            load = routes.arrival_load(arrival, start, np.array(sorted(laps)))
+                            expected["sent_host"][relay_rank] += copies
+            load = routes.ingress_load(ingress, start, np.array(sorted(laps)))
             for name, counts in expected.items():
                 assert getattr(load, name).tolist() == [counts[rank] for rank in range(len(case.hosts))], name
 
@@ -106,8 +106,8 @@ def test_what_must_be_received(case: Case) -> None:
             for shard in layout.shards_by_tensor()[tensor]:
                 elements = {index for index, _ in elements_of(shard)}
                 by_rank.setdefault(shard.place.buffer.rank, set()).update(elements)
-        spreads = spreads_of(case.source, tensor), spreads_of(case.destination, tensor)
-        found = {rank: numel for ranks, numel in unheld(*spreads, len(case.hosts)) for rank in ranks.tolist()}
+        owners = owners_of(case.source, tensor), owners_of(case.destination, tensor)
+        found = {rank: numel for ranks, numel in missing_by_rank(*owners, len(case.hosts)) for rank in ranks.tolist()}
         assert found == {rank: len(elements - held.get(rank, set())) for rank, elements in wanted.items()}
 
 

@@ -59,9 +59,9 @@ def test_the_summary_is_the_plans(case: LayoutCase) -> None:
 @given(layout_cases())
 def test_no_rank_receives_more_than_the_least(case: LayoutCase) -> None:
     summary = summarize(case.source.holdings, case.destination.holdings, case.hosts, case.relaying)
-    np.testing.assert_array_equal(summary.received, summary.least)
+    np.testing.assert_array_equal(summary.received, summary.lower_bound)
     np.testing.assert_array_equal(summary.own + summary.received, case.destination.holdings.nbytes_by_rank())
-    for host, least in zip(dict.fromkeys(case.hosts), summary.network_least, strict=True):
+    for host, least in zip(dict.fromkeys(case.hosts), summary.network_lower_bound, strict=True):
         entered = summary.network[np.array(case.hosts) == host].sum()
         assert entered == least if host in case.relaying else entered >= least
 
@@ -87,16 +87,16 @@ def assert_same_bytes(
     relaying: tuple[object, ...],
 ) -> None:
     summary = summarize(source, destination, hosts, relaying)
-    assert expected.network_least == dict(
-        zip(dict.fromkeys(map(str, hosts)), summary.network_least.tolist(), strict=True)
+    assert expected.network_lower_bound == dict(
+        zip(dict.fromkeys(map(str, hosts)), summary.network_lower_bound.tolist(), strict=True)
     )
     sent: Counter[tuple[int, Link]] = Counter()
     for transfer in expected.transfers():
         sent[transfer.src_rank, transfer.link] += transfer.nbytes
     for rank in range(len(hosts)):
         count = expected.bytes_by_rank.get(rank)
-        found = (summary.own[rank], summary.host[rank], summary.network[rank], summary.least[rank])
-        assert found == ((count.own, count.host, count.network, count.least) if count else (0, 0, 0, 0))
+        found = (summary.own[rank], summary.host[rank], summary.network[rank], summary.lower_bound[rank])
+        assert found == ((count.own, count.host, count.network, count.lower_bound) if count else (0, 0, 0, 0))
         assert (summary.sent_host[rank], summary.sent_network[rank]) == (
             sent[rank, Link.HOST],
             sent[rank, Link.NETWORK],
@@ -125,9 +125,9 @@ def test_holdings_are_those_of_the_records(case: LayoutCase) -> None:
     for side in (case.source, case.destination):
         expected = holdings_of(side.layout(), len(case.hosts))
         assert side.holdings.itemsizes == expected.itemsizes
-        assert list(side.holdings.spreads) == list(expected.spreads)
-        for name, spreads in side.holdings.spreads.items():
-            pairs = zip(spreads, expected.spreads[name], strict=True)
+        assert list(side.holdings.owners) == list(expected.owners)
+        for name, owners in side.holdings.owners.items():
+            pairs = zip(owners, expected.owners[name], strict=True)
             assert all(found.region == other.region and (found.ranks == other.ranks).all() for found, other in pairs)
 
 
@@ -141,7 +141,7 @@ def test_what_nobody_holds_is_named() -> None:
     half = holdings_of(whole("t", (2,), 0, "src"), 1)
     with pytest.raises(PlanError, match=r"t: shape \(2,\) in training, \(4,\) in inference"):
         summarize(half, holdings_of(destination, 1), ["a"])
-    part = Holdings(1, {"t": (4,)}, half.itemsizes, half.spreads)
+    part = Holdings(1, {"t": (4,)}, half.itemsizes, half.owners)
     with pytest.raises(PlanError, match=r"t: elements \[\(2,\), \(4,\)\) are wanted by rank 0"):
         summarize(part, holdings_of(destination, 1), ["a"])
 
@@ -168,7 +168,7 @@ def test_ranks_that_hold_the_same_send_as_much(
     source = training_side(table, sizes).holdings
     destination = inference_side(table, InferenceParallelism(num_ranks, infer[0], expert=infer[1])).holdings
     source, destination = (
-        replace(side, spreads={name: spreads for name, spreads in side.spreads.items() if ".layers." in name})
+        replace(side, owners={name: owners for name, owners in side.owners.items() if ".layers." in name})
         for side in (source, destination)
     )
     sent = summarize(source, destination, [rank // per_host for rank in range(num_ranks)]).sent

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
-from hybrid_engine.switch.release_fence import Handover
+from hybrid_engine.switch.release_fence import ReleaseFence
 from tests.launch import launch
 
 NUM_RANKS, NUM_BUCKETS = 3, 4
@@ -25,19 +25,19 @@ class Failure(Exception):
 def fill(group: dist.ProcessGroup, failing: dict[int, tuple[int, str]]) -> tuple[str, list[int]]:
     """What the weight container does with a follower; `failing`: rank -> (bucket, before or after it was sent)."""
     given_back: list[int] = []
-    handover = Handover(group, NUM_BUCKETS, given_back.append, TIMEOUT)
+    fence = ReleaseFence(group, NUM_BUCKETS, given_back.append, TIMEOUT)
     bucket, moment = failing.get(dist.get_rank(), (None, ""))
     try:
         for index in range(NUM_BUCKETS):
             if (index, "before") == (bucket, moment):
                 raise Failure
-            handover.sent(index)
+            fence.sent(index)
             if (index, "after") == (bucket, moment):
                 raise Failure
-        handover.finish()
+        fence.finish()
     except Exception as error:
-        handover.abandon()
-        handover.drain()
+        fence.abandon()
+        fence.drain()
         return type(error).__name__, given_back
     return "filled", given_back
 
@@ -80,16 +80,16 @@ def test_every_failure_leaves_the_next_switch_alone() -> None:
 def wait_for_a_rank_that_sleeps() -> str:
     dist.init_process_group("gloo")
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-    handover = Handover(group, 2, lambda _: None, timeout=0.5)
+    fence = ReleaseFence(group, 2, lambda _: None, timeout=0.5)
     if dist.get_rank() == 1:
         time.sleep(3)
         return ""
     with pytest.raises(TransportError) as failure:
-        handover.sent(0)
-        handover.sent(1)
+        fence.sent(0)
+        fence.sent(1)
     return str(failure.value)
 
 
 def test_a_wait_ends_with_bucket_and_remedy() -> None:
     message, _ = launch(wait_for_a_rank_that_sleeps, 2, timeout=100)
-    assert "bucket 0, phase handover" in message and "timeout_seconds" in message
+    assert "bucket 0, phase release" in message and "timeout_seconds" in message

@@ -166,7 +166,12 @@ def run_job(make: Callable[[], Job]) -> dict[str, object]:
     rank.router.close()
     count = rank.plan.bytes_by_rank[rank.rank]
     assert received == {Link.SELF: count.own, Link.HOST: count.host, Link.NETWORK: count.network}
-    return {"wrong": wrong, "network": count.network, "least": rank.plan.network_least, "relays": len(rank.plan.relays)}
+    return {
+        "wrong": wrong,
+        "network": count.network,
+        "least": rank.plan.network_lower_bound,
+        "relays": len(rank.plan.relays),
+    }
 
 
 def switch_with_manager() -> dict[str, object]:
@@ -353,16 +358,18 @@ def test_a_sender_that_fails_reaches_those_who_read_from_a_carrier(four_ranks: l
 
 
 def test_a_reader_that_fails_reaches_its_carrier(four_ranks: list[dict[str, object]]):
-    _, _, carrier, own = (results["reader_fails"] for results in four_ranks)
+    _, _, relay_rank, own = (results["reader_fails"] for results in four_ranks)
     assert_says(own[0], "TransportError", "bucket 0", "there is no buffer 'dst t0 3'")
-    assert_says(carrier[0], "PeerTransportError", "bucket 0", "phase relay", "peer 3", "there is no buffer 'dst t0 3'")
+    assert_says(
+        relay_rank[0], "PeerTransportError", "bucket 0", "phase relay", "peer 3", "there is no buffer 'dst t0 3'"
+    )
     assert [results["reader_fails"][1:] for results in four_ranks] == [["ok", "ok", []]] * 4
 
 
 def test_a_reader_that_abandons_leaves_nobody_waiting(four_ranks: list[dict[str, object]]):
-    *_, carrier, own = (results["reader_abandons"] for results in four_ranks)
+    *_, relay_rank, own = (results["reader_abandons"] for results in four_ranks)
     assert own[0] == "ok"
-    assert_says(carrier[0], "PeerTransportError", "bucket 0", "phase relay arrived", "peer 3", "no memory on rank 3")
+    assert_says(relay_rank[0], "PeerTransportError", "bucket 0", "phase relay arrived", "peer 3", "no memory on rank 3")
     assert [results["reader_abandons"][1:] for results in four_ranks] == [["ok", "ok", []]] * 4
 
 

@@ -31,7 +31,7 @@ from hybrid_engine.backends.vllm.weights.storages import Binding, WeightStorage,
 from hybrid_engine.backends.vllm.weights.traced_layout import STAGED, build_layout
 from hybrid_engine.backends.vllm.weights.tracing import storage_key, trace_loader
 from hybrid_engine.errors import StateError
-from hybrid_engine.memory.staging_pool import Passage
+from hybrid_engine.memory.staging_pool import StagingPool
 from hybrid_engine.records.layout import Extent, Layout
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class VllmAdaptor:
         }
         self.nbytes = sum(storage.nbytes for storage in storages)
         self._unwritten = self._find_unwritten()
-        self._passage = Passage()  # where packed weights are in loader layout, on a CPU
+        self._staging = StagingPool()  # where packed weights are in loader layout, on a CPU
         self._plain_attributes = {name: _attributes(self._modules[name]) for name in self._repacked_modules()}
         self._derived: dict[str, set[str]] = {}
         self._filling: dict[str, torch.Tensor] = {}  # loader-layout tensors between allocate and commit, by storage
@@ -192,7 +192,7 @@ class VllmAdaptor:
     def settle(self) -> None:
         """Give back the pages through which weights passed, unless memory is to be kept."""
         if self._device.type == "cpu" and not self.keeps_memory:
-            self._passage.trim()
+            self._staging.trim()
             heap.trim()
 
     def release(self) -> None:
@@ -213,7 +213,7 @@ class VllmAdaptor:
         elif self._device.type == "cpu":
             for storage in self._live_storages():
                 storage.tensor.untyped_storage().resize_(0)
-            self._passage.trim()
+            self._staging.trim()
             heap.trim()
         else:
             logger.warning("vLLM's sleep mode is off: its %d bytes of weights stay on the device", self.nbytes)
@@ -252,7 +252,7 @@ class VllmAdaptor:
         live = 0 if freed else sum(storage.tensor.untyped_storage().nbytes() for storage in self._live_storages())
         packed = sum(self._storages[name].nbytes for group in self._packed for name in self._passing(group))
         passing = [tensor for name, tensor in self._filling.items() if not self._is_live(name)]
-        return live + packed + sum(tensor.nbytes for tensor in passing) + self._passage.free_nbytes
+        return live + packed + sum(tensor.nbytes for tensor in passing) + self._staging.free_nbytes
 
     def note_processed(self) -> None:
         """Called once vLLM's first post-load processing is over, to see what it changed.
@@ -362,7 +362,7 @@ class VllmAdaptor:
 
     def _new_memory(self, storages: Sequence[WeightStorage]) -> list[torch.Tensor]:
         if self._device.type == "cpu":
-            return self._passage.lend([(storage.numel, storage.dtype) for storage in storages])
+            return self._staging.lend([(storage.numel, storage.dtype) for storage in storages])
         return [torch.empty(storage.numel, dtype=storage.dtype, device=storage.device) for storage in storages]
 
     def _find_unwritten(self) -> dict[str, tuple[Extent, ...]]:
