@@ -7,7 +7,7 @@ import runpy
 
 import pytest
 
-from tests.launch import REPO_ROOT
+from tests.harness.launch import REPO_ROOT
 
 PAGES = ["README.md", *(str(path.relative_to(REPO_ROOT)) for path in sorted(REPO_ROOT.glob("[deph]*/**/*.md")))]
 

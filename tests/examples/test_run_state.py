@@ -14,7 +14,7 @@ from examples.gpt_rl.run_state import Progress, RunDirectory
 from examples.gpt_rl.settings import load_settings
 from examples.gpt_rl.train import claim
 from hybrid_engine.errors import ConfigError, FileError
-from tests.small_disks import small_disk  # noqa: F401
+from tests.harness.small_disks import small_disk  # noqa: F401
 
 MIB = 1 << 20
 CONFIG = Path(settings.__file__).parent / "configs" / "tp2_to_dp2.yaml"

@@ -22,8 +22,8 @@ from examples.gpt_rl.run_lock import take_lock
 from examples.gpt_rl.run_state import Progress, RunDirectory
 from examples.gpt_rl.settings import load_settings
 from hybrid_engine.errors import ConfigError
-from tests.launch import REPO_ROOT
-from tests.small_disks import mounted_disk
+from tests.harness.launch import REPO_ROOT
+from tests.harness.small_disks import mounted_disk
 
 CONFIG = Path(settings.__file__).parent / "configs" / "tp2_to_dp2.yaml"
 HOLD_THE_LOCK = """

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.launch import REPO_ROOT
+from tests.harness.launch import REPO_ROOT
 
 RANK = """
 import ctypes, sys, time

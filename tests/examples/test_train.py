@@ -18,7 +18,7 @@ import yaml
 from examples.gpt_rl import settings
 from examples.gpt_rl.run_state import RunDirectory
 from hybrid_engine.ranks.launching import kill_tree
-from tests.launch import REPO_ROOT
+from tests.harness.launch import REPO_ROOT
 
 CONFIG = Path(settings.__file__).parent / "configs" / "tp2_to_dp2.yaml"
 # of a row, what must not depend on the clock or on having been interrupted

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import SHARED_MEMORY, is_mapped
-from tests.launch import REPO_ROOT
+from tests.harness.launch import REPO_ROOT
 
 _TOKEN_VARIABLE = "RUNNING_TOKEN"
 _SECONDS_BETWEEN_LOOKS = 0.1

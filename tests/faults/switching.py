@@ -1,4 +1,4 @@
-"""Random failures at random points of a switch, on a random rank; the caller goes on. A rank function for tests.launch.
+"""Random failures at random points of a switch, on a random rank; the caller goes on. A rank function for `launch`.
 
 python -m tests.faults.switching 200          # cycles, each with a fault; prints what came of them
 """
@@ -24,8 +24,8 @@ from hybrid_engine import ActorHybridWorker
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.switch.sharding_manager import State
 from tests.faults.job import FaultError
-from tests.hybrid_engine import jobs
-from tests.launch import launch
+from tests.harness.launch import launch
+from tests.zoo import workers
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2 -> dp2": ({"tensor_model_parallel_size": 2}, {}),
@@ -60,17 +60,17 @@ class Findings:
 
 def break_switches(directory: str, layout: str, num_cycles: int, seed: int) -> Findings:
     """Train, switch with a fault, generate; again and again."""
-    model = jobs.write_model(Path(directory) / f"model{os.environ['RANK']}", "qwen3")
+    model = workers.write_model(Path(directory) / f"model{os.environ['RANK']}", "qwen3")
     actor, generate = LAYOUTS[layout]
-    worker = jobs.build_worker(model, actor, {**generate, "bucket_mb": 1, "timeout_seconds": 60})
+    worker = workers.build_worker(model, actor, {**generate, "bucket_mb": 1, "timeout_seconds": 60})
     chance, findings, held = random.Random(seed), Findings(), []
     points = _points(worker)
     if actor.get("overlap_param_gather"):
         del points["training.prepare"]  # Megatron's gather: a rank that fails before a collective ends the job
     for cycle in range(num_cycles):
         with worker.train_context():
-            worker.update(jobs.batch(seed=cycle), jobs.cross_entropy)
-            expected = worker.compute_log_probs(jobs.batch(seed=0))
+            worker.update(workers.batch(seed=cycle), workers.cross_entropy)
+            expected = worker.compute_log_probs(workers.batch(seed=0))
         where, target = chance.choice(sorted(points)), chance.choice(TARGETS)
         rank, call = chance.randrange(dist.get_world_size()), chance.choice(CALLS)
         with _fault(*points[where], call) if rank == worker.rank else _none():
@@ -140,7 +140,7 @@ def _disagreements(worker: ActorHybridWorker, what: str, error: str | None) -> l
 
 def _difference(worker: ActorHybridWorker, expected: torch.Tensor) -> float:
     """Switch to vLLM, which must succeed now; largest difference of its log-probabilities from Megatron's."""
-    tokens = jobs.batch(seed=0)["tokens"]
+    tokens = workers.batch(seed=0)["tokens"]
     with worker.rollout_context():
         scored = torch.stack(worker.inference.prompt_logprobs(tokens.tolist()))
     return float((scored - expected[:, :-1]).abs().max())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import switching
-from tests.launch import launch
+from tests.harness.launch import launch
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 

@@ -13,7 +13,7 @@ import pytest
 
 from examples.gpt_rl.run_state import RunDirectory
 from tests.faults.job import Fault, Job
-from tests.small_disks import mounted_disk
+from tests.harness.small_disks import mounted_disk
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 

@@ -16,7 +16,7 @@ from hybrid_engine.verification.reference import Reference
 from hybrid_engine.verification.verify import SCRATCH_PREFIX
 from tests.faults.running import Running
 from tests.hybrid_engine.advisor.test_plan_cli import saved
-from tests.hybrid_engine.hf_configs import LLAMA_3_8B
+from tests.zoo.published_configs import LLAMA_3_8B
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-from tests.hybrid_engine.switch.sharding_fakes import Rig
+from tests.hybrid_engine.switch.fakes import Rig
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from hybrid_engine.errors import ConfigError, HybridEngineError, StateError, Vio
 from hybrid_engine.planning.relays import staging_nbytes
 from hybrid_engine.switch import sharding_manager
 from hybrid_engine.worker import share_of
-from tests.hybrid_engine import jobs
-from tests.hybrid_engine.tiny_models import running
-from tests.launch import launch_in_turn, remembered
+from tests.harness.launch import launch_in_turn, remembered
+from tests.zoo import workers
+from tests.zoo.tiny_models import running
 
 TP2 = {"tensor_model_parallel_size": 2}
 TP2PP2 = {**TP2, "pipeline_model_parallel_size": 2}
@@ -44,17 +44,17 @@ def train_with_switches(model: Path, actor: dict[str, Any]) -> dict[str, Any]:
     And what is left once the worker is shut down and dropped: whether its model is, and threads of process groups.
     """
     num_threads = _num_gloo_threads()
-    worker = jobs.build_worker(model, actor)
+    worker = workers.build_worker(model, actor)
     losses, offloaded = [], set()
     for version in range(5):
         with worker.train_context():
-            losses.append(worker.update(jobs.batch(seed=version), jobs.cross_entropy)["loss"])
+            losses.append(worker.update(workers.batch(seed=version), workers.cross_entropy)["loss"])
             training_nbytes = sum(item.tensor.nbytes for item in worker.train.offload_items())
         with worker.rollout_context():
-            worker.inference.generate([[1, 2, 3]], jobs.GREEDY)
+            worker.inference.generate([[1, 2, 3]], workers.GREEDY)
             offloaded.add(worker.sharding.last_report.bytes_offloaded / training_nbytes)
         with worker.forward_context():
-            worker.compute_log_probs(jobs.batch(seed=version))
+            worker.compute_log_probs(workers.batch(seed=version))
     with worker.train_context():
         state = _training_state(worker.train)
     version, chunk = worker.train.version, weakref.ref(worker.actor.chunks[0])
@@ -72,10 +72,10 @@ def _num_gloo_threads() -> int:
 
 def train_without(model: Path, actor: dict[str, Any]) -> dict[str, Any]:
     """The same five updates by Megatron alone."""
-    config = jobs.configuration(model, actor)
+    config = workers.configuration(model, actor)
     with running(model, config.actor_config) as run:
         losses = [
-            run.engine.train_step(share_of(run.engine, jobs.batch(seed=version)), jobs.cross_entropy)["loss"]
+            run.engine.train_step(share_of(run.engine, workers.batch(seed=version)), workers.cross_entropy)["loss"]
             for version in range(5)
         ]
         return {"losses": losses, "state": _training_state(run.engine), "version": run.engine.version}
@@ -100,7 +100,7 @@ ACTORS: dict[str, tuple[int, dict[str, Any]]] = {
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, list[Any]]]:
     """Number of ranks -> by name, what everything that runs on so many ranks brought back; launched once."""
     directory = tmp_path_factory.mktemp("end to end")
-    model = jobs.write_model(directory / "model", "qwen3")
+    model = workers.write_model(directory / "model", "qwen3")
 
     @remembered
     def launched(num_ranks: int) -> dict[str, list[Any]]:
@@ -148,7 +148,7 @@ def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> dict[str, Any]:
     for module in modules:
         module.host_id = lambda: hosts[int(os.environ["RANK"])]
     try:
-        worker = jobs.build_worker(model, {**TP2PP2, **BF16}, {"bucket_mb": 1})
+        worker = workers.build_worker(model, {**TP2PP2, **BF16}, {"bucket_mb": 1})
     finally:
         for module, host_id in zip(modules, host_ids, strict=True):
             module.host_id = host_id
@@ -156,10 +156,10 @@ def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> dict[str, Any]:
     for seed, seen in enumerate(digests):
         worker.inference.adaptor.observer = lambda name, tensor, seen=seen: seen.update({name: _digest([tensor])})
         with worker.rollout_context():
-            completions = worker.inference.generate([[1, 2, 3]], jobs.GREEDY)
+            completions = worker.inference.generate([[1, 2, 3]], workers.GREEDY)
             report = worker.sharding.last_report
         with worker.train_context():
-            worker.update(jobs.batch(seed), jobs.cross_entropy)
+            worker.update(workers.batch(seed), workers.cross_entropy)
     plan = worker.sharding.plan
     found = {
         "digests": digests,
@@ -197,13 +197,13 @@ def test_ranks_on_two_hosts_hold_what_those_on_one_do(outcomes: Callable[[int], 
 
 def fail_and_go_on(model: Path) -> dict[str, Any]:
     """Failures of all kinds, on one rank only where that can be; then all is well. Returns the messages."""
-    worker = jobs.build_worker(model, TP2, {"bucket_mb": 1})
+    worker = workers.build_worker(model, TP2, {"bucket_mb": 1})
     outcome: dict[str, Any] = {}
     with pytest.raises(StateError) as wrong_state:
-        worker.generate_sequences([[1, 2]], jobs.GREEDY)
+        worker.generate_sequences([[1, 2]], workers.GREEDY)
     outcome["wrong state"] = str(wrong_state.value)
     with worker.train_context():
-        worker.update(jobs.batch(seed=0), jobs.cross_entropy)
+        worker.update(workers.batch(seed=0), workers.cross_entropy)
     states = [_training_state(worker.train)]
 
     parameter = dict(worker.train.weights.named_parameters())["decoder.layers.1.mlp.linear_fc2.weight"]
@@ -227,15 +227,15 @@ def fail_and_go_on(model: Path) -> dict[str, Any]:
     outcome["states"] = states
 
     with worker.train_context():
-        worker.update(jobs.batch(seed=1), jobs.cross_entropy)
+        worker.update(workers.batch(seed=1), workers.cross_entropy)
     with worker.rollout_context():
         with pytest.raises(ConfigError) as prompt:
-            worker.generate_sequences([[1, 2], [500_000]], jobs.GREEDY)
+            worker.generate_sequences([[1, 2], [500_000]], workers.GREEDY)
         outcome["prompt"] = str(prompt.value)
         with pytest.raises(StateError):
             ReferenceModel(worker)
         outcome["released"] = [_error_of(call) for call in _uses_of_training(worker)]
-        outcome["completions"] = len(worker.generate_sequences([[1, 2], [3]], jobs.GREEDY))
+        outcome["completions"] = len(worker.generate_sequences([[1, 2], [3]], workers.GREEDY))
     with worker.forward_context():
         outcome["read only"] = [_error_of(call) for call in _uses_of_training(worker)]
     outcome["version"] = worker.train.version
@@ -246,14 +246,14 @@ def fail_and_go_on(model: Path) -> dict[str, Any]:
 
 def _uses_of_training(worker: Any) -> list[Callable[[], Any]]:
     """Calls that train, then calls that score, past the worker."""
-    engine, batch = worker.train, share_of(worker.train, jobs.batch(seed=1))
+    engine, batch = worker.train, share_of(worker.train, workers.batch(seed=1))
     return [
-        lambda: engine.train_step(batch, jobs.cross_entropy),
+        lambda: engine.train_step(batch, workers.cross_entropy),
         lambda: engine.take_up_weights(),
         lambda: engine.copy_weights_from(engine),
         lambda: engine.log_probs(batch),
         lambda: engine.logits(batch["tokens"]),
-        lambda: worker.compute_log_probs(jobs.batch(seed=1)),
+        lambda: worker.compute_log_probs(workers.batch(seed=1)),
     ]
 
 
@@ -318,7 +318,7 @@ def refuse_versions(model: Path) -> list[tuple[str, str]]:
     import megatron.core
 
     outcomes = []
-    config = jobs.configuration(model, TP2)
+    config = workers.configuration(model, TP2)
     is_odd_rank = os.environ["RANK"] == "1"
     tested = megatron.core.__version__
     if is_odd_rank:
@@ -359,7 +359,7 @@ def fail_while_building(model: Path) -> list[tuple[str, bool]]:
     for owner, name in ((build, "build_actor"), (sharding_manager, "plan")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as error:
             patch.setattr(owner, name, fail)
-            jobs.build_worker(model, TP2)
+            workers.build_worker(model, TP2)
         outcomes.append((str(error.value), dist.is_initialized()))
     return outcomes
 
@@ -377,17 +377,17 @@ def test_another_worker_can_be_built_after_one_that_failed(outcomes: Callable[[i
 def follow_overlapped_gathers(model: Path, directory: Path) -> dict[str, Any]:
     """With an overlapped gather owed: a reference, a checkpoint and a score must all see the latest weights."""
     actor = {"overlap_grad_reduce": True, "overlap_param_gather": True}
-    worker = jobs.build_worker(model, actor)
-    batch = jobs.batch(seed=7)
+    worker = workers.build_worker(model, actor)
+    batch = workers.batch(seed=7)
     with worker.train_context():
         for version in range(2):
-            worker.update(jobs.batch(seed=version), jobs.cross_entropy)
+            worker.update(workers.batch(seed=version), workers.cross_entropy)
         reference = ReferenceModel(worker)
         worker.save_checkpoint(directory)
         live = worker.compute_log_probs(batch)
         frozen = reference.compute_log_probs(batch)
     worker.shutdown()
-    second = jobs.build_worker(model, {**actor, "seed": 99})
+    second = workers.build_worker(model, {**actor, "seed": 99})
     with second.train_context():
         before = second.compute_log_probs(batch)
         second.load_checkpoint(directory)

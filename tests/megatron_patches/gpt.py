@@ -3,7 +3,7 @@
     with running(spec) as gpt:          # process group, parallel state, model, DDP, optimizer
         losses = [gpt.train_step() for _ in range(3)]
 
-Runs on the ranks of `tests.launch.launch`. What a model computes depends on its `GptSpec` sizes and
+Runs on the ranks of `tests.harness.launch.launch`. What a model computes depends on its `GptSpec` sizes and
 seed only, not on how it is sharded: weights are filled from one generator per full tensor (found by
 megatron's own `sharded_state_dict`), and each rank takes its part. So losses of two layouts can be
 compared.

@@ -13,7 +13,7 @@ import torch
 import megatron_patches
 from megatron_patches import catalog, errors
 from megatron_patches.patch import CORE_VERSIONS, Patch
-from tests.launch import REPO_ROOT
+from tests.harness.launch import REPO_ROOT
 from tests.megatron_patches import snapshot
 
 ALL_GROUPS = ("hooks", "cpu")

@@ -11,7 +11,7 @@ import torch
 import megatron_patches
 from megatron_patches import BufferRecord, errors
 from megatron_patches.buffers import _Redirected
-from tests.launch import launch
+from tests.harness.launch import launch
 from tests.megatron_patches.gpt import Gpt, GptSpec, build, running, start, stop
 
 SHARDED = GptSpec(num_layers=3, distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=6000)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import megatron_patches
 from megatron_patches import cpu, cpu_torch, errors, gloo
-from tests.core_versions import IS_0_16
-from tests.launch import launch
+from tests.harness.core_versions import IS_0_16
+from tests.harness.launch import launch
 
 
 @pytest.fixture

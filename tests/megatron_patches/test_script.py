@@ -19,7 +19,7 @@ import megatron_patches
 from megatron_patches import arguments, engines, errors, script
 from megatron_patches.arguments import ReshardingOptions, add_arguments
 from megatron_patches.launcher import run_script
-from tests.core_versions import IS_0_16
+from tests.harness.core_versions import IS_0_16
 from tests.megatron_patches.script_tree import last_line, python, write_tree
 
 Capture = pytest.CaptureFixture[str]

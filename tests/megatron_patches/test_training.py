@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tests.core_versions import without
-from tests.launch import launch
+from tests.harness.core_versions import without
+from tests.harness.launch import launch
 from tests.megatron_patches.gpt import GptSpec, running
 
 pytestmark = pytest.mark.engines

@@ -17,7 +17,7 @@ from hybrid_engine.layouts.training import TrainParallelism, training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.planning.summary import summarize
-from tests.hybrid_engine.layouts.layout_cases import DENSE, EXPERTS, LayoutCase, layout_cases
+from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, LayoutCase, layout_cases
 from tests.hybrid_engine.planning.test_summary import JOBS
 
 

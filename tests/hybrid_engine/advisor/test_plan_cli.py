@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hybrid_engine.cli import app
-from tests.hybrid_engine.hf_configs import DEEPSEEK_V3, LLAMA_3_8B
-from tests.hybrid_engine.layouts.layout_cases import DENSE, EXPERTS
+from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
+from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_8B
 
 
 def saved(directory: Path, config: dict[str, Any]) -> str:

@@ -15,13 +15,18 @@ from hybrid_engine.config.constraints import CONSTRAINTS, Constraint, Job, broke
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models import table_for
 from hybrid_engine.verification.small_model import reduced_config
-from tests.hybrid_engine import hf_configs
+from tests.zoo import published_configs
 
 REPO_ROOT = Path(__file__).resolve().parents[3]
 
-DENSE = {**hf_configs.QWEN3_8B, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+DENSE = {**published_configs.QWEN3_8B, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
 DENSE |= {"hidden_size": 64, "head_dim": 8, "intermediate_size": 96}
-EXPERTS = {**hf_configs.QWEN3_30B_A3B, **DENSE, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+EXPERTS = {
+    **published_configs.QWEN3_30B_A3B,
+    **DENSE,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+}
 EXPERTS |= {"num_experts": 8, "moe_intermediate_size": 32}
 
 
@@ -103,7 +108,7 @@ BREAKS = (
         "has transposed weights",
         actor={"lora": {}, "seq_length": 64},
         generate={"lora_delivery": "adapter"},
-        model={**hf_configs.GPT2, "n_head": 8, "n_embd": 64, "n_layer": 4},
+        model={**published_configs.GPT2, "n_head": 8, "n_embd": 64, "n_layer": 4},
     ),
     Break("CP is 1", "sequences are not split", actor={"context_parallel_size": 2}),
     Break("Sequence parallelism goes with", "needs tensor parallelism", actor=SP),
@@ -116,7 +121,7 @@ BREAKS = (
     Break(
         "Sequences are not longer than",
         "1024, but the model has 64 positions",
-        model={**hf_configs.GPT2, "n_positions": 64, "n_head": 8, "n_embd": 64, "n_layer": 4},
+        model={**published_configs.GPT2, "n_positions": 64, "n_head": 8, "n_embd": 64, "n_layer": 4},
     ),
     Break(
         "Parameters are gathered by",
@@ -191,7 +196,7 @@ BREAKS = (
         "Etttt|m|L: the embedding is tied",
         3,
         {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Etttt|m|L"},
-        model={**reduced_config(hf_configs.DEEPSEEK_V3, 4), "tie_word_embeddings": True},
+        model={**reduced_config(published_configs.DEEPSEEK_V3, 4), "tie_word_embeddings": True},
     ),
     Break("Adapters are delivered by themselves", "no adapters are trained", generate={"lora_delivery": "adapter"}),
 )

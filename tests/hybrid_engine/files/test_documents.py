@@ -22,7 +22,7 @@ from hybrid_engine.errors import ConfigError, shortened
 from hybrid_engine.files.documents import MOST_YAML_BYTES, read_json, read_yaml
 from hybrid_engine.megatron_script.script_settings import read_settings
 from megatron_patches.arguments import ReshardingOptions
-from tests.hybrid_engine.hf_configs import LLAMA_3_8B
+from tests.zoo.published_configs import LLAMA_3_8B
 
 pytestmark = pytest.mark.timeout(60)  # a reader that unfolds what these stand for would take years
 

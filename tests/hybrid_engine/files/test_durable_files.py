@@ -25,8 +25,8 @@ from hybrid_engine.files.durable import (
     sync,
     write_text,
 )
-from tests.kills import kill_at_every_step
-from tests.small_disks import file_size_limit, small_disk  # noqa: F401
+from tests.harness.kills import kill_at_every_step
+from tests.harness.small_disks import file_size_limit, small_disk  # noqa: F401
 
 MIB = 1 << 20
 

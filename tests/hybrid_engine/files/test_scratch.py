@@ -21,7 +21,7 @@ from hybrid_engine.errors import FileError, ReshardError
 from hybrid_engine.files.scratch import _remove_abandoned, scratch_directory
 from hybrid_engine.verification.reference import Reference
 from tests.hybrid_engine.advisor.test_plan_cli import saved
-from tests.hybrid_engine.hf_configs import LLAMA_3_8B
+from tests.zoo.published_configs import LLAMA_3_8B
 
 HOLDER = """
 import time

@@ -25,7 +25,7 @@ from hybrid_engine.layouts.inference import (
 from hybrid_engine.models import table_for
 from hybrid_engine.records.holdings import regions_by_tensor
 from hybrid_engine.records.validation import layout_faults
-from tests.hybrid_engine.layouts.layout_cases import DENSE, EXPERTS, LayoutCase, layout_cases
+from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, LayoutCase, layout_cases
 from tests.hybrid_engine.planning.test_summary import JOBS
 
 

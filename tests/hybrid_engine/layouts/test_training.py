@@ -17,9 +17,9 @@ from hybrid_engine.layouts.training import TrainParallelism, training_layout
 from hybrid_engine.models import table_for
 from hybrid_engine.records.holdings import regions_by_tensor
 from hybrid_engine.records.regions import Region
+from tests.harness.launch import launch
 from tests.hybrid_engine.backends.vllm.vllm_models import FAMILIES
-from tests.hybrid_engine.tiny_models import DENSE_FLOAT32, parallel_state_of
-from tests.launch import launch
+from tests.zoo.tiny_models import DENSE_FLOAT32, parallel_state_of
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}

@@ -11,7 +11,7 @@ from hybrid_engine.planning.coalescing import coalesce
 from hybrid_engine.planning.plan import Link, ReshardPlan, Transfer
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.records.layout import BufferId, Place
-from tests.hybrid_engine.planning.planning_cases import Case, carry_out, cases
+from tests.hybrid_engine.planning.cases import Case, carry_out, cases
 
 SOURCE, DESTINATION = BufferId(0, "source"), BufferId(1, "destination")
 

@@ -20,7 +20,7 @@ from hybrid_engine.planning.planner import plan
 from hybrid_engine.planning.relays import wire_dtype
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
-from tests.hybrid_engine.planning.planning_cases import (
+from tests.hybrid_engine.planning.cases import (
     NOT_WRITTEN,
     Case,
     carry_out,

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.planning.release_schedule import release_schedule
-from tests.hybrid_engine.planning.planning_cases import Case, cases, elements_of
+from tests.hybrid_engine.planning.cases import Case, cases, elements_of
 
 
 @given(cases())

@@ -12,7 +12,7 @@ from hybrid_engine.planning.plan import Link
 from hybrid_engine.planning.routes import HostIngress, Hosts, RoundRobinOffset, Routes, missing_by_rank
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.owners import BoxOwners, groups_of_columns
-from tests.hybrid_engine.planning.planning_cases import Case, cases, elements_of
+from tests.hybrid_engine.planning.cases import Case, cases, elements_of
 
 INGRESS_LOADS = ("sent_network", "network", "sent_host", "host")
 

@@ -20,8 +20,8 @@ from hybrid_engine.planning.rank_plan import plan_of_rank
 from hybrid_engine.planning.summary import summarize
 from hybrid_engine.records.holdings import Holdings, holdings_of
 from hybrid_engine.records.validation import layout_faults
-from tests.hybrid_engine.layouts.layout_cases import DENSE, EXPERTS, LayoutCase, layout_cases
-from tests.hybrid_engine.planning.planning_cases import Case, carry_out, cases, filled_buffers
+from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, LayoutCase, layout_cases
+from tests.hybrid_engine.planning.cases import Case, carry_out, cases, filled_buffers
 
 # most random sizes are impossible
 JOBS = settings(

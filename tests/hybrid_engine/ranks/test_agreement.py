@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import RemoteError, ReshardError, StateError, WeightError
 from hybrid_engine.ranks.agreement import Agreement
-from tests.launch import launch
+from tests.harness.launch import launch
 
 SILENCE_SECONDS = 1.0  # of the agreement whose peer says nothing
 LOST_SECONDS = 60.0  # of those whose peer ends: its end is noticed long before

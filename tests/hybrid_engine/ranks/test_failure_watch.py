@@ -7,8 +7,8 @@ import re
 import pytest
 
 from hybrid_engine.ranks.launching import run_ranks
+from tests.harness.launch import launch
 from tests.hybrid_engine.ranks import watch_ranks
-from tests.launch import launch
 
 CAUSES = {
     "raises": r"rank 1, generate: MemoryError: no memory for 3 GB",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
 from hybrid_engine.records.validation import layout_faults
-from tests.hybrid_engine.planning.planning_cases import Case, cases, elements_of
+from tests.hybrid_engine.planning.cases import Case, cases, elements_of
 
 BUFFER = BufferId(3, "weight")
 

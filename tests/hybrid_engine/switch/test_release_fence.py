@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
 from hybrid_engine.switch.release_fence import ReleaseFence
-from tests.launch import launch
+from tests.harness.launch import launch
 
 NUM_RANKS, NUM_BUCKETS = 3, 4
 TIMEOUT = 30.0

@@ -12,7 +12,7 @@ from hybrid_engine.memory.offloader import KINDS
 from hybrid_engine.ports import InferenceWeights, TrainingWeights
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.sharding_manager import InferenceCaches, State
-from tests.hybrid_engine.switch.sharding_fakes import FORWARD, IDLE, INFER, TRAIN, TRAINING_NBYTES, Rig
+from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, TRAINING_NBYTES, Rig
 
 # States.
 

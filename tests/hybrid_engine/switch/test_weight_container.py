@@ -16,7 +16,7 @@ from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place
 from hybrid_engine.switch.weight_container import ContainerState, WeightContainer
 from hybrid_engine.transports import InProcessTransport, TransportSet
-from tests.launch import launch
+from tests.harness.launch import launch
 
 NUM_RANKS = 2
 NUM_GROUPS = 4

@@ -23,7 +23,7 @@ from typing import Any
 
 from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.verification.verify import Case, Verdict, case_of, run_cases
-from tests.hybrid_engine import hf_configs
+from tests.zoo import published_configs
 
 _TRAIN_FLAGS: dict[str, dict[str, Any]] = {
     "sp": {"sequence_parallel": True},
@@ -61,7 +61,7 @@ class Combination:
 
     def case(self, directory: Path) -> Case:
         """The case for `verify`, with its small model below `directory`."""
-        published = hf_configs.write(directory / "published", self.family, **self.model)
+        published = published_configs.write(directory / "published", self.family, **self.model)
         train, infer = (_sizes(words) for words in (self.train, self.infer))
         sides = parse_job(train, infer, None, self.num_ranks)
         case = case_of(self.name, published, directory / "model", *sides, self.num_layers, "auto", "float32")

@@ -10,8 +10,8 @@ import pytest
 from hybrid_engine.config import find_violations
 from hybrid_engine.config.parallelism import inference_parallelism, train_parallelism
 from hybrid_engine.verification.verify import NUM_SWITCHES, Verdict
-from tests.hybrid_engine import hf_configs
 from tests.hybrid_engine.verification.matrix import MATRIX, Combination, run
+from tests.zoo import published_configs
 
 IN_SUITE = {combination.name: combination for combination in MATRIX if combination.in_suite}
 
@@ -20,8 +20,8 @@ def test_the_matrix_is_wide() -> None:
     assert len(MATRIX) >= 60
     names = Counter(combination.name for combination in MATRIX)
     assert max(names.values()) == 1
-    assert {combination.family for combination in MATRIX} == set(hf_configs.PUBLISHED)
-    assert {combination.family for combination in IN_SUITE.values()} == set(hf_configs.PUBLISHED)
+    assert {combination.family for combination in MATRIX} == set(published_configs.PUBLISHED)
+    assert {combination.family for combination in IN_SUITE.values()} == set(published_configs.PUBLISHED)
 
 
 @pytest.mark.parametrize("combination", MATRIX, ids=lambda combination: combination.name)

@@ -12,7 +12,7 @@ import torch
 from hybrid_engine.models import table_for
 from hybrid_engine.verification.small_model import VOCABULARY, reduced_config
 from hybrid_engine.verification.verify import LOGITS_ATOL, NUM_SWITCHES, SEQ_LENGTH, Verdict, difference_of
-from tests.hybrid_engine import hf_configs
+from tests.zoo import published_configs
 
 GOOD = Verdict(
     "case",
@@ -60,9 +60,9 @@ def test_the_median_position_is_not_moved_by_a_few() -> None:
     assert difference_of(far, expected, "median") > 0.1
 
 
-@pytest.mark.parametrize("family", hf_configs.PUBLISHED)
+@pytest.mark.parametrize("family", published_configs.PUBLISHED)
 def test_small_models_keep_their_form(family: str) -> None:
-    published = hf_configs.PUBLISHED[family]
+    published = published_configs.PUBLISHED[family]
     large, small = table_for(published), table_for(reduced_config(published, 4, (1, 2)))
     assert small.dims.num_layers == 4
     assert small.dims.vocab_size == VOCABULARY
@@ -92,7 +92,7 @@ def _numel(shape: tuple[int, ...]) -> int:
     [(32, 8, (2, 4)), (14, 2, (2, 1)), (48, 12, (4, 3)), (128, 128, (8,)), (8, 1, (2,)), (6, 6, (3, 2))],
 )
 def test_heads_suit_the_layouts(heads: int, kv_heads: int, tp_sizes: tuple[int, ...]) -> None:
-    config = {**hf_configs.QWEN3_8B, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    config = {**published_configs.QWEN3_8B, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
     small = reduced_config(config, 4, tp_sizes)
     for tp in tp_sizes:
         assert small["num_attention_heads"] % tp == 0
@@ -103,14 +103,14 @@ def test_heads_suit_the_layouts(heads: int, kv_heads: int, tp_sizes: tuple[int, 
 @pytest.mark.parametrize("family", ["gemma-2", "gemma-3"])
 def test_windows_of_small_models_act(family: str) -> None:
     """Both kinds of layers are left, and the window is shorter than the sequences that are compared."""
-    windows = table_for(reduced_config(hf_configs.PUBLISHED[family], 4)).extras.windows
+    windows = table_for(reduced_config(published_configs.PUBLISHED[family], 4)).extras.windows
     assert None in windows
     assert all(window is None or window < SEQ_LENGTH for window in windows)
     assert any(windows)
 
 
 def test_small_tokens_and_layer_lists(tmp_path: Path) -> None:
-    config = {**hf_configs.LLAMA_3_8B, "layer_types": ["full_attention"] * 32}
+    config = {**published_configs.LLAMA_3_8B, "layer_types": ["full_attention"] * 32}
     small = reduced_config(config, 3)
     assert small["layer_types"] == ["full_attention"] * 3
     assert all(token < VOCABULARY for token in (small["bos_token_id"], *small["eos_token_id"]))

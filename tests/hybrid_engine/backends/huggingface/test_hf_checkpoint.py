@@ -19,7 +19,9 @@ from hybrid_engine.backends.huggingface import safetensors_files as files
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, HybridEngineError, ParameterMismatchError
 from hybrid_engine.ranks.agreement import Agreement
-from tests.hybrid_engine.tiny_models import (
+from tests.harness.launch import launch_in_turn
+from tests.harness.small_disks import file_size_limit
+from tests.zoo.tiny_models import (
     DENSE_FLOAT32,
     read_canonical,
     region_slices,
@@ -27,8 +29,6 @@ from tests.hybrid_engine.tiny_models import (
     save_model,
     view_of,
 )
-from tests.launch import launch_in_turn
-from tests.small_disks import file_size_limit
 
 TP2 = {"tensor_model_parallel_size": 2}
 SMALL_FILES = 20_000  # bytes: several files

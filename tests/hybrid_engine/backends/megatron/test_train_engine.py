@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.worker import share_of
-from tests.core_versions import without
-from tests.hybrid_engine.tiny_models import (
+from tests.harness.core_versions import without
+from tests.harness.launch import launch
+from tests.zoo.tiny_models import (
     DENSE_FLOAT32,
     build_hf_model,
     label_log_probs,
@@ -23,7 +24,6 @@ from tests.hybrid_engine.tiny_models import (
     token_batch,
     train_hf_model,
 )
-from tests.launch import launch
 
 pytestmark = pytest.mark.engines
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.engines
 ATOL = 1e-4
 BATCH, LENGTH = 4, 12
 
-# name -> (family, what differs from tests.hybrid_engine.tiny_models.SIZES)
+# name -> (family, what differs from tests.zoo.tiny_models.SIZES)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, biases, other rotary base": (
@@ -208,7 +208,7 @@ def edge_cases(path: Path) -> dict[str, Any]:
     """On both ranks: a reference, bfloat16, float16 with an overflow, and batches that do not fit."""
     from hybrid_engine.backends.megatron.build import build_reference
     from hybrid_engine.backends.megatron.train_engine import TrainEngine
-    from tests.hybrid_engine.tiny_models import read_config
+    from tests.zoo.tiny_models import read_config
 
     found: dict[str, Any] = {}
     batch = make_batch()

@@ -5,7 +5,7 @@ Everything above it is megatron-core's own: its layer specs with `TESpecProvider
 Engine's classes, which decide what is fused, grouped, cut or whole, and GPTModel. For every family, on each of two
 ranks (one after the other in one process, see `fake_ranks`), the adaptor must place each parameter of the model by name
 and shape, and both ranks together must hold every tensor of the checkpoint, whole. Values are not looked at: that is
-done with the local spec (test_megatron_experts and others).
+done with the local spec (test_experts and others).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from hybrid_engine.config import ActorConfig
 from hybrid_engine.models import TABLES, ModelTable, table_for
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.validation import layout_faults
-from tests.hybrid_engine import moe_models, tiny_models
+from tests.harness.launch import launch
 from tests.hybrid_engine.backends.megatron import mock_transformer_engine
-from tests.hybrid_engine.moe_models import save_moe_model
 from tests.hybrid_engine.ranks.fake_ranks import fake_rank
-from tests.hybrid_engine.tiny_models import DENSE_FLOAT32, read_config, save_model
-from tests.launch import launch
+from tests.zoo import moe_models, tiny_models
+from tests.zoo.moe_models import save_moe_model
+from tests.zoo.tiny_models import DENSE_FLOAT32, read_config, save_model
 
 pytestmark = pytest.mark.engines
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.launch import launch_in_turn, remembered
 from tests.hybrid_engine.backends.vllm import vllm_ranks
-from tests.launch import launch_in_turn, remembered
 
 pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
 

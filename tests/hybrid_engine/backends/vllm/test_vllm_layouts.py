@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from tests.harness.launch import launch
 from tests.hybrid_engine.backends.vllm import vllm_layouts
 from tests.hybrid_engine.backends.vllm.vllm_layouts import Case
 from tests.hybrid_engine.backends.vllm.vllm_models import FAMILIES
-from tests.launch import launch
 
 WITH_EXPERTS = ("qwen3 moe", "mixtral", "deepseek v2", "deepseek v3")
 STAGED = ("llama", "llama tied", "qwen3", "glm", "glm4", "gemma2", "gpt2", *WITH_EXPERTS)

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.harness.launch import launch
 from tests.hybrid_engine.backends.vllm import vllm_support as support
 from tests.hybrid_engine.backends.vllm.vllm_models import GPT2, QWEN3, QWEN3_MOE
-from tests.launch import launch
 
 CONFIG = {**QWEN3, "torch_dtype": "float32"}
 PROMPTS = [[2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]

@@ -1,4 +1,4 @@
-"""What the ranks of the vLLM tests do: functions for tests/launch.py that return what the tests assert on."""
+"""What the ranks of the vLLM tests do: functions for tests/harness/launch.py that return what the tests assert on."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.hybrid_engine.backends.vllm.vllm_models import (
     checkpoint_dtypes,
     checkpoint_shapes,
 )
-from tests.hybrid_engine.tiny_models import region_slices, view_of
+from tests.zoo.tiny_models import region_slices, view_of
 
 __all__ = ["LLAMA", "MIXTRAL", "QWEN2", "QWEN3", "QWEN3_MOE", "checkpoint_shapes", "native_parameters"]
 

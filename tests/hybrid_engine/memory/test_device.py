@@ -32,9 +32,9 @@ from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.ports import ExportableBuffer
 from hybrid_engine.records.layout import BufferId, Extent, Place
 from hybrid_engine.transports import SharedMemoryTransport
+from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.memory.fake_cuda_driver import GARBAGE, FakeCudaDriver
-from tests.hybrid_engine.memory.test_memory_elastic import num_open_fds
-from tests.launch import REPO_ROOT
+from tests.hybrid_engine.memory.test_elastic import num_open_fds
 
 GRANULE = 65536
 CHUNK = 2 * GRANULE
@@ -128,7 +128,7 @@ def test_released_range_must_not_be_touched():
     """The model ends the process, as CUDA ends its context."""
     code = """
 import pytest, torch
-from tests.hybrid_engine.memory.test_memory_device import CHUNK, Rig
+from tests.hybrid_engine.memory.test_device import CHUNK, Rig
 rig = Rig(pytest.MonkeyPatch())
 buffer = rig.buffer(3 * CHUNK)
 buffer.release(CHUNK, 2 * CHUNK)
@@ -143,7 +143,7 @@ buffer.tensor[CHUNK:].sum()
 def test_process_that_ends_with_live_tensors_ends_well():
     code = """
 import pytest, torch
-from tests.hybrid_engine.memory.test_memory_device import CHUNK, Rig
+from tests.hybrid_engine.memory.test_device import CHUNK, Rig
 rig = Rig(pytest.MonkeyPatch())
 torch.kept = rig.buffer(3 * CHUNK).tensor
 kept = rig.buffer(CHUNK).tensor.float().requires_grad_()

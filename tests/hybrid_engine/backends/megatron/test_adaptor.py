@@ -17,9 +17,10 @@ from hybrid_engine.errors import ParameterMismatchError, WeightError
 from hybrid_engine.models import ModelTable, table_for
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.validation import layout_faults
-from tests.core_versions import without
-from tests.hybrid_engine.moe_models import FAMILIES, save_moe_model
-from tests.hybrid_engine.tiny_models import (
+from tests.harness.core_versions import without
+from tests.harness.launch import launch_in_turn, remembered
+from tests.zoo.moe_models import FAMILIES, save_moe_model
+from tests.zoo.tiny_models import (
     DENSE_FLOAT32,
     parallel_state_of,
     read_config,
@@ -27,7 +28,6 @@ from tests.hybrid_engine.tiny_models import (
     running,
     save_model,
 )
-from tests.launch import launch_in_turn, remembered
 
 pytestmark = pytest.mark.engines
 

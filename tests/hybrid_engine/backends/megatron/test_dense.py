@@ -16,8 +16,9 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.models import table_for
 from hybrid_engine.models.variants import RotaryScaling
 from hybrid_engine.worker import share_of
-from tests.core_versions import IS_0_16
-from tests.hybrid_engine.tiny_models import (
+from tests.harness.core_versions import IS_0_16
+from tests.harness.launch import launch
+from tests.zoo.tiny_models import (
     DENSE_FLOAT32,
     SIZES,
     build_hf_model,
@@ -30,7 +31,6 @@ from tests.hybrid_engine.tiny_models import (
     token_batch,
     train_hf_model,
 )
-from tests.launch import launch
 
 pytestmark = pytest.mark.engines
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from hybrid_engine.errors import OffloadError, PlanError, RemoteError, ReshardError
 from hybrid_engine.switch import sharding_manager
 from hybrid_engine.transports import CollectiveTransport, SharedMemoryTransport
-from tests.hybrid_engine.switch.sharding_fakes import IDLE, INFER, NBYTES, SHAPES, TRAIN, Rig
-from tests.launch import launch
+from tests.harness.launch import launch
+from tests.hybrid_engine.switch.fakes import IDLE, INFER, NBYTES, SHAPES, TRAIN, Rig
 
 SCENARIOS: dict[str, Callable[[], object]] = {}
 

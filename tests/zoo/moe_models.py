@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from hybrid_engine.models import table_for
 from hybrid_engine.records.layout import Layout
-from tests.hybrid_engine.tiny_models import (
+from tests.zoo.tiny_models import (
     SIZES,
     label_log_probs,
     read_canonical,

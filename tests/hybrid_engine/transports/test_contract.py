@@ -21,8 +21,8 @@ from hybrid_engine.transports import (
     TransportSet,
     export_handles,
 )
-from tests.hybrid_engine.transports.transport_cases import Case, Shape, build_case, differing
-from tests.launch import launch
+from tests.harness.launch import launch
+from tests.hybrid_engine.transports.cases import Case, Shape, build_case, differing
 
 CASES = {
     "strided_boxes": Shape(num_transfers=60),

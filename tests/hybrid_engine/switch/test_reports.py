@@ -12,7 +12,7 @@ import pytest
 from hybrid_engine.errors import ReshardError
 from hybrid_engine.memory.offloader import KINDS
 from hybrid_engine.switch.report import ReshardReport
-from tests.hybrid_engine.switch.sharding_fakes import FORWARD, INFER, NBYTES, TRAIN, TRAINING_NBYTES, Rig
+from tests.hybrid_engine.switch.fakes import FORWARD, INFER, NBYTES, TRAIN, TRAINING_NBYTES, Rig
 
 FILL_PARTS = {"allocate", "read", "transfer", "write", "commit"}
 TO_INFER = {"offload", "onload", "prepare", "check", "fill", "resume"} | FILL_PARTS

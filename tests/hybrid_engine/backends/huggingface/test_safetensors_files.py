@@ -23,9 +23,9 @@ from hybrid_engine.backends.huggingface import safetensors_files as files
 from hybrid_engine.errors import ConfigError, FileError, HybridEngineError
 from hybrid_engine.records.layout import BufferId, Place
 from hybrid_engine.records.regions import contiguous_strides
-from tests.kills import kill_at_every_step
-from tests.launch import launch
-from tests.small_disks import file_size_limit, small_disk  # noqa: F401
+from tests.harness.kills import kill_at_every_step
+from tests.harness.launch import launch
+from tests.harness.small_disks import file_size_limit, small_disk  # noqa: F401
 
 WANTED = {"a": ((3,), "bfloat16"), "b": ((2, 3), "float32"), "c": ((), "float32"), "d": ((5,), "uint8")}
 ONE_FILE, SEVERAL_FILES = 10**9, 30

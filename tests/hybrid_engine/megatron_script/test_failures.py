@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
 from hybrid_engine.megatron_script import script_engine as engine
-from tests.hybrid_engine.megatron_script.test_megatron_script import Timers
+from tests.harness.launch import launch
+from tests.hybrid_engine.megatron_script.test_script_engine import Timers
 from tests.hybrid_engine.ranks.test_agreement import outcome_of
-from tests.hybrid_engine.switch.sharding_fakes import FakeInference, FakeTraining, Rig
-from tests.launch import launch
+from tests.hybrid_engine.switch.fakes import FakeInference, FakeTraining, Rig
 
 SILENCE_SECONDS = 2.0  # of the agreement whose peer has left
 PATIENCE_SECONDS = 60.0  # of all others

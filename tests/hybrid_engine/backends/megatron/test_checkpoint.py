@@ -19,16 +19,16 @@ from hybrid_engine.errors import ConfigError, HybridEngineError, StateError
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.worker import share_of
-from tests.hybrid_engine.tiny_models import (
+from tests.harness.kills import kill_at_every_step
+from tests.harness.launch import launch_in_turn
+from tests.harness.small_disks import file_size_limit
+from tests.zoo.tiny_models import (
     DENSE_FLOAT32,
     negative_log_likelihood,
     running,
     save_model,
     token_batch,
 )
-from tests.kills import kill_at_every_step
-from tests.launch import launch_in_turn
-from tests.small_disks import file_size_limit
 
 pytestmark = pytest.mark.engines
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from hybrid_engine.ranks.launching import run_started
 
-REPO_ROOT = Path(__file__).resolve().parents[1]
+REPO_ROOT = Path(__file__).resolve().parents[2]
 _SERVER = multiprocessing.get_context("forkserver")
 # Those that are not installed are left out: megatron-core's other versions are tested without vLLM.
 _SERVER.set_forkserver_preload(

@@ -23,11 +23,11 @@ import torch
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.models import ModelTable, table_for
+from tests.harness.launch import launch
 from tests.hybrid_engine.backends.megatron import mock_transformer_engine
-from tests.hybrid_engine.moe_models import FAMILIES, save_moe_model
 from tests.hybrid_engine.ranks.fake_ranks import fake_rank
-from tests.hybrid_engine.tiny_models import DENSE_FLOAT32, read_config, save_model, view_of
-from tests.launch import launch
+from tests.zoo.moe_models import FAMILIES, save_moe_model
+from tests.zoo.tiny_models import DENSE_FLOAT32, read_config, save_model, view_of
 
 pytestmark = pytest.mark.engines
 

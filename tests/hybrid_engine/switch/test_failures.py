@@ -9,7 +9,7 @@ import pytest
 from hybrid_engine.errors import OffloadError, RemoteError, ReshardError, WeightError
 from hybrid_engine.memory.offloader import KINDS
 from hybrid_engine.switch.sharding_manager import State
-from tests.hybrid_engine.switch.sharding_fakes import FORWARD, IDLE, INFER, TRAIN, Rig
+from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, Rig
 
 # Failures. Error, and what its message says, by the call in which it is raised.
 

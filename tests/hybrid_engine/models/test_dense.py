@@ -10,7 +10,7 @@ import pytest
 from hybrid_engine.models import table_for
 from hybrid_engine.models.blocks import POST_NORM_NAMES
 from hybrid_engine.models.variants import RotaryScaling
-from tests.hybrid_engine.tiny_models import FAMILIES, SIZES, read_canonical, read_config, save_model
+from tests.zoo.tiny_models import FAMILIES, SIZES, read_canonical, read_config, save_model
 
 KEYS_OF_SIZES = ("num_hidden_layers", "num_key_value_heads")
 UNTIED = {"tie_word_embeddings": False}

@@ -24,9 +24,9 @@ from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.sharding_manager import ShardingManager, State
 from megatron_patches.arguments import ReshardingOptions
+from tests.harness.small_disks import file_size_limit
 from tests.hybrid_engine.backends.vllm.vllm_models import LLAMA, QWEN3_MOE
-from tests.hybrid_engine.switch.sharding_fakes import Rig
-from tests.small_disks import file_size_limit
+from tests.hybrid_engine.switch.fakes import Rig
 
 # -- arguments of Megatron that describe LLAMA ------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ import torch
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, WeightError
-from tests.hybrid_engine.tiny_models import (
+from tests.harness.launch import launch_in_turn
+from tests.zoo.tiny_models import (
     DENSE_FLOAT32,
     load_canonical,
     negative_log_likelihood,
@@ -20,7 +21,6 @@ from tests.hybrid_engine.tiny_models import (
     save_model,
     token_batch,
 )
-from tests.launch import launch_in_turn
 
 pytestmark = pytest.mark.engines
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from hybrid_engine.switch.sharding_manager import State
-from tests.hybrid_engine import jobs
-from tests.launch import launch_in_turn
+from tests.harness.launch import launch_in_turn
+from tests.zoo import workers
 
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12, "vocab_size": 520}
 """About 32 MB of float32 weights: many buckets of 1 MiB."""
@@ -33,7 +33,7 @@ def switch_again_and_again(
     model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any]
 ) -> dict[str, dict[str, int]]:
     """One cycle measured against the layouts' sizes, and what the process holds before and after more of them."""
-    worker = jobs.build_worker(model, actor, {**generate, "bucket_mb": 1})
+    worker = workers.build_worker(model, actor, {**generate, "bucket_mb": 1})
     sharding, offloader = worker.sharding, worker.sharding.offloader
     for state in (State.INFER, State.FORWARD):
         sharding.enter(state)
@@ -67,7 +67,7 @@ def _held(host_nbytes: int) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, dict[str, int]]]]:
-    model = jobs.write_model(tmp_path_factory.mktemp("memory"), "qwen3", **SIZES)
+    model = workers.write_model(tmp_path_factory.mktemp("memory"), "qwen3", **SIZES)
     return launch_in_turn(
         2, {name: (switch_again_and_again, (model, *layout)) for name, layout in LAYOUTS.items()}, timeout=500
     )

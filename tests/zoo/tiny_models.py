@@ -1,7 +1,7 @@
 """Tiny Hugging Face models on disk, and Megatron actors of the same architecture on real ranks.
 
 path = save_model(directory, "qwen3", tie_word_embeddings=True)      # here: transformers writes a checkpoint
-with running(path, ActorConfig(...)) as run:                         # on the ranks of tests.launch.launch
+with running(path, ActorConfig(...)) as run:                         # on the ranks of tests.harness.launch.launch
     load_canonical(run, path)                                        # Megatron holds the checkpoint's weights
 """
 

@@ -1,4 +1,4 @@
-"""Small jobs with both real engines, as rank functions for tests.launch: what the end-to-end tests run."""
+"""Small jobs with both real engines, as rank functions for tests.harness.launch: what the end-to-end tests run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from hybrid_engine import ActorHybridWorker, HybridConfig, Sampling, load_config
 from tests.hybrid_engine.backends.vllm import vllm_support
-from tests.hybrid_engine.tiny_models import token_batch
+from tests.zoo.tiny_models import token_batch
 
 SEQ_LENGTH = 32
 GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)

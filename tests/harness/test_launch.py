@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import REPO_ROOT, launch
+from tests.harness.launch import REPO_ROOT, launch
 
 LAUNCHER = """
 import pathlib, sys
-from tests import launch, test_launch
+from tests.harness import launch, test_launch
 launch._SERVER.set_forkserver_preload([])
 launch.launch(test_launch.wait_for_ever, 2, pathlib.Path(sys.argv[1]))
 """

@@ -21,8 +21,8 @@ from hybrid_engine.transports import (
     choose_transport,
     export_handles,
 )
-from tests.hybrid_engine.transports.transport_cases import outcome_of
-from tests.launch import launch
+from tests.harness.launch import launch
+from tests.hybrid_engine.transports.cases import outcome_of
 
 NUMEL = 1000
 

@@ -23,10 +23,10 @@ from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.switch import sharding_manager
 from hybrid_engine.transports import RelayBuffers, TransportSet, export_handles
-from tests.hybrid_engine.planning.planning_cases import NOT_WRITTEN, filled_buffers
-from tests.hybrid_engine.switch.sharding_fakes import INFER, NBYTES, TRAIN, Rig
-from tests.hybrid_engine.transports.transport_cases import outcome_of
-from tests.launch import launch
+from tests.harness.launch import launch
+from tests.hybrid_engine.planning.cases import NOT_WRITTEN, filled_buffers
+from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
+from tests.hybrid_engine.transports.cases import outcome_of
 
 HOSTS = ("a", "a", "b", "b")
 ROWS, COLUMNS = 24, 5

@@ -13,8 +13,9 @@ from hybrid_engine.config import ActorConfig
 from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.memory.offloader import KINDS, UNACCOUNTED, MegatronOffloader, Part
 from hybrid_engine.worker import share_of
-from tests.hybrid_engine.moe_models import save_moe_model
-from tests.hybrid_engine.tiny_models import (
+from tests.harness.launch import launch
+from tests.zoo.moe_models import save_moe_model
+from tests.zoo.tiny_models import (
     DENSE_FLOAT32,
     load_canonical,
     negative_log_likelihood,
@@ -22,7 +23,6 @@ from tests.hybrid_engine.tiny_models import (
     save_model,
     token_batch,
 )
-from tests.launch import launch
 
 BF16, REPLICATED = {"params_dtype": "bfloat16"}, {"use_distributed_optimizer": False}
 # name -> (model, actor settings, members of the chained optimizer)

@@ -10,9 +10,9 @@ import pytest
 
 from hybrid_engine.models import ModelTable, table_for
 from hybrid_engine.models.packing import Over
-from tests.hybrid_engine import hf_configs
-from tests.hybrid_engine.moe_models import FAMILIES, YARN, save_moe_model
-from tests.hybrid_engine.tiny_models import read_canonical, read_config
+from tests.zoo import published_configs
+from tests.zoo.moe_models import FAMILIES, YARN, save_moe_model
+from tests.zoo.tiny_models import read_canonical, read_config
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
@@ -39,7 +39,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def test_names_and_shapes_are_those_on_disk(checkpoint: Path) -> None:
-    """But for multi-token prediction, which transformers leaves out: see test_models_mbridge."""
+    """But for multi-token prediction, which transformers leaves out: see test_mbridge."""
     table = table_for(read_config(checkpoint))
     on_disk = {name: tuple(tensor.shape) for name, tensor in read_canonical(checkpoint).items()}
     assert {name: shape for name, shape in table.shapes.items() if table.is_served(name)} == {
@@ -73,7 +73,7 @@ def test_only_experts_are_cut_over_expert_ranks(checkpoint: Path) -> None:
 
 def test_settings_of_older_transformers_are_read() -> None:
     """transformers 5 writes num_local_experts where a published config has num_experts."""
-    published = {**hf_configs.QWEN3_30B_A3B, "num_hidden_layers": 2}
+    published = {**published_configs.QWEN3_30B_A3B, "num_hidden_layers": 2}
     renamed = {name: value for name, value in published.items() if name != "num_experts"}
     table, same = table_for(published), table_for({**renamed, "num_local_experts": 128})
     assert table.shapes == same.shapes and table.transformer == same.transformer
@@ -89,7 +89,7 @@ PUBLISHED = {
     "DEEPSEEK_V3": 671.0,
 }
 QWEN_1_5_MOE = {
-    **hf_configs.QWEN3_8B,
+    **published_configs.QWEN3_8B,
     "architectures": ["Qwen2MoeForCausalLM"],
     "hidden_size": 2048,
     "intermediate_size": 5632,
@@ -102,7 +102,7 @@ QWEN_1_5_MOE = {
     "num_experts_per_tok": 4,
 }
 DEEPSEEK_V2 = {
-    **hf_configs.DEEPSEEK_V3,
+    **published_configs.DEEPSEEK_V3,
     "architectures": ["DeepseekV2ForCausalLM"],
     "hidden_size": 5120,
     "intermediate_size": 12288,
@@ -128,7 +128,7 @@ def billions(table: ModelTable, served: bool = True) -> float:
 
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_sizes_are_the_published_ones(model: str) -> None:
-    table = table_for(getattr(hf_configs, model))
+    table = table_for(getattr(published_configs, model))
     assert billions(table) == pytest.approx(PUBLISHED[model], abs=0.06)
     assert table.not_built == ()
 
@@ -138,13 +138,13 @@ def test_sizes_of_further_models() -> None:
     the head that its checkpoint repeats."""
     assert billions(table_for({**QWEN_1_5_MOE, "head_dim": None})) == pytest.approx(14.3, abs=0.06)
     assert billions(table_for(DEEPSEEK_V2)) == pytest.approx(235.7, abs=0.1)
-    table = table_for(hf_configs.DEEPSEEK_V3)
+    table = table_for(published_configs.DEEPSEEK_V3)
     copied = sum(math.prod(table.shapes[original]) for original in table.copies.values()) / 1e9
     assert billions(table, served=False) + copied == pytest.approx(13.5, abs=0.5)
 
 
 def test_multi_token_prediction_of_deepseek_v3() -> None:
-    table = table_for(hf_configs.DEEPSEEK_V3)
+    table = table_for(published_configs.DEEPSEEK_V3)
     assert table.unserved == ("model.layers.61.",) and table.dims.num_mtp_layers == 1
     assert table.copies == {
         "model.layers.61.embed_tokens.weight": "model.embed_tokens.weight",
@@ -163,14 +163,14 @@ def test_multi_token_prediction_of_deepseek_v3() -> None:
 
 def test_routing_is_that_of_the_models() -> None:
     """Where megatron-core has the setting; groups of experts are ranked by our own rule."""
-    v3, v2 = table_for(hf_configs.DEEPSEEK_V3), table_for(DEEPSEEK_V2)
+    v3, v2 = table_for(published_configs.DEEPSEEK_V3), table_for(DEEPSEEK_V2)
     assert v3.transformer["moe_router_num_groups"] == 8 and v3.transformer["moe_router_group_topk"] == 4
     assert v3.transformer["moe_router_topk_scaling_factor"] == 2.5
     assert v3.transformer["moe_layer_freq"] == [0, 0, 0] + [1] * 58
     assert v3.extras.experts_per_group_score == 2 and v2.extras.experts_per_group_score == 1
-    assert table_for(hf_configs.DEEPSEEK_V2_LITE).extras.experts_per_group_score is None
-    assert not table_for(hf_configs.QWEN3_30B_A3B).transformer["moe_router_pre_softmax"]
-    assert table_for({**hf_configs.QWEN3_30B_A3B, "norm_topk_prob": False}).transformer["moe_router_pre_softmax"]
+    assert table_for(published_configs.DEEPSEEK_V2_LITE).extras.experts_per_group_score is None
+    assert not table_for(published_configs.QWEN3_30B_A3B).transformer["moe_router_pre_softmax"]
+    assert table_for({**published_configs.QWEN3_30B_A3B, "norm_topk_prob": False}).transformer["moe_router_pre_softmax"]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from hybrid_engine.ranks.hosts import host_id
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.weight_container import ContainerState, WeightContainer
 from hybrid_engine.transports import TransportSet, export_handles
-from tests.hybrid_engine.moe_models import save_moe_model
-from tests.hybrid_engine.tiny_models import DENSE_FLOAT32, Run, load_canonical, running, save_model
-from tests.launch import launch
+from tests.harness.launch import launch
+from tests.zoo.moe_models import save_moe_model
+from tests.zoo.tiny_models import DENSE_FLOAT32, Run, load_canonical, running, save_model
 
 pytestmark = pytest.mark.engines
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from hybrid_engine.ranks.launching import Ended, run_ranks
-from tests.launch import REPO_ROOT
+from tests.harness.launch import REPO_ROOT
 
 # a stand-in for wandb, and callbacks: there, `tests` is a package of the checkout's
 BESIDE = Path(__file__).parent / "script_path"

@@ -18,8 +18,9 @@ import torch
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.worker import share_of
-from tests.hybrid_engine.moe_models import YARN, build_moe_model, mtp_losses, save_moe_model, whole_weights
-from tests.hybrid_engine.tiny_models import (
+from tests.harness.launch import launch, remembered
+from tests.zoo.moe_models import YARN, build_moe_model, mtp_losses, save_moe_model, whole_weights
+from tests.zoo.tiny_models import (
     DENSE_FLOAT32,
     build_hf_model,
     load_canonical,
@@ -32,7 +33,6 @@ from tests.hybrid_engine.tiny_models import (
     token_batch,
     train_hf_model,
 )
-from tests.launch import launch, remembered
 
 pytestmark = pytest.mark.engines
 

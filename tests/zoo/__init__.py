@@ -1,0 +1,1 @@
+"""Small models of every family, and jobs around them."""
