@@ -1,21 +1,21 @@
 """The exceptions of the engine.
 
 HybridEngineError
-├── ConfigError          a configuration is impossible; lists every violation with key and remedy
-├── DependencyError      a package is missing or has a version that was not tested
-├── ModelError           the model cannot be mapped
+├── ConfigError          the configuration is invalid; lists every violation with its key and a remedy
+├── DependencyError      a package is missing, or its version was not tested
+├── ModelError           the model cannot be mapped between the engines
 │   ├── UnknownModelError      no name table for the architecture
-│   └── ParameterMismatchError a parameter has no counterpart, or another shape
-├── PlanError            the two layouts do not fit together; lists every fault
-├── WeightError          a weight's value is not usable (NaN, Inf)
-├── StateError           a call is not allowed in the present state
-├── FileError            a file cannot be read or written; names it, and says what is wrong
-├── DeviceMemoryError    the device's driver refused memory, or something else about it
-└── ReshardError         a switch failed; says in which phase, and what is where
-    ├── OffloadError     state could not leave the device or come back
-    ├── LostRankError    the ranks parted: one ended, or does not come; the job cannot go on
-    ├── RemoteError      the cause lies on another rank; carries that rank's message
-    └── TransportError   moving bytes failed or timed out; names peer, bucket and phase
+│   └── ParameterMismatchError a parameter has no counterpart, or a different shape
+├── PlanError            the two layouts are inconsistent; lists every fault
+├── WeightError          a weight has an unusable value (NaN, Inf)
+├── StateError           the call is not allowed in the current state
+├── FileError            a file cannot be read or written; names the file, the problem and a remedy
+├── DeviceMemoryError    the device's driver refused an allocation or another call on memory
+└── ReshardError         a switch failed; says in which phase, and what state was restored
+    ├── OffloadError     state could not be moved off the device or back
+    ├── LostRankError    a rank exited or does not respond; the job cannot continue
+    ├── RemoteError      the cause is on another rank; carries that rank's message
+    └── TransportError   a transfer failed or timed out; names peer, bucket and phase
         └── PeerTransportError   (also a RemoteError) a peer could not do its part of a bucket
 """
 
@@ -24,24 +24,27 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, Self, TypeVar
+
+Finding = TypeVar("Finding")
 
 
 def shortened(value: object, most: int = 200) -> str:
-    """`value` as code would write it, for a message: with a `…` where it is longer than `most` characters.
+    """Return `value` as code would write it, for a message, cut with a `…` after `most` characters.
 
-    Reads no more of a collection than is shown: one of a few bytes of YAML can be gigabytes long when written out.
+    Reads no more of a collection than it shows: a few bytes of YAML can be gigabytes when written out.
     """
     return clipped(_SHORT.repr(value), most)
 
 
 def clipped(text: str, most: int = 200) -> str:
-    """`text`, with a `…` where it is longer than `most` characters."""
+    """Return `text`, cut with a `…` after `most` characters."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 class _Short(reprlib.Repr):
     def repr_int(self, value: int, level: int) -> str:
-        """Python refuses to write out a number of thousands of digits."""
+        """Name the size of a huge number: Python refuses to write out thousands of digits."""
         bits = value.bit_length()
         return f"a number of {bits} bits" if bits > 1000 else super().repr_int(value, level)
 
@@ -52,29 +55,35 @@ _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = 10
 
 
 class HybridEngineError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of every error that this package raises deliberately."""
 
 
-class _ListedError(HybridEngineError):
-    """An error that reports all of its findings at once, one a line; `findings` has those past `MOST_LINES` too."""
+class _ListedError(HybridEngineError, Generic[Finding]):
+    """An error that reports all findings at once, one per line, at most `MOST_LINES`; `findings` has all of them."""
 
     heading = "invalid"
     MOST_LINES = 200
 
-    def __init__(self, findings: Sequence[object]) -> None:
+    def __init__(self, findings: Sequence[Finding]) -> None:
         self.findings = tuple(findings)
         lines = "\n".join(f"  - {finding}" for finding in self.findings[: self.MOST_LINES])
         if len(self.findings) > self.MOST_LINES:
             lines += f"\n  - and {len(self.findings) - self.MOST_LINES} more"
         super().__init__(f"{self.heading} ({len(self.findings)}):\n{lines}")
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type[Self], tuple[tuple[Finding, ...]]]:
         return type(self), (self.findings,)
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One impossible setting: the configuration key, what is wrong (with the numbers), and what to do."""
+    """One invalid setting.
+
+    Attributes:
+        key: the configuration key or command-line option.
+        problem: what is wrong, with the numbers.
+        remedy: what to do.
+    """
 
     key: str
     problem: str
@@ -84,14 +93,14 @@ class Violation:
         return f"{self.key}: {self.problem}. {self.remedy}"
 
 
-class ConfigError(_ListedError):
-    """The configuration is impossible; `findings` holds every `Violation`."""
+class ConfigError(_ListedError[Violation]):
+    """The configuration is invalid; `findings` holds every `Violation`."""
 
-    heading = "impossible configuration"
+    heading = "invalid configuration"
 
 
 class DependencyError(HybridEngineError):
-    """A package is missing or its version was not tested; the message says which version is."""
+    """A package is missing, or its version was not tested; the message names the tested ones."""
 
 
 class ModelError(HybridEngineError):
@@ -102,39 +111,40 @@ class UnknownModelError(ModelError):
     """No name table for the architecture."""
 
 
-class ParameterMismatchError(ModelError, _ListedError):
-    """Parameters without a counterpart or with another shape; `findings` names every one."""
+class ParameterMismatchError(ModelError, _ListedError[str]):
+    """Parameters without a counterpart or with a different shape; `findings` names each of them."""
 
-    heading = "parameters that do not match"
-
-
-class PlanError(_ListedError):
-    """The two layouts do not fit together; `findings` holds every fault."""
-
-    heading = "no reshard plan"
+    heading = "mismatched parameters"
 
 
-class WeightError(_ListedError):
-    """Weights whose values cannot be used; `findings` names every parameter."""
+class PlanError(_ListedError[str]):
+    """The two layouts are inconsistent; `findings` holds every fault."""
+
+    heading = "inconsistent layouts"
+
+
+class WeightError(_ListedError[str]):
+    """Weights with unusable values; `findings` names every parameter."""
 
     heading = "unusable weights"
 
 
 class StateError(HybridEngineError):
-    """A call that the present state does not allow."""
+    """The call is not allowed in the current state."""
 
 
 class FileError(HybridEngineError):
-    """A file cannot be read or written; the message names it, and says what is wrong and what to do.
+    """A file cannot be read or written; the message names the file, the problem and a remedy.
 
-    See `durable_files.naming`, which makes most of them, and whose cause is the original error.
+    Mostly raised by `files.durable.naming`, with the original error as the cause.
     """
 
 
 class DeviceMemoryError(HybridEngineError):
-    """The device's driver refused a call on memory; the message names the call and the driver's code.
+    """The device's driver refused a call on memory; the message names the call and the driver's error code.
 
-    `is_out_of_memory`: the device has not enough of it; free some and try again.
+    Attributes:
+        is_out_of_memory: the device has too little free memory; the call may succeed after some was freed.
     """
 
     def __init__(self, message: str, *, is_out_of_memory: bool = False) -> None:
@@ -147,7 +157,7 @@ class ReshardError(HybridEngineError):
 
 
 class TransportError(ReshardError):
-    """Moving bytes failed or timed out; the message names the peer, the bucket and the phase."""
+    """A transfer failed or timed out; the message names the peer, the bucket and the phase."""
 
 
 class RemoteError(ReshardError):
@@ -155,9 +165,9 @@ class RemoteError(ReshardError):
 
 
 class LostRankError(ReshardError):
-    """The ranks parted: one ended or did not come; the message says which and why, as far as it is known.
+    """A rank exited or does not respond; the message says which one and why, as far as is known.
 
-    Their process groups are dead: nothing collective can follow in this job.
+    The job's process groups are unusable afterwards: no collective can follow.
     """
 
 
@@ -166,4 +176,4 @@ class PeerTransportError(TransportError, RemoteError):
 
 
 class OffloadError(ReshardError):
-    """State could not be taken off the device or put back; the message says what is where."""
+    """State could not be moved off the device or back; the message says what is where."""

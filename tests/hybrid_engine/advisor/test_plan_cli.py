@@ -168,7 +168,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_planning(
     monkeypatch.setattr("hybrid_engine.cli.plan_job", lambda *_, **__: pytest.fail("it was planned"))
     monkeypatch.chdir(tmp_path)
     result = run("--model", saved(tmp_path, DENSE), "--train", "dp=1", "--infer", "tp=1", "--html", place)
-    assert result.exit_code == 2 and result.stderr.startswith("impossible configuration (1):\n  - --html: ")
+    assert result.exit_code == 2 and result.stderr.startswith("invalid configuration (1):\n  - --html: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
 
 

@@ -94,7 +94,7 @@ def test_three_ways_on_two_ranks(model: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"model": model, "actor_config": {"tensor_model_parallel_size": 3}}, 2)
     message = str(caught.value)
-    assert message.startswith("impossible configuration (")
+    assert message.startswith("invalid configuration (")
     assert (
         "actor_config.tensor_model_parallel_size: TP 3 x PP 1 x CP 1 = 3 does not divide the world size 2. "
         "Choose sizes whose product divides it" in message
