@@ -36,12 +36,12 @@ POST_NORM_NAMES = (
     ),
     ("post_mlp_layernorm.weight", "mlp.linear_fc2.post_layernorm.weight", "post_feedforward_layernorm.weight"),
 )
-"""Megatron-core has no norms after attention and MLP, and whoever adds them names them: slime, mbridge's GLM-4 and we;
-Megatron-Bridge; mbridge's Gemma-3."""
+"""Names of the norms after attention and after the MLP. Megatron-core has none, so the names differ by who adds them:
+slime, mbridge's GLM-4 and this project; Megatron-Bridge; mbridge's Gemma-3."""
 
 
 def norm_rules(pre_mlp: str = "post_attention_layernorm", post: Sequence[str] = ()) -> tuple[Rule, ...]:
-    """The norms before attention and before the MLP or experts, by themselves or fused; and those after both.
+    """The norms before attention and before the MLP or experts, standalone or fused; and those after both.
 
     `pre_mlp`, `post`: what the checkpoint calls them.
     """
@@ -66,8 +66,9 @@ def attention_rules(dims: ModelDims) -> tuple[Rule, ...]:
     attention = LAYER + "self_attn."
 
     def qkv(kind: str) -> InterleavedQKV:
-        spans = (Span(f"{attention}{part}_proj.{kind}") for part in "qkv")
-        return InterleavedQKV(*spans, dims.num_kv_heads, dims.num_heads // dims.num_kv_heads, dims.head_dim)
+        query, key, value = (Span(f"{attention}{part}_proj.{kind}") for part in "qkv")
+        queries_per_group = dims.num_heads // dims.num_kv_heads
+        return InterleavedQKV(query, key, value, dims.num_kv_heads, queries_per_group, dims.head_dim)
 
     return (
         Rule(in_layer("self_attention.linear_qkv.weight"), qkv("weight")),
@@ -99,7 +100,7 @@ def mlp_rules(
     Args:
         fc1, fc2: Megatron's names below a layer, `{kind}` for weight or bias.
         canonical: prefix of the tensors; `projections`: names of gate, up and down below it.
-        over: the ranks that cut it.
+        over: the ranks that shard it.
     """
     gate, up, down = (f"{canonical}{projection}." for projection in projections)
     rules = []

@@ -2,11 +2,11 @@
 
 Queries come straight from the hidden state or through a small latent vector (`q_lora_rank`); keys and values always
 through one, with the rotary part of the key beside it. Megatron rotates the pairs (0, 1), (2, 3), ... of a rotary head
-as the checkpoint means them, so no rows are permuted. Its local layer spec cuts the projections to the latent vectors
-by rows, Transformer Engine's gives every rank all of them.
+as the checkpoint means them, so no rows are permuted. Its local layer spec shards the projections to the latent vectors
+by rows, Transformer Engine's replicates them.
 
-A checkpoint numbers the layers for multi-token prediction on after the decoder's, repeats embedding and head in them,
-and vLLM's model does not read them.
+A checkpoint numbers the multi-token prediction (MTP) layers after the decoder's and repeats embedding and head in them;
+vLLM's model does not read them.
 
 Sources: `transformers` models deepseek_v2 and deepseek_v3; Megatron-LM `transformer/multi_latent_attention.py`,
 `transformer/multi_token_prediction.py`; arXiv:2405.04434 and 2412.19437.
@@ -50,7 +50,7 @@ def deepseek_v2(config: Config) -> ModelTable:
 
 
 def deepseek_v3(config: Config) -> ModelTable:
-    """DeepSeek-V3 and R1: sigmoid scores, a bias that only chooses, groups ranked by their two best experts."""
+    """DeepSeek-V3 and R1: sigmoid scores, a bias for choosing experts only, groups ranked by their top-2 experts."""
     routing = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
     not_built = [] if config.get("norm_topk_prob", True) else ["norm_topk_prob false with sigmoid scores"]
     if not config.get("rope_interleave", True):

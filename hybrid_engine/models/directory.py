@@ -12,7 +12,7 @@ from hybrid_engine.models.table import ModelTable
 
 
 def read_model(directory: Path, key: str = "model") -> tuple[ModelTable, dict[str, Any]]:
-    """The table and the contents of config.json. Raises ConfigError under `key` when there is none, or no table."""
+    """Return the table and the contents of config.json. Raises ConfigError under `key` without config.json or table."""
     path = directory / "config.json"
     config = read_json(path, key, "Name a Hugging Face model directory")
     try:

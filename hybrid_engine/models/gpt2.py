@@ -52,9 +52,11 @@ def _not_built(config: Mapping[str, Any]) -> Iterator[str]:
 def _rules(dims: ModelDims) -> tuple[Rule, ...]:
     def qkv(kind: str) -> InterleavedQKV:
         name, part = f"{LAYER}attn.c_attn.{kind}", dims.num_heads * dims.head_dim
-        spans = (Span(name, start) for start in (0, part, 2 * part))
+        query, key, value = (Span(name, start) for start in (0, part, 2 * part))
         is_weight = kind == "weight"
-        return InterleavedQKV(*spans, dims.num_kv_heads, 1, dims.head_dim, dim=int(is_weight), transposed=is_weight)
+        return InterleavedQKV(
+            query, key, value, dims.num_kv_heads, 1, dims.head_dim, dim=int(is_weight), transposed=is_weight
+        )
 
     fused_norms = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
     norms = [
@@ -68,11 +70,13 @@ def _rules(dims: ModelDims) -> tuple[Rule, ...]:
         *norms,
         Rule(in_layer("self_attention.linear_qkv.weight"), qkv("weight")),
         Rule(in_layer("self_attention.linear_qkv.bias"), qkv("bias")),
-        Rule(in_layer("self_attention.linear_proj.weight"), Split(LAYER + "attn.c_proj.weight", 0, transposed=True)),
+        Rule(
+            in_layer("self_attention.linear_proj.weight"), Split(LAYER + "attn.c_proj.weight", dim=0, transposed=True)
+        ),
         Rule(in_layer("self_attention.linear_proj.bias"), Replicated(LAYER + "attn.c_proj.bias")),
-        Rule(in_layer("mlp.linear_fc1.weight"), Split(LAYER + "mlp.c_fc.weight", 1, transposed=True)),
-        Rule(in_layer("mlp.linear_fc1.bias"), Split(LAYER + "mlp.c_fc.bias", 0)),
-        Rule(in_layer("mlp.linear_fc2.weight"), Split(LAYER + "mlp.c_proj.weight", 0, transposed=True)),
+        Rule(in_layer("mlp.linear_fc1.weight"), Split(LAYER + "mlp.c_fc.weight", dim=1, transposed=True)),
+        Rule(in_layer("mlp.linear_fc1.bias"), Split(LAYER + "mlp.c_fc.bias", dim=0)),
+        Rule(in_layer("mlp.linear_fc2.weight"), Split(LAYER + "mlp.c_proj.weight", dim=0, transposed=True)),
         Rule(in_layer("mlp.linear_fc2.bias"), Replicated(LAYER + "mlp.c_proj.bias")),
         Rule(("decoder.final_layernorm.weight",), Replicated("transformer.ln_f.weight")),
         Rule(("decoder.final_layernorm.bias",), Replicated("transformer.ln_f.bias")),

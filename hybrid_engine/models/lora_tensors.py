@@ -1,21 +1,22 @@
-"""Adapters as canonical tensors: PEFT's names, and how Megatron packs them, from the rules of the weights they are on.
+"""LoRA adapters as canonical tensors: PEFT's names, and their packing, derived from the rule of the adapted weight.
 
 W [out, in] of rule P        A [rank, in]                        B [out, rank]
-column-parallel (dim 0)      whole, the same for every tensor    packed and cut as P packs and cuts the rows of W
-                             that P packs
-row-parallel (dim 1)         cut along its columns               whole
+column-parallel (dim 0)      replicated, the same for every      packed and sharded like the rows of W
+                             tensor that P packs
+row-parallel (dim 1)         sharded along its columns           replicated
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from hybrid_engine.models.packing import Packing, Replicated, Shape, Span, Split
 from hybrid_engine.models.table import ModelTable
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Room that vLLM 0.32 makes for an adapter's rank; the adapter's own may be smaller."""
+"""The values that vLLM 0.32 accepts for `max_lora_rank`; an adapter's own rank may be smaller."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def b_name(weight: str) -> str:
 
 
 def adapter_packings(packing: Packing) -> AdapterPackings:
-    """How an adapter on a weight with this rule is packed. Raises ValueError for weights stored transposed."""
+    """Return how an adapter on a weight with this rule is packed. Raises ValueError for weights stored transposed."""
     if packing.transposed:
         raise ValueError(
             f"{', '.join(packing.tensors())}: adapters on transposed weights cannot be delivered; merge them"
@@ -50,7 +51,7 @@ def adapter_packings(packing: Packing) -> AdapterPackings:
 
 def _renamed(packing: Packing) -> Packing:
     """The same rule for the matrices B of its tensors."""
-    changes = {}
+    changes: dict[str, Any] = {}  # of fields that each kind of packing has of its own
     for field in fields(packing):
         value = getattr(packing, field.name)
         if isinstance(value, Span):

@@ -33,8 +33,9 @@ class Experts:
         num, width: routed experts, and the intermediate size of one.
         top_k: experts per token.
         block: prefix in a layer of the checkpoint; `projections`: gate, up and down of an expert.
-        bias: name below `block` of the bias by which experts are chosen, if there is one.
-        shared, shared_width: name below `block` and intermediate size of the expert that sees every token; 0 without.
+        bias: name below `block` of the bias that is added to the scores only to choose experts, if there is one.
+        shared, shared_width: name below `block` and intermediate size of the expert that every token goes through;
+            0 without one.
         shared_gate: name below `block` of the shared expert's gate, if it has one.
     """
 
@@ -186,6 +187,6 @@ def expert_settings(experts: Experts, sparse: Sequence[bool]) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_shared_expert_intermediate_size": experts.shared_width or None,
-        # named only where it is wanted: megatron-core 0.15 does not have it
+        # set only where needed: megatron-core 0.15 does not have it
         **({"moe_shared_expert_gate": True} if experts.shared_gate else {}),
     }

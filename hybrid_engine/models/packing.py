@@ -1,8 +1,8 @@
-"""How Megatron packs canonical tensors into one parameter, and how a parallel group cuts it.
+"""How Megatron packs canonical tensors into one parameter, and how a parallel group shards it.
 
-Every rule is the same statement: along one dim the whole parameter is a list of segments of canonical tensors, and
+Every rule makes the same statement: along one dim the whole parameter is a list of segments of canonical tensors, and
 rank r of n holds the r-th of n equal parts of that list. Interleaved QKV, gate/up, padded vocabulary, projections that
-are fused on disk and fewer KV heads than ranks differ in nothing but the list.
+are fused on disk and fewer KV heads than ranks differ only in that list.
 
 Sources: Megatron-LM `megatron/core/transformer/attention.py` (per query group: its query heads, key, value),
 `megatron/core/transformer/mlp.py` (gated linear unit: gate rows, then up rows, per rank),
@@ -11,11 +11,11 @@ Sources: Megatron-LM `megatron/core/transformer/attention.py` (per query group: 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
 
 from hybrid_engine.records.regions import Region
 
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 class Over(StrEnum):
-    """Which group of training ranks cuts a parameter."""
+    """The group of training ranks that shards a parameter."""
 
     NONE = "none"
     TENSOR = "tensor"
@@ -32,8 +32,10 @@ class Over(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Indices of canonical tensor `tensor` from `start` on, along the packed dim. More than one tensor may be on disk
-    as one: its parts are spans of it."""
+    """Indices of canonical tensor `tensor` from `start` on, along the packed dim.
+
+    Projections that are fused on disk are spans of one canonical tensor.
+    """
 
     tensor: str
     start: int = 0
@@ -41,68 +43,42 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`length` consecutive indices of canonical `tensor` from `start` on, along the packed dim. None is padding."""
+    """`length` consecutive indices of canonical `tensor` from `start` on, along the packed dim; None is padding."""
 
     tensor: str | None
     start: int
     length: int
 
 
-class Packing(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing(ABC):
     """One parameter's rule. Names are patterns with `{layer}` and `{expert}` for 0-based global numbers.
 
     Attributes:
-        dim: the canonical dim that is packed and cut.
+        dim: the canonical dim that is packed and sharded.
         over: the ranks that share the parameter.
-        transposed: Megatron stores the two dims of the canonical tensor the other way round.
-        may_be_whole: some layer specs give every rank the whole parameter; the shape tells.
+        transposed: Megatron stores the canonical tensor with its two dims swapped.
+        may_be_whole: some layer specs give every rank the whole parameter; its shape shows which.
     """
 
-    @property
-    def dim(self) -> int: ...
-    @property
-    def over(self) -> Over: ...
-    @property
-    def transposed(self) -> bool: ...
-    @property
-    def may_be_whole(self) -> bool: ...
-
-    def segments(self, num_parts: int, packed_size: int) -> Sequence[Segment]:
-        """The whole parameter (all `num_parts` ranks) along `dim`; `packed_size` is its length, padding included."""
-        ...
-
-    def tensors(self) -> Sequence[str]:
-        """Names of the canonical tensors, each once."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Replicated:
-    """Every rank holds all of it (norms, routers, biases of row-parallel layers)."""
-
-    name: str
     dim: int = 0
-    over: Over = Over.NONE
-    transposed: bool = False
-    may_be_whole: bool = False
-
-    def segments(self, num_parts: int, packed_size: int) -> Sequence[Segment]:
-        return [Segment(self.name, 0, packed_size)]
-
-    def tensors(self) -> Sequence[str]:
-        return [self.name]
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Cut along `dim`: 0 for column-parallel weights and their biases, 1 for row-parallel weights."""
-
-    name: str
-    dim: int
     over: Over = Over.TENSOR
     transposed: bool = False
     may_be_whole: bool = False
 
+    @abstractmethod
+    def segments(self, num_parts: int, packed_size: int) -> Sequence[Segment]:
+        """Return the whole parameter (of all `num_parts` ranks) along `dim`, `packed_size` long with its padding."""
+
+    @abstractmethod
+    def tensors(self) -> Sequence[str]:
+        """Return the names of the canonical tensors, each once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OneTensor(Packing):
+    name: str
+
     def segments(self, num_parts: int, packed_size: int) -> Sequence[Segment]:
         return [Segment(self.name, 0, packed_size)]
 
@@ -111,15 +87,25 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """Rows by token, `size` of them, padded at the end to a multiple Megatron chose."""
+class Replicated(_OneTensor):
+    """Whole on every rank (norms, routers, biases of row-parallel layers)."""
+
+    over: Over = field(default=Over.NONE, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Split(_OneTensor):
+    """Sharded along `dim`: 0 for column-parallel weights and their biases, 1 for row-parallel weights."""
+
+    dim: int = field(kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary(Packing):
+    """Rows by token, `size` of them, padded at the end to a multiple that Megatron chose."""
 
     name: str
     size: int
-    dim: int = 0
-    over: Over = Over.TENSOR
-    transposed: bool = False
-    may_be_whole: bool = False
 
     def segments(self, num_parts: int, packed_size: int) -> Sequence[Segment]:
         rows = [Segment(self.name, 0, self.size)]
@@ -132,7 +118,7 @@ class Vocabulary:
 
 
 @dataclass(frozen=True, slots=True)
-class InterleavedQKV:
+class InterleavedQKV(Packing):
     """Per query group: the rows of its query heads, of its key head, of its value head. Weight or bias."""
 
     query: Span
@@ -141,18 +127,17 @@ class InterleavedQKV:
     num_groups: int
     queries_per_group: int
     head_dim: int
-    dim: int = 0
-    over: Over = Over.TENSOR
-    transposed: bool = False
-    may_be_whole: bool = False
 
     def segments(self, num_parts: int, packed_size: int) -> Sequence[Segment]:
-        parts = ((self.query, self.queries_per_group * self.head_dim), (self.key, self.head_dim))
-        parts += ((self.value, self.head_dim),)
+        rows_of_group = [
+            (self.query, self.queries_per_group * self.head_dim),
+            (self.key, self.head_dim),
+            (self.value, self.head_dim),
+        ]
         return [
             Segment(span.tensor, span.start + group * rows, rows)
             for group in range(self.num_groups)
-            for span, rows in parts
+            for span, rows in rows_of_group
         ]
 
     def tensors(self) -> Sequence[str]:
@@ -160,18 +145,14 @@ class InterleavedQKV:
 
 
 @dataclass(frozen=True, slots=True)
-class GateUp:
+class GateUp(Packing):
     """Each rank holds its rows of the gate projection followed by its rows of the up projection."""
 
     gate: Span
     up: Span
-    dim: int = 0
-    over: Over = Over.TENSOR
-    transposed: bool = False
-    may_be_whole: bool = False
 
     def segments(self, num_parts: int, packed_size: int) -> Sequence[Segment]:
-        rows = packed_size // 2 // num_parts
+        rows = packed_size // 2 // num_parts  # of each projection on one rank
         return [
             Segment(span.tensor, span.start + part * rows, rows)
             for part in range(num_parts)
@@ -184,7 +165,7 @@ class GateUp:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Part of a rank's parameter: local indices from `start` on, along `local_dim`, hold `region`."""
+    """Part of a rank's parameter: its indices from `start` on, along `local_dim`, hold `region`."""
 
     region: Region
     start: int
@@ -199,16 +180,20 @@ def held_regions(
     part: int,
     num_parts: int,
 ) -> list[Held]:
-    """What part `part` of `num_parts` of a parameter holds.
+    """Return what part `part` of `num_parts` of a parameter holds.
 
     Args:
         packing: the rule.
         indices: values of `{layer}` and `{expert}` in its names.
         shapes: canonical name -> shape.
         local_shape: of one rank's parameter, the same on all `num_parts` ranks.
+        part: which of the ranks, from 0.
+        num_parts: ranks of the group that shards the parameter.
 
-    Raises ValueError, with both numbers, unless the ranks together hold exactly the canonical tensors of the rule.
+    Raises:
+        ValueError: with both numbers, unless the ranks together hold exactly the canonical tensors of the rule.
     """
+    # Transposed parameters have two dims, of which the packed one is then the other one in Megatron's order.
     local_dim = len(local_shape) - 1 - packing.dim if packing.transposed else packing.dim
     local_size = local_shape[local_dim]
     names = {pattern: pattern.format(**indices) for pattern in packing.tensors()}
@@ -217,13 +202,15 @@ def held_regions(
     if packing.over is Over.NONE or (
         packing.may_be_whole and local_size == sum(shapes[name][packing.dim] for name in names.values())
     ):
-        part, num_parts = 0, 1
+        part, num_parts = 0, 1  # every rank holds all of it
     segments = packing.segments(num_parts, local_size * num_parts)
     total = sum(segment.length for segment in segments)
     if total != local_size * num_parts:
         raise ValueError(f"{local_size * num_parts} packed in Megatron, {total} by the model's configuration")
     others = local_shape[::-1] if packing.transposed else local_shape
     _check_shapes(packing, segments, names, shapes, others, num_parts)
+    # Walk along the whole parameter; `position` is where a segment begins in it, and this rank holds the window
+    # [low, low + local_size). A segment that reaches into the window gives one region.
     held, position, low = [], 0, part * local_size
     for segment in segments:
         start, stop = max(position, low), min(position + segment.length, low + local_size)

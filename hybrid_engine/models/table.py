@@ -25,7 +25,7 @@ class ModelDims:
         num_heads, num_kv_heads, head_dim: attention heads, key/value heads (query groups), elements per head.
         tied_embeddings: the output head is the embedding.
         num_experts, moe_ffn_hidden_size: routed experts and the width of one; 0 without.
-        num_mtp_layers: layers that predict further tokens; the checkpoint numbers them on after the decoder's.
+        num_mtp_layers: multi-token prediction (MTP) layers; the checkpoint numbers them after the decoder's.
     """
 
     num_layers: int
@@ -70,7 +70,7 @@ class Serving:
         ends_on_every_stage: embedding, final norm and head are on every pipeline stage, not on the first and last.
         whole_shared_experts: every rank has the shared expert whole where the replicas of one instance share the routed
             experts (vLLM then splits the sequence over tensor parallel ranks).
-        cuts_fused_as_one: gate and up projection that are one tensor on disk are cut like one projection.
+        cuts_fused_as_one: gate and up projection that are one tensor on disk are sharded like one projection.
     """
 
     ends_on_every_stage: bool = False
@@ -98,8 +98,8 @@ class ModelTable:
         unserved: name prefixes of tensors that vLLM's model does not read (multi-token prediction).
         serving: vLLM's peculiarities.
         dtypes: canonical name -> dtype in a checkpoint, where it is not that of the weights (a router's bias).
-        not_built: settings of the config that a model built here would not compute, one sentence each. The layout of a
-            model that somebody else built does not depend on them.
+        not_built: settings of the config that `build_model()` does not implement, one sentence each. The layout of a
+            model that was built elsewhere does not depend on them.
     """
 
     dims: ModelDims
@@ -116,7 +116,7 @@ class ModelTable:
     not_built: tuple[str, ...] = ()
 
     def match(self, name: str) -> Match | None:
-        """The rule for a Megatron parameter name, or None when the architecture has no such parameter."""
+        """Return the rule for a Megatron parameter name, or None when the architecture has no such parameter."""
         pattern, indices = _pattern_of(name)
         for rule in self.rules:
             if pattern in rule.names:
@@ -124,7 +124,7 @@ class ModelTable:
         return None
 
     def is_served(self, tensor: str) -> bool:
-        """Whether vLLM's model reads this canonical tensor."""
+        """Return whether vLLM's model reads this canonical tensor."""
         return not tensor.startswith(self.unserved) if self.unserved else True
 
 
@@ -149,5 +149,5 @@ def _pattern_of(name: str) -> tuple[str, dict[str, int]]:
 
 
 def in_layer(*names: str) -> tuple[str, ...]:
-    """Names below a decoder layer, and below the transformer layer of a multi-token prediction layer."""
+    """Return names below a decoder layer, and below the transformer layer of a multi-token prediction layer."""
     return tuple(prefix + name for prefix in (DECODER_LAYER, MTP_LAYER + "transformer_layer.") for name in names)

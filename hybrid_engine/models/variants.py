@@ -40,7 +40,7 @@ class Extras:
         logit_softcap: likewise the logits.
         embedding_scale: word embeddings are multiplied by it, rounded to their dtype.
         post_norms: the outputs of attention and MLP pass a norm before they are added to the residual.
-        experts_per_group_score: a group of experts is ranked by the sum of so many of its best scores.
+        experts_per_group_score: a group of experts is ranked by the sum of its top-k scores (k = this value).
     """
 
     rotary_scaling: RotaryScaling | None = None
@@ -80,10 +80,10 @@ def rotary_scaling(config: Config) -> RotaryScaling | None:
 
 
 def unknown_scaling(config: Config) -> Iterator[str]:
-    """A sentence for `ModelTable.not_built` when the rotary scaling is of a type that is not computed here."""
+    """A sentence for `ModelTable.not_built` when the type of rotary scaling is not implemented."""
     rope_type = rope_parameters(config)["rope_type"]
     if rope_type not in ("default", "linear", "llama3"):
-        yield f"rotary scaling of type {rope_type!r}; linear and llama3 are"
+        yield f"rotary scaling of type {rope_type!r} (supported: linear, llama3)"
 
 
 def windows_by_type(layer_types: Sequence[str], window: int | None) -> tuple[int | None, ...]:

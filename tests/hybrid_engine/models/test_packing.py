@@ -90,13 +90,13 @@ def test_split_and_replicated(tp_size: int, size_per_rank: int, dim: int, transp
     shape = (size_per_rank * tp_size, 4) if dim == 0 else (4, size_per_rank * tp_size)
     weight = numbered(*shape, 1)
     ranks = [part.T if transposed else part for part in np.split(weight, tp_size, axis=dim)]
-    assert_packs(Split("w", dim, transposed=transposed), {"w": weight}, ranks)
+    assert_packs(Split("w", dim=dim, transposed=transposed), {"w": weight}, ranks)
     assert_packs(Replicated("w"), {"w": weight}, [weight] * tp_size)
-    assert_packs(Split("w", dim, may_be_whole=True), {"w": weight}, [weight] * tp_size)
+    assert_packs(Split("w", dim=dim, may_be_whole=True), {"w": weight}, [weight] * tp_size)
 
 
 def test_names_take_their_numbers() -> None:
-    packing = Split("layers.{layer}.experts.{expert}.w", 0, over=Over.EXPERT_TENSOR)
+    packing = Split("layers.{layer}.experts.{expert}.w", dim=0, over=Over.EXPERT_TENSOR)
     held = held_regions(packing, {"layer": 3, "expert": 7}, {"layers.3.experts.7.w": (4, 2)}, (2, 2), 1, 2)
     assert [(part.region.tensor, part.region.offsets) for part in held] == [("layers.3.experts.7.w", (2, 0))]
 
