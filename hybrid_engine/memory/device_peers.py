@@ -29,6 +29,7 @@ from hybrid_engine.memory.borrowed import tensor_over
 from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.device_pages import AWAY, DESCRIPTOR, SERIAL, DeviceHandle, table_of
 from hybrid_engine.memory.host_pages import map_pages
+from hybrid_engine.memory.libc import libc
 from hybrid_engine.records.layout import Extent
 
 _PIDFD_GETFD = 438  # the system call's number on every architecture but Alpha
@@ -175,5 +176,4 @@ def _copy_descriptor(pidfd: int, pid: int, descriptor: int) -> int:
 
 def _pidfd_getfd(pidfd: int, descriptor: int) -> tuple[int, int]:
     """The copy or -1, and the system's error number."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    return libc.syscall(_PIDFD_GETFD, pidfd, descriptor, 0), ctypes.get_errno()
+    return libc().syscall(_PIDFD_GETFD, pidfd, descriptor, 0), ctypes.get_errno()

@@ -65,8 +65,8 @@ class Peer(Protocol):
 class ElasticBuffer:
     """A flat tensor whose memory can be given back and taken again under one address, whole or in part.
 
-    Implements `ports.ExportableBuffer`. The object is a handle: memory, descriptors and mapping belong to the memory
-    itself and last until `close`, or until neither a tensor over them nor this object is left.
+    The object is a handle: memory, descriptors and mapping belong to the memory itself and last until `close`, or until
+    neither a tensor over them nor this object is left.
     """
 
     def __init__(

@@ -14,7 +14,6 @@ so it was left out.
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import re
 import secrets
@@ -24,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from hybrid_engine.errors import DependencyError, StateError, TransportError
+from hybrid_engine.memory.libc import libc, raise_errno
 from hybrid_engine.ranks.hosts import host_id
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -162,7 +162,6 @@ def map_pages(handle: BufferHandle, *, writable: bool = False) -> torch.Tensor:
     return HostMemory(address, handle.file_nbytes).view(handle.offset, handle.numel, getattr(torch, handle.dtype))
 
 
-@functools.cache
 def _check_identity(fd: int, handle: BufferHandle, path: str) -> None:
     """The opened file must be the memory the handle was made for: a pid or descriptor may have been used again."""
     target, nbytes = os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd).st_size
@@ -173,34 +172,19 @@ def _check_identity(fd: int, handle: BufferHandle, path: str) -> None:
         )
 
 
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    return libc
-
-
 def _mmap(fd: int, nbytes: int, *, writable: bool) -> int:
     """Address of the mapped file. Not Python's mmap: that keeps a duplicate of the descriptor."""
     protection = _PROT_READ | (_PROT_WRITE if writable else 0)
-    address = _libc().mmap(None, nbytes, protection, _MAP_SHARED, fd, 0)
+    address = libc().mmap(None, nbytes, protection, _MAP_SHARED, fd, 0)
     if address == ctypes.c_void_p(-1).value:
-        _raise_errno(f"mmap of {nbytes} bytes")
+        raise_errno(f"mmap of {nbytes} bytes")
     return address
 
 
 def _munmap(address: int, nbytes: int) -> None:
-    _libc().munmap(address, nbytes)
+    libc().munmap(address, nbytes)
 
 
 def _punch_hole(fd: int, offset: int, nbytes: int) -> None:
-    if _libc().fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes) != 0:
-        _raise_errno(f"fallocate(PUNCH_HOLE) of {nbytes} bytes at {offset}")
-
-
-def _raise_errno(what: str) -> None:
-    code = ctypes.get_errno()
-    raise OSError(code, f"{what}: {os.strerror(code)}")
+    if libc().fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes) != 0:
+        raise_errno(f"fallocate(PUNCH_HOLE) of {nbytes} bytes at {offset}")

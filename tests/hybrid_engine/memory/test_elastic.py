@@ -21,7 +21,6 @@ from hybrid_engine.memory.elastic import (
     map_peer,
     open_peer,
 )
-from hybrid_engine.ports import ExportableBuffer
 from hybrid_engine.records.layout import Extent
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -36,9 +35,8 @@ def num_mappings() -> int:
         return sum("hybrid_engine." in line for line in maps)
 
 
-def test_is_an_exportable_buffer_of_zeros_with_no_page_resident():
+def test_a_new_buffer_holds_zeros_with_no_page_resident():
     buffer = ElasticBuffer(3 * PAGE // 4, torch.float32)
-    assert isinstance(buffer, ExportableBuffer)
     assert buffer.tensor.shape == (3 * PAGE // 4,)
     assert buffer.nbytes == 3 * PAGE
     assert buffer.resident_nbytes() == 0
@@ -243,6 +241,17 @@ def test_closed_buffer_cannot_be_mapped():
     handle = buffer.export()
     buffer.close()
     with pytest.raises(TransportError, match=r"its process ended or closed it|exchange them again"):
+        map_peer(handle)
+
+
+def test_a_descriptor_that_was_reused_is_noticed_also_after_an_earlier_mapping():
+    buffer = ElasticBuffer(10, torch.float32)
+    handle = buffer.export()
+    map_peer(handle)
+    buffer.close()
+    other = ElasticBuffer(10, torch.float32)
+    assert other.export().fd == handle.fd, "the system gives the lowest free number"
+    with pytest.raises(TransportError, match="exchange them again"):
         map_peer(handle)
 
 

@@ -25,12 +25,13 @@ from typing import Any, Protocol
 
 import torch
 
-from hybrid_engine.backends.vllm.weights import heap, postload
+from hybrid_engine.backends.vllm.weights import postload
 from hybrid_engine.backends.vllm.weights.quantization import materialize
 from hybrid_engine.backends.vllm.weights.storages import Binding, WeightStorage, flat_view, take_inventory
 from hybrid_engine.backends.vllm.weights.traced_layout import STAGED, build_layout
 from hybrid_engine.backends.vllm.weights.tracing import storage_key, trace_loader
 from hybrid_engine.errors import StateError
+from hybrid_engine.memory import heap
 from hybrid_engine.memory.staging_pool import StagingPool
 from hybrid_engine.records.layout import Extent, Layout
 
