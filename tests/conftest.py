@@ -27,6 +27,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 import hypothesis
 import pytest
 
+from tests.harness import marks
+from tests.harness.launch import Ranks
+from tests.harness.small_disks import mounted_disk
+
+marks.install_guard()
+
 # Real engines share the cores with the property tests, so wall-clock deadlines only cause noise.
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
@@ -34,14 +40,43 @@ hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
 
 
+@pytest.fixture(scope="session")
+def ranks() -> Ranks:
+    """Ranks without engines. Whoever takes it, itself or through another fixture, is marked `ranks`."""
+    return Ranks(with_engines=False)
+
+
+@pytest.fixture(scope="session")
+def engines() -> Ranks:
+    """Ranks that build real engines. Whoever takes it is marked `engines`."""
+    return Ranks(with_engines=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    with mounted_disk(tmp_path / "small", 2) as place:
+        yield place
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked `faults` unless it is asked for. An `addopts = -m` would be lost with another `-m`."""
+    """Mark each test by what it takes, before `-m` chooses; leave out `faults` unless asked for.
+
+    An `addopts = -m` would be lost with another `-m`.
+    """
+    for item in items:
+        marks.add_implied(item)
     if "faults" in config.option.markexpr:
         return
     left_out = [item for item in items if item.get_closest_marker("faults")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("faults")]
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    marks.running(item)
 
 
 SHARED_MEMORY = Path("/dev/shm")

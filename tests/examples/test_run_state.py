@@ -14,7 +14,6 @@ from examples.gpt_rl.run_state import Progress, RunDirectory
 from examples.gpt_rl.settings import load_settings
 from examples.gpt_rl.train import claim
 from hybrid_engine.errors import ConfigError, FileError
-from tests.harness.small_disks import small_disk  # noqa: F401
 
 MIB = 1 << 20
 CONFIG = Path(settings.__file__).parent / "configs" / "tp2_to_dp2.yaml"
@@ -248,7 +247,7 @@ def test_a_disk_without_room_for_another_checkpoint(under_way: RunDirectory) -> 
 
 
 def test_what_a_killed_save_left_does_not_take_the_room_of_the_next(
-    small_disk: Path,  # noqa: F811
+    small_disk: Path,
 ) -> None:
     """It goes when the run is taken up."""
     run = RunDirectory(small_disk / "run")

@@ -107,6 +107,7 @@ def test_interrupt_resume_finish(config: Path, tmp_path: Path) -> None:
     assert once_more.returncode == 0
 
 
+@pytest.mark.ranks
 def test_bad_configuration_ends_at_once(config: Path, tmp_path: Path) -> None:
     values = yaml.safe_load(config.read_text())
     values["actor_config"]["tensor_model_parallel_size"] = 3

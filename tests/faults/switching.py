@@ -24,7 +24,6 @@ from hybrid_engine import ActorHybridWorker
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.switch.sharding_manager import State
 from tests.faults.job import FaultError
-from tests.harness.launch import launch
 from tests.zoo import workers
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -159,7 +158,7 @@ def main(num_cycles: str = "200", *layouts: str) -> None:
     """These layouts, or all; the cycles are shared out among them."""
     chosen = layouts or tuple(LAYOUTS)
     share = -(-int(num_cycles) // len(chosen))
-    run: Callable[..., list[Findings]] = launch
+    run: Callable[..., list[Findings]] = Ranks(with_engines=True).launch
     for number, layout in enumerate(chosen):
         with tempfile.TemporaryDirectory() as directory:
             for rank, findings in enumerate(run(break_switches, 2, directory, layout, share, number, timeout=1500)):

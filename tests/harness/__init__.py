@@ -1,1 +1,1 @@
-"""What tests of several packages run on: ranks, kills at every step, small disks, versions of megatron-core."""
+"""What tests of several packages run on: ranks, kills at every step, small disks, marks, versions of megatron-core."""

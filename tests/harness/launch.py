@@ -1,5 +1,8 @@
 """Run one function on several real ranks, as torchrun would, and bring back what each rank returned.
 
+    def test_a_sum(ranks: Ranks) -> None:                     # or `engines`, for Megatron and vLLM
+        assert ranks.launch(sum_over_ranks, 2) == [3, 3]      # a function of this module, which makes its own group
+
 Ranks are forked from a server that has imported torch, transformers and vLLM, for importing them costs more than most
 tests do. A rank that fails or outlives the timeout takes the whole launch down, so no test leaves a process behind.
 
@@ -20,11 +23,15 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from hybrid_engine.ranks.launching import run_started
+
+ENGINES = ("megatron.core", "hybrid_engine.backends.vllm")
+"""A rank that has imported one of them is taken to have built an engine."""
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 _SERVER = multiprocessing.get_context("forkserver")
@@ -34,15 +41,42 @@ _SERVER.set_forkserver_preload(
 )
 
 
-def launch(function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 300) -> list[Any]:
-    """Run `function(*args)` on `num_ranks` processes; return the results by rank.
+@dataclass(frozen=True)
+class Ranks:
+    """What a test takes to run something on ranks: the fixtures `ranks` and `engines`.
 
-    `function` is a top-level function of an importable module under tests/; it finds RANK, WORLD_SIZE,
-    LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment and creates its own process group.
-    Arguments and results travel by pickle. Raises AssertionError with the ranks' output when any fails.
+    Attributes:
+        with_engines: whether the ranks may import Megatron or our vLLM backend. One that does without ends in an
+            error, so a test that is not marked `engines` builds none.
     """
+
+    with_engines: bool
+
+    def launch(self, function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 300) -> list[Any]:
+        """Run `function(*args)` on `num_ranks` processes; return the results by rank.
+
+        `function` is a top-level function of an importable module under tests/; it finds RANK, WORLD_SIZE,
+        LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment and creates its own process group.
+        Arguments and results travel by pickle. Raises AssertionError with the ranks' output when any fails.
+        """
+        return _launch(function, num_ranks, args, timeout, self.with_engines)
+
+    def launch_in_turn(
+        self, num_ranks: int, calls: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]], timeout: float = 300
+    ) -> dict[str, list[Any]]:
+        """Run several functions, one after the other, on the same ranks: name -> results by rank.
+
+        The first failure ends them all.
+        """
+        by_rank = self.launch(_in_turn, num_ranks, list(calls.values()), timeout=timeout)
+        return {name: [results[index] for results in by_rank] for index, name in enumerate(calls)}
+
+
+def _launch(
+    function: Callable[..., Any], num_ranks: int, args: tuple[Any, ...], timeout: float, with_engines: bool
+) -> list[Any]:
     ranks: list[_Rank] = []
-    call = pickle.dumps((function, args))
+    call = pickle.dumps((function, args, with_engines))
     with tempfile.TemporaryDirectory(prefix="launch-") as directory:
 
         def start(environment: Mapping[str, str], output: int) -> _Rank:
@@ -80,7 +114,7 @@ class _Rank:
         self._process.close()
 
 
-def in_turn(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+def _in_turn(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
     """Rank function of several: what each returned. Starting ranks and importing costs more than most of them do."""
     results = []
     for function, args in calls:
@@ -90,13 +124,7 @@ def in_turn(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list
     return results
 
 
-def launch_in_turn(
-    num_ranks: int, calls: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]], timeout: float = 300
-) -> dict[str, list[Any]]:
-    """Run several functions, one after the other, on the same ranks: name -> results by rank. The first failure ends
-    them all."""
-    by_rank = launch(in_turn, num_ranks, list(calls.values()), timeout=timeout)
-    return {name: [results[index] for results in by_rank] for index, name in enumerate(calls)}
+launch, launch_in_turn = Ranks(with_engines=True).launch, Ranks(with_engines=True).launch_in_turn
 
 
 def remembered(launched: Callable[[int], Any]) -> Callable[[int], Any]:
@@ -129,8 +157,11 @@ def _run_rank(environment: Mapping[str, str], output: Connection, directory: Pat
     os.chdir(REPO_ROOT)
     rank = os.environ["RANK"]
     try:
-        function, args = pickle.loads(call)
+        function, args, with_engines = pickle.loads(call)
         result = function(*args)
+        built = [name for name in ENGINES if name in sys.modules]
+        if built and not with_engines:
+            raise AssertionError(f"imports {', '.join(built)}: take the fixture `engines` in place of `ranks`")
         (directory / f"result{rank}.pickle").write_bytes(pickle.dumps(result))
     except BaseException:
         (directory / f"error{rank}.txt").write_text(f"rank {rank}:\n{traceback.format_exc()}")

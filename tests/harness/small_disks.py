@@ -22,13 +22,6 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB."""
-    with mounted_disk(tmp_path / "small", 2) as place:
-        yield place
-
-
 @contextmanager
 def mounted_disk(place: Path, mebibytes: int) -> Iterator[Path]:
     """A file system of that size at `place`; skips the test where mounting is refused."""

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.launch import REPO_ROOT, launch
+from tests.harness.launch import REPO_ROOT, Ranks
 
 LAUNCHER = """
 import pathlib, sys
 from tests.harness import launch, test_launch
 launch._SERVER.set_forkserver_preload([])
-launch.launch(test_launch.wait_for_ever, 2, pathlib.Path(sys.argv[1]))
+launch.Ranks(with_engines=False).launch(test_launch.wait_for_ever, 2, pathlib.Path(sys.argv[1]))
 """
 
 
@@ -35,9 +35,18 @@ def wait_for_ever(directory: Path) -> None:
     time.sleep(600)
 
 
-def test_the_last_words_of_a_killed_rank_come_back() -> None:
+def import_megatron() -> None:
+    import megatron.core  # noqa: F401
+
+
+def test_a_rank_without_engines_builds_none(ranks: Ranks) -> None:
+    with pytest.raises(AssertionError, match=r"imports megatron\.core: take the fixture `engines`"):
+        ranks.launch(import_megatron, 1, timeout=60)
+
+
+def test_the_last_words_of_a_killed_rank_come_back(ranks: Ranks) -> None:
     with pytest.raises(AssertionError) as failure:
-        launch(speak_and_die, 2, timeout=60)
+        ranks.launch(speak_and_die, 2, timeout=60)
     assert all(f"the last words of rank {rank}\n" in str(failure.value) for rank in range(2))
 
 

@@ -20,7 +20,7 @@ from hybrid_engine.errors import ConfigError, HybridEngineError, StateError, Vio
 from hybrid_engine.planning.relays import staging_nbytes
 from hybrid_engine.switch import sharding_manager
 from hybrid_engine.worker import share_of
-from tests.harness.launch import launch_in_turn, remembered
+from tests.harness.launch import Ranks, remembered
 from tests.zoo import workers
 from tests.zoo.tiny_models import running
 
@@ -97,7 +97,7 @@ ACTORS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, list[Any]]]:
+def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, list[Any]]]:
     """Number of ranks -> by name, what everything that runs on so many ranks brought back; launched once."""
     directory = tmp_path_factory.mktemp("end to end")
     model = workers.write_model(directory / "model", "qwen3")
@@ -117,12 +117,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[s
             if wanted == num_ranks:
                 calls[f"{name}, switched"] = (train_with_switches, (model, actor))
                 calls[f"{name}, without"] = (train_without, (model, actor))
-        return launch_in_turn(num_ranks, calls, timeout=800)
+        return engines.launch_in_turn(num_ranks, calls, timeout=800)
 
     return launched
 
 
-@pytest.mark.engines
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ACTORS)
@@ -176,7 +175,6 @@ def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.engines
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ranks_on_two_hosts_hold_what_those_on_one_do(outcomes: Callable[[int], Any]) -> None:
@@ -285,7 +283,6 @@ def _second_bucket_on_fire(worker: Any) -> Any:
     return fail
 
 
-@pytest.mark.engines
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_failures_reach_every_rank_and_lose_nothing(outcomes: Callable[[int], Any]) -> None:
@@ -336,7 +333,6 @@ def refuse_versions(model: Path) -> list[tuple[str, str]]:
     return outcomes
 
 
-@pytest.mark.engines
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_untested_versions_are_refused_on_every_rank(outcomes: Callable[[int], Any]) -> None:
@@ -364,7 +360,6 @@ def fail_while_building(model: Path) -> list[tuple[str, bool]]:
     return outcomes
 
 
-@pytest.mark.engines
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_another_worker_can_be_built_after_one_that_failed(outcomes: Callable[[int], Any]) -> None:
@@ -405,7 +400,6 @@ def follow_overlapped_gathers(model: Path, directory: Path) -> dict[str, Any]:
     return {**equal, "before": torch.equal(live, before), "version": version}
 
 
-@pytest.mark.engines
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_reference_and_checkpoint_hold_the_latest_weights(outcomes: Callable[[int], Any]) -> None:

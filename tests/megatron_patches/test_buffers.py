@@ -11,7 +11,7 @@ import torch
 import megatron_patches
 from megatron_patches import BufferRecord, errors
 from megatron_patches.buffers import _Redirected
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.megatron_patches.gpt import Gpt, GptSpec, build, running, start, stop
 
 SHARDED = GptSpec(num_layers=3, distributed_optimizer=True, overlap_grad_reduce=True, bucket_size=6000)
@@ -151,9 +151,8 @@ def run_rank() -> dict[str, list[tuple[int, str]]]:
     return found
 
 
-@pytest.mark.engines
-def test_records_and_allocator_on_two_ranks() -> None:
-    for found in launch(run_rank, 2):
+def test_records_and_allocator_on_two_ranks(engines: Ranks) -> None:
+    for found in engines.launch(run_rank, 2):
         assert found["sharded"] == found["replicated"] == [(0, "dense")]
         assert found["experts"] == [(0, "dense"), (0, "expert")]
         assert found["chunks"] == [(0, "dense"), (1, "dense")]

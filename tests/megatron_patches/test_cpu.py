@@ -14,7 +14,7 @@ import torch.distributed as dist
 import megatron_patches
 from megatron_patches import cpu, cpu_torch, errors, gloo
 from tests.harness.core_versions import IS_0_16
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 
 
 @pytest.fixture
@@ -188,6 +188,5 @@ def run_rank() -> None:
     check_broadcast_data()
 
 
-@pytest.mark.engines
-def test_collectives_groups_and_rng_on_two_ranks() -> None:
-    launch(run_rank, 2)
+def test_collectives_groups_and_rng_on_two_ranks(engines: Ranks) -> None:
+    engines.launch(run_rank, 2)

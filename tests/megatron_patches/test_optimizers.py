@@ -14,7 +14,7 @@ import torch.distributed as dist
 import megatron_patches
 from megatron_patches import OptimizerTensor, errors
 from tests.harness.core_versions import IS_0_16
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.megatron_patches.gpt import Gpt, GptSpec, running
 
 PLAIN = GptSpec()
@@ -274,60 +274,54 @@ def run_rank() -> dict[str, Inventory]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Inventory]]:
-    return launch(run_rank, 2)
+def inventories(engines: Ranks) -> list[dict[str, Inventory]]:
+    return engines.launch(run_rank, 2)
 
 
 def moments(nbytes: int) -> dict[tuple[str, str], int]:
     return {("moment", "exp_avg"): nbytes, ("moment", "exp_avg_sq"): nbytes}
 
 
-@pytest.mark.engines
-def test_fp32_optimizer_holds_moments_only(ranks: list[dict[str, Inventory]]) -> None:
-    for rank in ranks:
+def test_fp32_optimizer_holds_moments_only(inventories: list[dict[str, Inventory]]) -> None:
+    for rank in inventories:
         found = rank["FP32Optimizer"]
         assert found.member_types == ["FP32Optimizer"]
         assert found.before == {}
         assert found.after == moments(4 * found.num_params)
 
 
-@pytest.mark.engines
-def test_float16_optimizer_holds_whole_main_params_and_moments(ranks: list[dict[str, Inventory]]) -> None:
-    for rank in ranks:
+def test_float16_optimizer_holds_whole_main_params_and_moments(inventories: list[dict[str, Inventory]]) -> None:
+    for rank in inventories:
         found = rank["Float16OptimizerWithFloat16Params"]
         assert found.member_types == ["Float16OptimizerWithFloat16Params"]
         assert found.before == {("main_param", "param"): 4 * found.num_params}
         assert found.after == {**found.before, **moments(4 * found.num_params)}
 
 
-@pytest.mark.engines
-def test_gradients_converted_for_the_main_params_are_listed(ranks: list[dict[str, Inventory]]) -> None:
-    for rank in ranks:
+def test_gradients_converted_for_the_main_params_are_listed(inventories: list[dict[str, Inventory]]) -> None:
+    for rank in inventories:
         found = rank["bf16 gradients"]
         assert found.after[("main_grad", "grad")] == 4 * found.num_params
 
 
-@pytest.mark.engines
-def test_distributed_optimizer_holds_shards(ranks: list[dict[str, Inventory]]) -> None:
-    num_params = ranks[0]["DistributedOptimizer"].num_params
-    assert all(rank["DistributedOptimizer"].member_types == ["DistributedOptimizer"] for rank in ranks)
+def test_distributed_optimizer_holds_shards(inventories: list[dict[str, Inventory]]) -> None:
+    num_params = inventories[0]["DistributedOptimizer"].num_params
+    assert all(rank["DistributedOptimizer"].member_types == ["DistributedOptimizer"] for rank in inventories)
     for key, nbytes in {("main_param", "param"): 4 * num_params, **moments(4 * num_params)}.items():
-        assert sum(rank["DistributedOptimizer"].after[key] for rank in ranks) == nbytes
-    for rank in ranks:
+        assert sum(rank["DistributedOptimizer"].after[key] for rank in inventories) == nbytes
+    for rank in inventories:
         assert set(rank["DistributedOptimizer"].before) == {("main_param", "param")}
 
 
-@pytest.mark.engines
-def test_fp32_distributed_optimizer_does_not_list_the_models_params(ranks: list[dict[str, Inventory]]) -> None:
-    assert all(rank["fp32 DistributedOptimizer"].before == {} for rank in ranks)
-    num_params = ranks[0]["fp32 DistributedOptimizer"].num_params
+def test_fp32_distributed_optimizer_does_not_list_the_models_params(inventories: list[dict[str, Inventory]]) -> None:
+    assert all(rank["fp32 DistributedOptimizer"].before == {} for rank in inventories)
+    num_params = inventories[0]["fp32 DistributedOptimizer"].num_params
     for key, nbytes in moments(4 * num_params).items():
-        assert sum(rank["fp32 DistributedOptimizer"].after[key] for rank in ranks) == nbytes
+        assert sum(rank["fp32 DistributedOptimizer"].after[key] for rank in inventories) == nbytes
 
 
-@pytest.mark.engines
-def test_chained_optimizer_lists_dense_shards_and_whole_experts(ranks: list[dict[str, Inventory]]) -> None:
-    found = [rank["experts"] for rank in ranks]
+def test_chained_optimizer_lists_dense_shards_and_whole_experts(inventories: list[dict[str, Inventory]]) -> None:
+    found = [rank["experts"] for rank in inventories]
     assert found[0].member_types == ["DistributedOptimizer", "DistributedOptimizer"]
     dense = found[0].num_params - found[0].num_expert_params
     experts = sum(inventory.num_expert_params for inventory in found)

@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from tests.harness.core_versions import without
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.megatron_patches.gpt import GptSpec, running
-
-pytestmark = pytest.mark.engines
 
 NUM_STEPS = 3
 FP32_TOLERANCE = 2e-5  # losses around 5, sums in another order
@@ -106,12 +104,12 @@ def train(specs: dict[str, GptSpec]) -> dict[str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> dict[str, list[float]]:
-    return launch(train, 1, ONE_RANK)[0]
+def one_rank(engines: Ranks) -> dict[str, list[float]]:
+    return engines.launch(train, 1, ONE_RANK)[0]
 
 
-def check(layouts: dict[str, Layout], num_ranks: int, one_rank: dict[str, list[float]]) -> None:
-    results = launch(train, num_ranks, {name: layout.spec for name, layout in layouts.items()})
+def check(engines: Ranks, layouts: dict[str, Layout], num_ranks: int, one_rank: dict[str, list[float]]) -> None:
+    results = engines.launch(train, num_ranks, {name: layout.spec for name, layout in layouts.items()})
     assert all(result == results[0] for result in results), "ranks disagree about the loss"
     for name, layout in layouts.items():
         tolerance = FP32_TOLERANCE if layout.spec.dtype == "fp32" else BF16_TOLERANCE
@@ -128,9 +126,9 @@ def test_recomputed_dropout_draws_the_same_numbers(one_rank: dict[str, list[floa
     assert one_rank["dropout"] != pytest.approx(one_rank["dense"], abs=1e-3)
 
 
-def test_two_ranks_compute_what_one_does(one_rank: dict[str, list[float]]) -> None:
-    check(without(TWO_RANKS, "more tp than kv groups"), 2, one_rank)
+def test_two_ranks_compute_what_one_does(engines: Ranks, one_rank: dict[str, list[float]]) -> None:
+    check(engines, without(TWO_RANKS, "more tp than kv groups"), 2, one_rank)
 
 
-def test_four_ranks_compute_what_one_does(one_rank: dict[str, list[float]]) -> None:
-    check(FOUR_RANKS, 4, one_rank)
+def test_four_ranks_compute_what_one_does(engines: Ranks, one_rank: dict[str, list[float]]) -> None:
+    check(engines, FOUR_RANKS, 4, one_rank)

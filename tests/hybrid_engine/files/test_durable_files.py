@@ -26,7 +26,7 @@ from hybrid_engine.files.durable import (
     write_text,
 )
 from tests.harness.kills import kill_at_every_step
-from tests.harness.small_disks import file_size_limit, small_disk  # noqa: F401
+from tests.harness.small_disks import file_size_limit
 
 MIB = 1 << 20
 
@@ -111,7 +111,7 @@ def test_a_limit_is_told_and_the_old_text_stays(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_full_disk_is_told_and_the_old_text_stays(small_disk: Path) -> None:  # noqa: F811
+def test_a_full_disk_is_told_and_the_old_text_stays(small_disk: Path) -> None:
     path = small_disk / "text"
     write_text(path, "old")
     full = rf"writing {path}: no space left on device \(2\.\d MB free on {small_disk}\)\. Free some space"
@@ -121,7 +121,7 @@ def test_a_full_disk_is_told_and_the_old_text_stays(small_disk: Path) -> None:  
     assert list(small_disk.iterdir()) == [path]
 
 
-def test_a_full_disk_under_torch_save_is_told(small_disk: Path) -> None:  # noqa: F811
+def test_a_full_disk_under_torch_save_is_told(small_disk: Path) -> None:
     """torch itself says "unexpected pos 704 vs 598"."""
     path = small_disk / "rank0000.pt"
     message = rf"writing the checkpoint {path}: no space left on device \(0\.0 MB free"
@@ -129,7 +129,7 @@ def test_a_full_disk_under_torch_save_is_told(small_disk: Path) -> None:  # noqa
         torch.save({"a": torch.zeros(MIB)}, file)
 
 
-def test_a_reservation_is_real(small_disk: Path) -> None:  # noqa: F811
+def test_a_reservation_is_real(small_disk: Path) -> None:
     with (small_disk / "file").open("w+b") as file:
         reserve(file.fileno(), MIB)
         reserve(file.fileno(), 0)

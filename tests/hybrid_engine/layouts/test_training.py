@@ -17,7 +17,7 @@ from hybrid_engine.layouts.training import TrainParallelism, training_layout
 from hybrid_engine.models import table_for
 from hybrid_engine.records.holdings import regions_by_tensor
 from hybrid_engine.records.regions import Region
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm.vllm_models import FAMILIES
 from tests.zoo.tiny_models import DENSE_FLOAT32, parallel_state_of
 
@@ -81,9 +81,8 @@ def live_regions(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> lis
     return found
 
 
-@pytest.mark.engines
-def test_every_rank_holds_what_the_live_model_does() -> None:
-    by_rank = launch(live_regions, 4, LIVE)
+def test_every_rank_holds_what_the_live_model_does(engines: Ranks) -> None:
+    by_rank = engines.launch(live_regions, 4, LIVE)
     for number, (family, changes, settings) in enumerate(LIVE):
         actor = ActorConfig(**{**DENSE_FLOAT32, **settings})
         parallelism = train_parallelism(actor, world_size=4, cuts_whole_projections=True)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
 from hybrid_engine.megatron_script import script_engine as engine
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.hybrid_engine.megatron_script.test_script_engine import Timers
 from tests.hybrid_engine.ranks.test_agreement import outcome_of
 from tests.hybrid_engine.switch.fakes import FakeInference, FakeTraining, Rig
@@ -143,8 +143,8 @@ def fail_on_one_rank() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str]]:
-    return launch(fail_on_one_rank, 2, timeout=120)
+def outcomes(ranks: Ranks) -> list[dict[str, str]]:
+    return ranks.launch(fail_on_one_rank, 2, timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,11 @@ import torch
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.models import ModelTable, table_for
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.megatron import mock_transformer_engine
 from tests.hybrid_engine.ranks.fake_ranks import fake_rank
 from tests.zoo.moe_models import FAMILIES, save_moe_model
 from tests.zoo.tiny_models import DENSE_FLOAT32, read_config, save_model, view_of
-
-pytestmark = pytest.mark.engines
 
 
 @dataclass(frozen=True)
@@ -195,8 +193,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def comparisons(paths: dict[str, Path]) -> dict[str, Comparison]:
-    return launch(compare_all, 1, CASES, paths)[0]
+def comparisons(engines: Ranks, paths: dict[str, Path]) -> dict[str, Comparison]:
+    return engines.launch(compare_all, 1, CASES, paths)[0]
 
 
 def test_every_parameter_is_what_mbridge_makes_of_the_checkpoint(comparisons: dict[str, Comparison]) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import RemoteError, ReshardError, StateError, WeightError
 from hybrid_engine.ranks.agreement import Agreement
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 
 SILENCE_SECONDS = 1.0  # of the agreement whose peer says nothing
 LOST_SECONDS = 60.0  # of those whose peer ends: its end is noticed long before
@@ -107,8 +107,8 @@ def fail_on_rank() -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def failures() -> list[dict[str, object]]:
-    return launch(fail_on_rank, 2, timeout=120)
+def failures(ranks: Ranks) -> list[dict[str, object]]:
+    return ranks.launch(fail_on_rank, 2, timeout=120)
 
 
 def test_all_ranks_raise_when_one_fails(failures: list[dict[str, object]]):
@@ -167,8 +167,8 @@ def lose_rank_1() -> dict[str, tuple[str, float]]:
     return results
 
 
-def test_a_lost_rank_ends_every_wait():
-    results, _ = launch(lose_rank_1, 2, timeout=200)
+def test_a_lost_rank_ends_every_wait(ranks: Ranks):
+    results, _ = ranks.launch(lose_rank_1, 2, timeout=200)
     assert set(results) == {"silent", *LOST_CALLS}
     for name, (outcome, seconds) in results.items():
         assert outcome.startswith("LostRankError: "), (name, outcome)

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from hybrid_engine.ranks.launching import run_ranks
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.hybrid_engine.ranks import watch_ranks
 
 CAUSES = {
@@ -19,6 +19,7 @@ CAUSES = {
 SECONDS_AT_MOST = 100  # a rank that is left waiting waits for minutes
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "scenario", [name if name == "raises" else pytest.param(name, marks=pytest.mark.faults) for name in CAUSES]
 )
@@ -39,8 +40,8 @@ def test_every_rank_says_the_cause_and_ends(scenario: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[dict[str, str]]:
-    return launch(watch_ranks.all_survived, 3, timeout=SECONDS_AT_MOST)
+def outcomes(ranks: Ranks) -> list[dict[str, str]]:
+    return ranks.launch(watch_ranks.all_survived, 3, timeout=SECONDS_AT_MOST)
 
 
 @pytest.mark.parametrize("scenario", ["interrupted", "store error", "paused", "building"])

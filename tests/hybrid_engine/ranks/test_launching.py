@@ -15,7 +15,7 @@ import pytest
 from hybrid_engine.ranks import launching
 from hybrid_engine.ranks.launching import Ended, run_ranks
 
-pytestmark = pytest.mark.engines
+pytestmark = pytest.mark.ranks
 
 WELL_OR_BADLY = """
 import os, sys

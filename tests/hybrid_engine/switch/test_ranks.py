@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hybrid_engine.errors import OffloadError, PlanError, RemoteError, ReshardError
 from hybrid_engine.switch import sharding_manager
 from hybrid_engine.transports import CollectiveTransport, SharedMemoryTransport
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.hybrid_engine.switch.fakes import IDLE, INFER, NBYTES, SHAPES, TRAIN, Rig
 
 SCENARIOS: dict[str, Callable[[], object]] = {}
@@ -193,9 +193,9 @@ def run_scenarios() -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, dict]]:
+def two_ranks(ranks: Ranks) -> list[dict[str, dict]]:
     """What each scenario gave, by rank."""
-    return launch(run_scenarios, 2, timeout=200)
+    return ranks.launch(run_scenarios, 2, timeout=200)
 
 
 def test_faults_of_the_plan_are_found_by_all_ranks_at_construction(two_ranks: list[dict[str, dict]]):

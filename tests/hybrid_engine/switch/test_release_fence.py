@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
 from hybrid_engine.switch.release_fence import ReleaseFence
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 
 NUM_RANKS, NUM_BUCKETS = 3, 4
 TIMEOUT = 30.0
@@ -61,8 +61,8 @@ def run_on_rank() -> list[tuple[tuple[str, list[int]], tuple[str, list[int]]]]:
     return results
 
 
-def test_every_failure_leaves_the_next_switch_alone() -> None:
-    by_rank = launch(run_on_rank, NUM_RANKS, timeout=200)
+def test_every_failure_leaves_the_next_switch_alone(ranks: Ranks) -> None:
+    by_rank = ranks.launch(run_on_rank, NUM_RANKS, timeout=200)
     for number, failing in enumerate(scenarios()):
         for rank in range(NUM_RANKS):
             (outcome, given_back), after = by_rank[rank][number]
@@ -90,6 +90,6 @@ def wait_for_a_rank_that_sleeps() -> str:
     return str(failure.value)
 
 
-def test_a_wait_ends_with_bucket_and_remedy() -> None:
-    message, _ = launch(wait_for_a_rank_that_sleeps, 2, timeout=100)
+def test_a_wait_ends_with_bucket_and_remedy(ranks: Ranks) -> None:
+    message, _ = ranks.launch(wait_for_a_rank_that_sleeps, 2, timeout=100)
     assert "bucket 0, phase release" in message and "timeout_seconds" in message

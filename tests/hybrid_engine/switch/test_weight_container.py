@@ -16,7 +16,7 @@ from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place
 from hybrid_engine.switch.weight_container import ContainerState, WeightContainer
 from hybrid_engine.transports import InProcessTransport, TransportSet
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 
 NUM_RANKS = 2
 NUM_GROUPS = 4
@@ -287,8 +287,8 @@ def fill_on_rank() -> list[list[object]]:
     return results
 
 
-def test_no_rank_waits_for_one_that_failed():
-    of_rank_0, of_rank_1 = launch(fill_on_rank, 2, timeout=200)
+def test_no_rank_waits_for_one_that_failed(ranks: Ranks):
+    of_rank_0, of_rank_1 = ranks.launch(fill_on_rank, 2, timeout=200)
     assert all(own[0].startswith("ReshardError: rank 0") for own in of_rank_0)
     assert all("MemoryError: not a byte left" in own[0] for own in of_rank_0[2:])
     assert "rank 0 failed before the first bucket" in of_rank_1[2][0]

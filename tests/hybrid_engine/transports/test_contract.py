@@ -21,7 +21,7 @@ from hybrid_engine.transports import (
     TransportSet,
     export_handles,
 )
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.hybrid_engine.transports.cases import Case, Shape, build_case, differing
 
 CASES = {
@@ -142,8 +142,8 @@ def staging_growth_on_rank(rank: int) -> list[str]:
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def results_by_rank(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], list[str]]]:
-    return launch(run_cases_on_rank, request.param, timeout=300)
+def results_by_rank(ranks: Ranks, request: pytest.FixtureRequest) -> list[dict[tuple[str, str], list[str]]]:
+    return ranks.launch(run_cases_on_rank, request.param, timeout=300)
 
 
 @pytest.mark.parametrize("name", list(CASES))

@@ -21,7 +21,7 @@ from hybrid_engine.transports import (
     choose_transport,
     export_handles,
 )
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.hybrid_engine.transports.cases import outcome_of
 
 NUMEL = 1000
@@ -134,8 +134,8 @@ def run_scenarios() -> dict[str, list[object]]:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> Callable[[Callable], list[list[object]]]:
-    by_rank = launch(run_scenarios, 2, timeout=300)
+def outcomes(ranks: Ranks) -> Callable[[Callable], list[list[object]]]:
+    by_rank = ranks.launch(run_scenarios, 2, timeout=300)
     return lambda scenario: [results[scenario.__name__] for results in by_rank]
 
 

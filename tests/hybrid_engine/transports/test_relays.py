@@ -23,7 +23,7 @@ from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.switch import sharding_manager
 from hybrid_engine.transports import RelayBuffers, TransportSet, export_handles
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.hybrid_engine.planning.cases import NOT_WRITTEN, filled_buffers
 from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
 from tests.hybrid_engine.transports.cases import outcome_of
@@ -302,8 +302,8 @@ def run_all() -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def four_ranks() -> list[dict[str, object]]:
-    return launch(run_all, 4, timeout=250)
+def four_ranks(ranks: Ranks) -> list[dict[str, object]]:
+    return ranks.launch(run_all, 4, timeout=250)
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -19,7 +19,7 @@ from hybrid_engine.backends.huggingface import safetensors_files as files
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, HybridEngineError, ParameterMismatchError
 from hybrid_engine.ranks.agreement import Agreement
-from tests.harness.launch import launch_in_turn
+from tests.harness.launch import Ranks
 from tests.harness.small_disks import file_size_limit
 from tests.zoo.tiny_models import (
     DENSE_FLOAT32,
@@ -149,7 +149,9 @@ def main_parameters_differ(run: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], Path, dict[str, list[Any]]]:
+def launched(
+    engines: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Path], Path, dict[str, list[Any]]]:
     """Models, where they were saved, and by rank what loading brought back: of good checkpoints, of broken ones."""
     directory = tmp_path_factory.mktemp("hf")
     paths = {name: save_model(directory / name, case.family, **case.model) for name, case in CASES.items()}
@@ -163,7 +165,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path],
         "damaged": (load_what_is_damaged, (model, directory / "damaged")),
         "refused": (save_where_it_cannot_be, (model, broken["other sizes"])),
     }
-    return paths, directory / "out", launch_in_turn(2, calls)
+    return paths, directory / "out", engines.launch_in_turn(2, calls)
 
 
 @pytest.fixture
@@ -172,7 +174,6 @@ def outcome(launched: Any) -> tuple[dict[str, Path], Path, list[dict[str, Any]]]
     return paths, out, found["good"]
 
 
-@pytest.mark.engines
 @pytest.mark.parametrize("name", CASES)
 def test_every_shard_is_what_the_checkpoint_holds(outcome: Any, name: str) -> None:
     _, _, results = outcome
@@ -181,7 +182,6 @@ def test_every_shard_is_what_the_checkpoint_holds(outcome: Any, name: str) -> No
     assert [result[name]["main"] for result in results] == [False, False]
 
 
-@pytest.mark.engines
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_saved_is_what_was_loaded(outcome: Any, name: str) -> None:
     paths, out, _ = outcome
@@ -198,7 +198,6 @@ def test_what_is_saved_is_what_was_loaded(outcome: Any, name: str) -> None:
     assert (out / f"{name} half" / files.SINGLE).is_file()
 
 
-@pytest.mark.engines
 def test_transformers_reads_a_saved_checkpoint(outcome: Any) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -223,7 +222,6 @@ def load_what_is_wrong(model: Path, broken: dict[str, Path]) -> dict[str, tuple[
     return results
 
 
-@pytest.mark.engines
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_wrong_is_named_and_nothing_is_lost(launched: Any, name: str) -> None:
     error, message, _ = BROKEN[name]
@@ -258,7 +256,6 @@ def load_what_is_damaged(model: Path, directory: Path) -> dict[str, tuple[str, s
     return results
 
 
-@pytest.mark.engines
 @pytest.mark.parametrize("name", DAMAGED)
 def test_what_is_damaged_is_named_and_nothing_is_changed(launched: Any, name: str) -> None:
     """A rank either finds it or hears of it."""
@@ -291,7 +288,6 @@ def save_where_it_cannot_be(model: Path, other: Path) -> dict[str, tuple[str, st
     return results
 
 
-@pytest.mark.engines
 def test_a_rank_that_cannot_write_fails_all_and_nothing_stays(launched: Any) -> None:
     results = [results["limited"] for results in launched[2]["refused"]]
     assert [found for found, _, _ in results] == ["RemoteError", "FileError"]
@@ -300,7 +296,6 @@ def test_a_rank_that_cannot_write_fails_all_and_nothing_stays(launched: Any) -> 
         assert is_empty
 
 
-@pytest.mark.engines
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_in_the_way_is_said_on_all_ranks(launched: Any, name: str) -> None:
     error, message = REFUSED[name]

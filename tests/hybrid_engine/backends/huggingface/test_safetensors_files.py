@@ -24,8 +24,8 @@ from hybrid_engine.errors import ConfigError, FileError, HybridEngineError
 from hybrid_engine.records.layout import BufferId, Place
 from hybrid_engine.records.regions import contiguous_strides
 from tests.harness.kills import kill_at_every_step
-from tests.harness.launch import launch
-from tests.harness.small_disks import file_size_limit, small_disk  # noqa: F401
+from tests.harness.launch import Ranks
+from tests.harness.small_disks import file_size_limit
 
 WANTED = {"a": ((3,), "bfloat16"), "b": ((2, 3), "float32"), "c": ((), "float32"), "d": ((5,), "uint8")}
 ONE_FILE, SEVERAL_FILES = 10**9, 30
@@ -108,14 +108,13 @@ def really_read(directories: list[Path]) -> list[tuple[list[Path], list[Path]]]:
     return found
 
 
-@pytest.mark.engines
-def test_the_readers_rules_are_those_of_the_readers(tmp_path: Path) -> None:
+def test_the_readers_rules_are_those_of_the_readers(engines: Ranks, tmp_path: Path) -> None:
     """transformers prefers model.safetensors, vLLM the index; both at once are there between two steps of a save."""
     directories = [tmp_path / name for name in ("one file", "several files", "both")]
     for path in directories:
         save(path, ONE_FILE if path.name == "one file" else SEVERAL_FILES)
     save_file({"a": torch.ones(2)}, tmp_path / "both" / files.SINGLE)
-    (found,) = launch(really_read, 1, directories)
+    (found,) = engines.launch(really_read, 1, directories)
     assert found == [(transformers_files(path), vllm_files(path)) for path in directories]
 
 
@@ -297,7 +296,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_full_disk_is_an_error_before_anything_is_written(small_disk: Path) -> None:  # noqa: F811
+def test_a_full_disk_is_an_error_before_anything_is_written(small_disk: Path) -> None:
     save(small_disk)
     before = {path.name: path.read_bytes() for path in small_disk.iterdir()}
     publication = writing.Publication(small_disk, writing.plan_files({"a": ((1 << 20,), "float32")}, ONE_FILE))

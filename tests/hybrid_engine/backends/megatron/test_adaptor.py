@@ -18,7 +18,7 @@ from hybrid_engine.models import ModelTable, table_for
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.validation import layout_faults
 from tests.harness.core_versions import without
-from tests.harness.launch import launch_in_turn, remembered
+from tests.harness.launch import Ranks, remembered
 from tests.zoo.moe_models import FAMILIES, save_moe_model
 from tests.zoo.tiny_models import (
     DENSE_FLOAT32,
@@ -28,8 +28,6 @@ from tests.zoo.tiny_models import (
     running,
     save_model,
 )
-
-pytestmark = pytest.mark.engines
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ Launched = Callable[[int], tuple[dict[str, Path], dict[str, list[Any]]]]
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     """Number of ranks -> the models of its cases, and by name what everything that runs on so many brought back."""
 
     @remembered
@@ -158,7 +156,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
         if num_ranks == 2:
             path = save_model(tmp_path_factory.mktemp("model"), "qwen3")
             calls |= {"values": (prepared_and_not, (path,)), "refusals": (refusals, (path,))}
-        return paths, launch_in_turn(num_ranks, calls)
+        return paths, engines.launch_in_turn(num_ranks, calls)
 
     return launch_on
 

@@ -20,7 +20,7 @@ from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.worker import share_of
 from tests.harness.kills import kill_at_every_step
-from tests.harness.launch import launch_in_turn
+from tests.harness.launch import Ranks
 from tests.harness.small_disks import file_size_limit
 from tests.zoo.tiny_models import (
     DENSE_FLOAT32,
@@ -29,8 +29,6 @@ from tests.zoo.tiny_models import (
     save_model,
     token_batch,
 )
-
-pytestmark = pytest.mark.engines
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -249,7 +247,7 @@ def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """By rank: layout -> states; case -> how a load or a save failed."""
     paths = {
         name: save_model(tmp_path_factory.mktemp("model"), family, **changes)
@@ -260,7 +258,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "good": (save_and_load, (paths, root)),
         "wrong": (load_what_is_wrong, (paths["dp2, distributed optimizer, bfloat16"], root)),
     }
-    return launch_in_turn(2, calls)
+    return engines.launch_in_turn(2, calls)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.models.variants import RotaryScaling
 from hybrid_engine.worker import share_of
 from tests.harness.core_versions import IS_0_16
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.zoo.tiny_models import (
     DENSE_FLOAT32,
     SIZES,
@@ -31,8 +31,6 @@ from tests.zoo.tiny_models import (
     token_batch,
     train_hf_model,
 )
-
-pytestmark = pytest.mark.engines
 
 # fp32: sums in another order only. Logits reach about 4.
 ATOL = 1e-5
@@ -190,9 +188,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def seen(paths: dict[str, Path]) -> list[Seen]:
+def seen(engines: Ranks, paths: dict[str, Path]) -> list[Seen]:
     """By rank."""
-    return launch(run_all, 2, paths)
+    return engines.launch(run_all, 2, paths)
 
 
 @pytest.fixture(scope="module")

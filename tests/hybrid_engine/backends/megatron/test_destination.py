@@ -15,11 +15,9 @@ from hybrid_engine.ranks.hosts import host_id
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.weight_container import ContainerState, WeightContainer
 from hybrid_engine.transports import TransportSet, export_handles
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.zoo.moe_models import save_moe_model
 from tests.zoo.tiny_models import DENSE_FLOAT32, Run, load_canonical, running, save_model
-
-pytestmark = pytest.mark.engines
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -133,8 +131,8 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: experts if name == "experts" else dense for name in CASES}
 
 
-def test_a_second_model_in_another_layout_gets_the_weights(paths: dict[str, Path]) -> None:
-    for rank, by_case in enumerate(launch(fill_all, 2, paths)):
+def test_a_second_model_in_another_layout_gets_the_weights(engines: Ranks, paths: dict[str, Path]) -> None:
+    for rank, by_case in enumerate(engines.launch(fill_all, 2, paths)):
         for name, seen in by_case.items():
             assert seen["different"] == [], (rank, name)
             assert seen["num_parameters"] >= 8, (rank, name)
@@ -143,8 +141,8 @@ def test_a_second_model_in_another_layout_gets_the_weights(paths: dict[str, Path
             assert seen["state"] and seen["kept"], (rank, name)
 
 
-def test_unknown_buffers_and_adapters_are_refused(paths: dict[str, Path]) -> None:
-    (messages,) = launch(refusals, 1, paths["dense"])
+def test_unknown_buffers_and_adapters_are_refused(engines: Ranks, paths: dict[str, Path]) -> None:
+    (messages,) = engines.launch(refusals, 1, paths["dense"])
     assert len(messages) == 3
     assert all(message.startswith("StateError: no such buffers on rank 0: nowhere") for message in messages[:2])
     assert messages[2] == "StateError: a model with adapters cannot be filled: build it without lora"

@@ -18,7 +18,7 @@ import torch
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.worker import share_of
-from tests.harness.launch import launch, remembered
+from tests.harness.launch import Ranks, remembered
 from tests.zoo.moe_models import YARN, build_moe_model, mtp_losses, save_moe_model, whole_weights
 from tests.zoo.tiny_models import (
     DENSE_FLOAT32,
@@ -33,8 +33,6 @@ from tests.zoo.tiny_models import (
     token_batch,
     train_hf_model,
 )
-
-pytestmark = pytest.mark.engines
 
 # fp32: sums in another order only. Logits reach about 4, losses 5.
 ATOL = 2e-5
@@ -290,9 +288,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def launched(paths: dict[str, Path]) -> Callable[[int], list[dict[str, dict[str, Any]]]]:
+def launched(engines: Ranks, paths: dict[str, Path]) -> Callable[[int], list[dict[str, dict[str, Any]]]]:
     """Number of ranks -> what each rank brought back; every number is launched once."""
-    return remembered(lambda num_ranks: launch(run_cases, num_ranks, CASES[num_ranks], paths, timeout=600))
+    return remembered(lambda num_ranks: engines.launch(run_cases, num_ranks, CASES[num_ranks], paths, timeout=600))
 
 
 @pytest.fixture(scope="module", params=sorted(CASES), ids=lambda ranks: f"{ranks} ranks")

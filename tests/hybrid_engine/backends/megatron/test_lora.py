@@ -11,7 +11,7 @@ import torch
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, WeightError
-from tests.harness.launch import launch_in_turn
+from tests.harness.launch import Ranks
 from tests.zoo.tiny_models import (
     DENSE_FLOAT32,
     load_canonical,
@@ -21,8 +21,6 @@ from tests.zoo.tiny_models import (
     save_model,
     token_batch,
 )
-
-pytestmark = pytest.mark.engines
 
 LORA = {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"lr": 1e-2}}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -96,7 +94,7 @@ def _train(run: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """By rank, what each of the three brought back."""
     directory = tmp_path_factory.mktemp("adapters")
     path = save_model(directory / "model", "qwen3")
@@ -105,7 +103,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "read": (save_and_load, (path, directory / "out")),
         "frozen": (freeze_and_fail, (path,)),
     }
-    return launch_in_turn(2, calls)
+    return engines.launch_in_turn(2, calls)
 
 
 def test_adapters_train_and_are_merged(outcomes: dict[str, list[Any]]) -> None:

@@ -13,7 +13,7 @@ from hybrid_engine.config import ActorConfig
 from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.memory.offloader import KINDS, UNACCOUNTED, MegatronOffloader, Part
 from hybrid_engine.worker import share_of
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.zoo.moe_models import save_moe_model
 from tests.zoo.tiny_models import (
     DENSE_FLOAT32,
@@ -113,17 +113,18 @@ def run_cases(paths: dict[str, Path]) -> dict[str, tuple[dict[str, Any], dict[st
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[dict[str, Any], dict[str, Any]]]]:
+def outcomes(
+    engines: Ranks, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, tuple[dict[str, Any], dict[str, Any]]]]:
     paths = {
         "dense": save_model(tmp_path_factory.mktemp("dense"), "qwen3"),
         "experts": save_moe_model(tmp_path_factory.mktemp("experts"), "qwen3_moe"),
     }
-    return launch(run_cases, 2, paths)
+    return engines.launch(run_cases, 2, paths)
 
 
-@pytest.mark.engines
-def test_steps_with_offloading_are_bitwise_those_without(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+def test_steps_with_offloading_are_bitwise_those_without(outcomes: list[dict[str, Any]]) -> None:
+    for rank in outcomes:
         for name in CASES:
             without, with_offloading = rank[name]
             assert with_offloading["losses"] == without["losses"], name
@@ -131,24 +132,21 @@ def test_steps_with_offloading_are_bitwise_those_without(ranks: list[dict[str, A
             assert with_offloading["digest"] == without["digest"] and len(without["digest"]) > 20, name
 
 
-@pytest.mark.engines
-def test_99_percent_of_the_bytes_leave_and_the_rest_is_accounted_for(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+def test_99_percent_of_the_bytes_leave_and_the_rest_is_accounted_for(outcomes: list[dict[str, Any]]) -> None:
+    for rank in outcomes:
         for name in CASES:
             for share, unaccounted in rank[name][1]["left"]:
                 assert share <= 0.01, name
                 assert unaccounted == [], name
 
 
-@pytest.mark.engines
-def test_each_kind_leaves_by_itself(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+def test_each_kind_leaves_by_itself(outcomes: list[dict[str, Any]]) -> None:
+    for rank in outcomes:
         for name in CASES:
             assert rank[name][1]["alone"] == [{kind: [kind] for kind in KINDS}] * NUM_STEPS, name
 
 
-@pytest.mark.engines
-def test_state_of_every_optimizer_lies_in_one_elastic_buffer(ranks: list[dict[str, Any]]) -> None:
-    for rank in ranks:
+def test_state_of_every_optimizer_lies_in_one_elastic_buffer(outcomes: list[dict[str, Any]]) -> None:
+    for rank in outcomes:
         for name, (_, _, num_members) in CASES.items():
             assert rank[name][1]["buffers"] == (num_members, True), name

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.worker import share_of
 from tests.harness.core_versions import without
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.zoo.tiny_models import (
     DENSE_FLOAT32,
     build_hf_model,
@@ -24,8 +24,6 @@ from tests.zoo.tiny_models import (
     token_batch,
     train_hf_model,
 )
-
-pytestmark = pytest.mark.engines
 
 # fp32: sums in another order only. Logits reach about 5, log-probabilities about -10.
 ATOL = 1e-4
@@ -139,10 +137,10 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def results(request: pytest.FixtureRequest, paths: dict[str, Path]) -> dict[str, list[dict[str, Any]]]:
+def results(engines: Ranks, request: pytest.FixtureRequest, paths: dict[str, Path]) -> dict[str, list[dict[str, Any]]]:
     """Layout -> what each rank computed."""
     layouts = without(LAYOUTS[request.param], *LATER.get(request.param, ()))
-    by_rank = launch(run_layouts, request.param, layouts, paths)
+    by_rank = engines.launch(run_layouts, request.param, layouts, paths)
     return {name: [result[name] for result in by_rank] for name in layouts}
 
 
@@ -240,9 +238,9 @@ def edge_cases(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_edge_cases(tmp_path: Path) -> None:
+def test_edge_cases(engines: Ranks, tmp_path: Path) -> None:
     path = save_model(tmp_path, "qwen3")
-    first, second = launch(edge_cases, 2, path)
+    first, second = engines.launch(edge_cases, 2, path)
     batch = make_batch()
     with torch.no_grad():
         expected = label_log_probs(build_hf_model("qwen3")(batch["tokens"]).logits, batch["labels"])

@@ -22,14 +22,12 @@ from hybrid_engine.config import ActorConfig
 from hybrid_engine.models import TABLES, ModelTable, table_for
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.validation import layout_faults
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.megatron import mock_transformer_engine
 from tests.hybrid_engine.ranks.fake_ranks import fake_rank
 from tests.zoo import moe_models, tiny_models
 from tests.zoo.moe_models import save_moe_model
 from tests.zoo.tiny_models import DENSE_FLOAT32, read_config, save_model
-
-pytestmark = pytest.mark.engines
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EP2 = {"expert_model_parallel_size": 2}
@@ -114,13 +112,13 @@ def view_of(case: Case, path: Path, rank: int) -> RankView:
 
 
 @pytest.fixture(scope="module")
-def views(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelTable, list[RankView]]]:
+def views(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelTable, list[RankView]]]:
     """Case -> its table, and what each rank has."""
     paths = {}
     for name, case in CASES.items():
         save = save_moe_model if case.family in moe_models.FAMILIES else save_model
         paths[name] = save(tmp_path_factory.mktemp("model"), case.family, **case.model)
-    found = launch(views_of_ranks, 1, CASES, paths)[0]
+    found = engines.launch(views_of_ranks, 1, CASES, paths)[0]
     return {name: (table_for(read_config(path)), found[name]) for name, path in paths.items()}
 
 
