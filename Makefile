@@ -42,7 +42,7 @@ ENV_STARTS := $(shell $(PY) -c 'print("yes")' 2>/dev/null)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help env rl test test-faults lint format docs matrix bench lock clean clean-env force
+.PHONY: help env rl test test-fast test-faults lint format docs matrix bench lock clean clean-env force
 .PHONY: core-tests core-tests-all core-tests-here
 
 help: ## Show this help
@@ -69,6 +69,9 @@ rl: $(ENV_READY) ## Train a GPT by RL, Megatron <-> vLLM (NPROC, CONFIG, OUT)
 
 test: lint ## Check style and formatting, then run the tests (but for test-faults)
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-fast: $(ENV_READY) ## Run the tests that start no ranks and take seconds: the loop while writing code
+	$(PY) -m pytest -q -m 'not ranks and not slow' $(PYTEST_ARGS)
 
 test-faults: $(ENV_READY) ## Break real jobs on purpose: kills, stalls, full disks, random failures (FAULTS_JSON=file)
 	FAULTS_JSON='$(or $(FAULTS_JSON),runs/faults.json)' $(PY) -m pytest -m faults $(PYTEST_ARGS) \

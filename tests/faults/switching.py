@@ -24,6 +24,7 @@ from hybrid_engine import ActorHybridWorker
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.switch.sharding_manager import State
 from tests.faults.job import FaultError
+from tests.harness.launch import Ranks
 from tests.zoo import workers
 
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

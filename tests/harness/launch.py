@@ -124,9 +124,6 @@ def _in_turn(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> lis
     return results
 
 
-launch, launch_in_turn = Ranks(with_engines=True).launch, Ranks(with_engines=True).launch_in_turn
-
-
 def remembered(launched: Callable[[int], Any]) -> Callable[[int], Any]:
     """A function of the number of ranks that is called once for each; also a failure is not tried again."""
     outcomes: dict[int, tuple[Any, BaseException | None]] = {}

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from tests.harness.launch import launch_in_turn, remembered
+from tests.harness.launch import Ranks, remembered
 from tests.hybrid_engine.backends.vllm import vllm_ranks
 
-pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 DECODED = ("gemma2", "deepseek v2", "deepseek v3")
 """Families whose attention vLLM computes with other kernels than the rest; all are in the matrix."""
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, list[Any]]]:
+def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[str, list[Any]]]:
     """Number of ranks -> by name, what everything that runs on so many ranks brought back; launched once."""
     directory = str(tmp_path_factory.mktemp("vllm"))
     calls: dict[int, dict[str, Any]] = {
@@ -35,7 +35,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dict[s
         },
         4: {"orders": (vllm_ranks.orders, (directory, [None, (0, 2, 1, 3)]))},
     }
-    return remembered(lambda num_ranks: launch_in_turn(num_ranks, calls[num_ranks], timeout=600))
+    return remembered(lambda num_ranks: engines.launch_in_turn(num_ranks, calls[num_ranks], timeout=600))
 
 
 @pytest.mark.parametrize("num_tp", [1, 2])

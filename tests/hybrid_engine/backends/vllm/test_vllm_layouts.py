@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm import vllm_layouts
 from tests.hybrid_engine.backends.vllm.vllm_layouts import Case
 from tests.hybrid_engine.backends.vllm.vllm_models import FAMILIES
@@ -58,11 +58,13 @@ CASES = {
 
 
 @pytest.fixture(scope="module", params=sorted(CASES))
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Case], list[Any]]:
+def runs(
+    engines: Ranks, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Case], list[Any]]:
     """Cases, and by rank what each gave."""
     cases = CASES[request.param]
     assert len({case.name for case in cases}) == len(cases)
-    return cases, launch(vllm_layouts.run_cases, request.param, str(tmp_path_factory.mktemp("layouts")), cases)
+    return cases, engines.launch(vllm_layouts.run_cases, request.param, str(tmp_path_factory.mktemp("layouts")), cases)
 
 
 def test_every_parameter_is_bitwise_a_native_load_and_nothing_is_staged(runs: tuple[list[Case], list[Any]]) -> None:

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from tests.harness.launch import launch
+from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm import vllm_support as support
 from tests.hybrid_engine.backends.vllm.vllm_models import GPT2, QWEN3, QWEN3_MOE
 
@@ -159,10 +158,9 @@ def _error_of(call: Any) -> str:
     return "no error"
 
 
-@pytest.mark.engines
-def test_adapters_from_memory_compute_what_merged_weights_do(tmp_path: Path) -> None:
+def test_adapters_from_memory_compute_what_merged_weights_do(engines: Ranks, tmp_path: Path) -> None:
     """Cut over two ranks; whole ones are in the matrix."""
-    for result in launch(adapters, 2, str(tmp_path), 2):
+    for result in engines.launch(adapters, 2, str(tmp_path), 2):
         errors = result.pop("errors")
         assert result.pop("differences") == []
         assert result.pop("far from the base") > 0.1, "the adapter changes nothing"
