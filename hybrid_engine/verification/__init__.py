@@ -1,0 +1,20 @@
+"""`python -m hybrid_engine verify`: does a model survive the switch between two layouts, bit by bit?
+
+Both real engines are built for a small model of the same architecture. Three times the weights change and are switched:
+
+    random checkpoint --load_hf_checkpoint--> Megatron --switch--> vLLM     (then: one training step, save, switch)
+            |                                     |                  |
+            +--- vLLM's own loader: same bits? ---|------------------+
+            +--- transformers: same logits? ------+------------------+
+
+A model whose computation megatron-core lacks is not trained: its weights come from a new checkpoint each time.
+
+    cases.py         a small model with both sides' layouts, as a checked configuration
+    small_model.py   its config.json: that of the published model with the sizes cut down
+    verify.py        starts the ranks, and what each of them runs
+    comparison.py    on one rank: change the weights, switch, compare
+    reference.py     what transformers computes, in a process of its own
+    verdict.py       what was found, and when that is a fault
+
+Called by cli/verify_command.py and by the matrix of the tests (`make matrix`).
+"""

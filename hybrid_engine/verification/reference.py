@@ -22,10 +22,10 @@ _SECONDS_TO_END = 10
 
 
 class Reference:
-    """Log-probabilities by transformers in float32, on the CPU. A context manager; its process ends with it.
+    """Log-probabilities by transformers in float32, on the CPU, computed by a process that the first use starts.
 
-    And with this process, however that ends. The process is started by the first use. Not a multiprocessing pool: its
-    semaphores have names, which stay in /dev/shm when all processes are killed.
+    A context manager, at whose end the process ends; it also ends with this process, however that ends. Not a
+    multiprocessing pool: its named semaphores would stay in /dev/shm when all processes are killed.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Reference:
         self._end()
 
     def _end(self, patience: float = _SECONDS_TO_END) -> int | None:
-        """End the process and forget it, so that the next use starts another; its exit status if there was one."""
+        """End the process, so that the next use starts another; return its exit status if there was one."""
         process, connection, self._process, self._connection = self._process, self._connection, None, None
         if process is None or connection is None:
             return None
@@ -51,9 +51,18 @@ class Reference:
             return process.wait()
 
     def log_probs(self, checkpoint: Path, tokens: torch.Tensor, timeout: float = 600) -> torch.Tensor:
-        """Of every token of the vocabulary after every position: [B, S] int64 -> [B, S, vocabulary] float32.
+        """Return those of every token of the vocabulary after every position.
 
-        Raises ReshardError with what transformers said when it cannot, when its process ends, or after `timeout` s.
+        Args:
+            checkpoint: directory of the model.
+            tokens: [B, S] int64.
+            timeout: seconds.
+
+        Returns:
+            [B, S, vocabulary] float32.
+
+        Raises:
+            ReshardError: transformers failed (the message has its error), its process exited, or the time is over.
         """
         import torch
 
@@ -66,7 +75,7 @@ class Reference:
             values, error = connection.recv()
         except (EOFError, ConnectionError):
             status = self._end()
-            raise ReshardError(f"the process of transformers ended with status {status} at {checkpoint}") from None
+            raise ReshardError(f"the transformers process exited with status {status} on {checkpoint}") from None
         if error is not None:
             raise ReshardError(f"transformers cannot compute log-probabilities of {checkpoint}:\n{error}")
         return torch.from_numpy(values)
@@ -89,7 +98,7 @@ class Reference:
 
 
 def main(descriptor: str, parent: str) -> None:
-    """Answer until the other end is closed."""
+    """Answer requests from `descriptor` until its other end is closed, or until process `parent` has ended."""
     end_with_parent(int(parent))
     with Connection(int(descriptor)) as connection:
         while True:
@@ -98,10 +107,9 @@ def main(descriptor: str, parent: str) -> None:
             except EOFError:
                 return
             try:
-                answer = (_log_probs(checkpoint, tokens), None)
+                connection.send((_log_probs(checkpoint, tokens), None))
             except Exception:
-                answer = (None, traceback.format_exc())
-            connection.send(answer)
+                connection.send((None, traceback.format_exc()))
 
 
 def _log_probs(checkpoint: str, tokens: list[list[int]]) -> numpy.ndarray:

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 HEAD_DIM = 32
-"""Elements per attention head: the least that vLLM's CPU attention takes."""
+"""Elements per attention head: the minimum of vLLM's CPU attention."""
 
 VOCABULARY = 515
-"""Tokens: no multiple of anything that either engine pads to."""
+"""Tokens: not a multiple of anything that either engine pads to."""
 
 _SIZES = {
     "intermediate_size": 192,
@@ -37,19 +37,19 @@ _SIZES = {
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
 }
-"""Largest value of keys that only scale."""
+"""Largest value of keys that only scale the model."""
 
 _LAYER_KEYS = ("num_hidden_layers", "n_layer")
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def reduced_config(config: Mapping[str, Any], num_layers: int, tp_sizes: Sequence[int] = ()) -> dict[str, Any]:
-    """The config with small sizes.
+    """Return the config with small sizes.
 
     Args:
         config: contents of config.json.
         num_layers: decoder layers to keep, at most the model's own.
-        tp_sizes: tensor parallel sizes that the small model's heads must suit, as far as the model's own do.
+        tp_sizes: tensor parallel sizes that must divide the small model's heads, if they divide the model's own.
     """
     small = dict(config)
     for key, largest in _SIZES.items():
@@ -64,7 +64,7 @@ def reduced_config(config: Mapping[str, Any], num_layers: int, tp_sizes: Sequenc
     for key in _TOKEN_KEYS:
         if key in small:
             small[key] = _token_within(small[key], VOCABULARY)
-    small.setdefault("pad_token_id", None)  # a class's own default may lie outside of the small vocabulary
+    small.setdefault("pad_token_id", None)  # a class's default may be outside the small vocabulary
     _reduce_heads(small, tp_sizes)
     small.pop("quantization_config", None)
     return small
@@ -77,7 +77,7 @@ def _token_within(token: Any, vocabulary: int) -> Any:
 
 
 def _reduce_heads(small: dict[str, Any], tp_sizes: Sequence[int]) -> None:
-    """4 key/value heads with 2 query heads each, or as near to that as the parallel sizes ask for."""
+    """Reduce to 4 key/value heads with 2 query heads each, or as near to that as the parallel sizes allow."""
     key = "n_head" if "n_head" in small else "num_attention_heads"
     num_heads = small[key]
     num_kv_heads = small.get("num_key_value_heads") or num_heads
@@ -88,7 +88,6 @@ def _reduce_heads(small: dict[str, Any], tp_sizes: Sequence[int]) -> None:
         for queries in range(1, ratio + 1)
         if num_kv_heads % kv_heads == 0 and _suits(kv_heads, queries, tp_sizes)
     ]
-    # 4 key/value heads with 2 queries each, or the nearest to that
     kv_heads, queries = min(choices, key=lambda choice: (abs(4 - choice[0]), abs(2 - choice[1])), default=(4, 2))
     small[key] = kv_heads * queries
     if "num_key_value_heads" in small:

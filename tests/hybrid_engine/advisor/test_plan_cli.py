@@ -112,7 +112,7 @@ def test_everything_impossible_is_said_at_once(tmp_path: Path) -> None:
         "--infer pp": "10 stages for 4 layers",
         "--infer ep": "5 is no multiple of TP 3",
         "--hosts-of": "0 is not a valid size",
-        "--dtype": "'int3' is not known",
+        "--dtype": "unknown dtype 'int3'",
         "--link-gbps": "'host=fast' cannot be read",
         "--html": "page.html cannot be written: No such file or directory",
     }.items():
@@ -165,7 +165,7 @@ def test_numbers_that_cannot_be_are_refused_at_once(option: str, value: str, tmp
 def test_a_page_that_cannot_be_written_is_refused_before_planning(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybrid_engine.cli.plan_job", lambda *_, **__: pytest.fail("it was planned"))
+    monkeypatch.setattr("hybrid_engine.cli.plan_command.plan_job", lambda *_, **__: pytest.fail("it was planned"))
     monkeypatch.chdir(tmp_path)
     result = run("--model", saved(tmp_path, DENSE), "--train", "dp=1", "--infer", "tp=1", "--html", place)
     assert result.exit_code == 2 and result.stderr.startswith("invalid configuration (1):\n  - --html: ")

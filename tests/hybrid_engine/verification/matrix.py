@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_engine.advisor.sizes_text import parse_job
-from hybrid_engine.verification.verify import Case, Verdict, case_of, run_cases
+from hybrid_engine.verification.cases import Case, case_of
+from hybrid_engine.verification.verdict import Verdict
+from hybrid_engine.verification.verify import run_cases
 from tests.zoo import published_configs
 
 _TRAIN_FLAGS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ import pytest
 
 from hybrid_engine.config import find_violations
 from hybrid_engine.config.parallelism import inference_parallelism, train_parallelism
-from hybrid_engine.verification.verify import NUM_SWITCHES, Verdict
+from hybrid_engine.verification.verdict import NUM_SWITCHES, Verdict
 from tests.hybrid_engine.verification.matrix import MATRIX, Combination, run
 from tests.zoo import published_configs
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from hybrid_engine.models import table_for
+from hybrid_engine.verification.cases import SEQ_LENGTH
+from hybrid_engine.verification.comparison import difference_of
 from hybrid_engine.verification.small_model import VOCABULARY, reduced_config
-from hybrid_engine.verification.verify import LOGITS_ATOL, NUM_SWITCHES, SEQ_LENGTH, Verdict, difference_of
+from hybrid_engine.verification.verdict import LOGITS_ATOL, NUM_SWITCHES, Verdict
 from tests.zoo import published_configs
 
 GOOD = Verdict(
@@ -35,13 +37,13 @@ def test_a_good_verdict_has_no_faults() -> None:
     ("change", "says"),
     [
         ({"error": "rank 1: boom"}, "rank 1: boom"),
-        ({"different": ["rank 0 lm_head.weight"]}, "rank 0 lm_head.weight: not the bits"),
+        ({"different": ["rank 0 lm_head.weight"]}, "rank 0 lm_head.weight: not bitwise what vLLM loads"),
         ({"num_parameters": 0}, "0 parameters compared"),
         ({"num_versions": 2}, "over 2 changing versions"),
-        ({"bytes_received": 9}, "9 bytes received, 8 is the least"),
+        ({"bytes_received": 9}, "9 bytes received, but 8 are enough"),
         ({"megatron": 0.1}, "megatron: log-probabilities differ"),
         ({"vllm": float("nan")}, "vllm: log-probabilities differ"),
-        ({"spread": 0.5}, "say nothing"),
+        ({"spread": 0.5}, "too uniform to compare"),
     ],
 )
 def test_every_fault_is_told(change: dict[str, Any], says: str) -> None:

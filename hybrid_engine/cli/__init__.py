@@ -1,0 +1,34 @@
+"""The command line: `python -m hybrid_engine plan …` and `python -m hybrid_engine verify …`.
+
+    plan_command.py     `plan`: its options, checked; the work is done by advisor/
+    plan_tables.py      its answer as tables
+    verify_command.py   `verify`: its options, checked, and its verdict; the work is done by verification/
+    options.py          what both commands' options have in common
+    output.py           writing an answer, to whatever reads it
+
+Exit status:
+    0   the command succeeded and found nothing wrong
+    1   `verify` found a difference
+    2   the request is invalid, and every reason was printed before anything started; or the answer could not be written
+    3   the ranks of `verify` ended without a verdict; their output is printed
+"""
+
+from __future__ import annotations
+
+import typer
+
+from hybrid_engine.cli.plan_command import plan
+from hybrid_engine.cli.verify_command import verify
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def main() -> None:
+    """Train with Megatron and generate with vLLM in turn, on one set of devices."""
+
+
+app.command()(plan)
+app.command()(verify)
+
+__all__ = ["app"]

@@ -1,0 +1,140 @@
+"""`plan`: check the request, let `hybrid_engine.advisor` plan the job, print or write its answer."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hybrid_engine.advisor.cluster_plan import LINK_GBPS, Cluster, plan_job
+from hybrid_engine.advisor.facts import facts_of, facts_of_rank
+from hybrid_engine.advisor.page import page_of
+from hybrid_engine.advisor.sizes_text import parse_job
+from hybrid_engine.cli.options import Order, collect, integer_option, refuse
+from hybrid_engine.cli.output import writing
+from hybrid_engine.cli.plan_tables import print_tables
+from hybrid_engine.errors import ConfigError, DependencyError, Violation, clipped, shortened
+from hybrid_engine.files.durable import write_text
+from hybrid_engine.layouts.parallelism import LARGEST_SIZE
+from hybrid_engine.models.directory import read_model
+from hybrid_engine.planning.plan import Link
+from hybrid_engine.records.layout import DTYPE_NBYTES
+
+_RATES = ",".join(f"{link.value}={rate:g}" for link, rate in LINK_GBPS.items())
+
+
+def plan(
+    model: Annotated[Path, typer.Option(help="Directory with a Hugging Face config.json; weights are not needed.")],
+    train: Annotated[
+        str,
+        typer.Option(
+            help="Training sizes: tp,pp,vpp,cp,dp,ep,etp; first,last,embedding,loss,layout for uneven stages; "
+            "noop=3:7; vocab. For example tp=8,pp=2,dp=4."
+        ),
+    ],
+    infer: Annotated[str, typer.Option(help="Inference sizes: tp,pp,dp,ep. For example tp=4,dp=16.")],
+    order: Annotated[Order, typer.Option(help="auto gives each rank what it already holds most of.")] = Order.AUTO,
+    hosts_of: Annotated[int, integer_option("Ranks of one host.")] = 8,
+    device_gib: Annotated[float, typer.Option(help="Memory of one device, GiB.")] = 141.0,
+    host_gib: Annotated[float | None, typer.Option(help="Memory of one host, GiB; not checked without.")] = None,
+    link_gbps: Annotated[
+        str, typer.Option(help="10^9 bytes per second of one rank, each direction: self, host, network.")
+    ] = _RATES,
+    dtype: Annotated[str | None, typer.Option(help="Of the weights; default: the config's, else bfloat16.")] = None,
+    bucket_mb: Annotated[int, integer_option("Destination MiB per rank that move between two commits.")] = 256,
+    rank: Annotated[int | None, integer_option("Also plan every transfer of this rank.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print numbers as JSON, in bytes and seconds.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page that shows who holds what.")] = None,
+) -> None:
+    """Say what a switch between two layouts would move, and whether it fits. Needs no device and no weights."""
+    found: list[Violation] = list(_option_violations(hosts_of, device_gib, host_gib, bucket_mb, dtype, html))
+    rates = collect(found, _parse_rates, link_gbps)
+    table, config = collect(found, read_model, model, "--model") or (None, {})
+    sizes = collect(found, parse_job, train, infer, table)
+    if sizes is not None and rank is not None and not 0 <= rank < sizes[0].world_size:
+        found.append(Violation("--rank", f"{rank} of {sizes[0].world_size} ranks, counted from 0", "Name one of them"))
+    if found or sizes is None or table is None or rates is None:
+        refuse(found)
+    training, inference = sizes
+    cluster = Cluster(hosts_of, device_gib, host_gib, rates)
+    dtype = dtype or _dtype_of(config)
+    bucket_nbytes = bucket_mb * 1024**2
+    started = time.perf_counter()
+    try:
+        job = plan_job(table, training, inference, cluster, order=order.value, dtype=dtype, bucket_nbytes=bucket_nbytes)
+    except DependencyError as error:
+        refuse([Violation("--order", str(error), "Install it or use --order sequential")])
+    facts = facts_of(job)
+    facts["planning"] = {"seconds": time.perf_counter() - started}
+    if rank is not None:
+        started = time.perf_counter()
+        facts["rank"] = facts_of_rank(job.plan_of(rank))
+        facts["rank"]["planning_seconds"] = time.perf_counter() - started
+    facts["planning"]["peak_memory"] = _peak_memory()
+    with writing():
+        if html is not None:
+            write_text(html, page_of(job, f"{model.resolve().name}: {train} to {infer}"))
+        if as_json:
+            typer.echo(json.dumps(facts, indent=2))
+        else:
+            print_tables(job, facts)
+
+
+def _option_violations(
+    hosts_of: int, device_gib: float, host_gib: float | None, bucket_mb: int, dtype: str | None, html: Path | None
+) -> Iterator[Violation]:
+    numbers = {"--hosts-of": hosts_of, "--bucket-mb": bucket_mb, "--device-gib": device_gib, "--host-gib": host_gib}
+    for key, value in numbers.items():
+        if value is not None and not 0 < value <= LARGEST_SIZE:
+            yield Violation(key, f"{value:g} is not a valid size", f"Use a number above 0, at most {LARGEST_SIZE}")
+    if dtype is not None and dtype not in DTYPE_NBYTES:
+        yield Violation("--dtype", f"unknown dtype {shortened(dtype)}", f"Use one of {', '.join(DTYPE_NBYTES)}")
+    if html is not None and (problem := _unwritable(html)):
+        yield Violation("--html", problem, "Name a file in a directory that lets this user write")
+
+
+def _unwritable(path: Path) -> str | None:
+    """Return why `path` cannot be written, or None; asked before minutes of planning."""
+    try:
+        if path.exists() and not path.is_file():
+            return f"{path} is not a regular file"
+        with tempfile.TemporaryFile(dir=path.absolute().parent):
+            return None
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        return f"{clipped(str(path))} cannot be written: {getattr(error, 'strerror', None) or error}"
+
+
+def _parse_rates(text: str) -> dict[Link, float]:
+    """Return the rate of each link; those that are not given keep their default. Raises ConfigError."""
+    rates, found = dict(LINK_GBPS), []
+    for part in filter(None, text.replace(" ", "").split(",")):
+        key, _, value = part.partition("=")
+        try:
+            rates[Link(key)] = float(value)
+        except ValueError:
+            found.append(Violation("--link-gbps", f"{shortened(part)} cannot be read", f"For example {_RATES}"))
+    found += [
+        Violation("--link-gbps", f"{link.value}={rate:g} is not a valid rate", "Use a number above 0, at most 1e9")
+        for link, rate in rates.items()
+        if not 0 < rate <= 1e9
+    ]
+    if found:
+        raise ConfigError(found)
+    return rates
+
+
+def _dtype_of(config: Mapping[str, Any]) -> str:
+    """Return the weights' dtype in a config written by transformers 4 (torch_dtype) or 5 (dtype)."""
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return dtype if dtype in DTYPE_NBYTES else "bfloat16"
+
+
+def _peak_memory() -> int:
+    """Return the peak memory of this process in bytes. getrusage's would include that of its parent before the fork."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) * 1024

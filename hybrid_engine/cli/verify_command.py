@@ -1,0 +1,110 @@
+"""`verify`: check the request, run the comparison of `hybrid_engine.verification`, print its verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from hybrid_engine.advisor.cluster_plan import GIB
+from hybrid_engine.advisor.sizes_text import parse_job
+from hybrid_engine.cli.options import Order, collect, integer_option, refuse
+from hybrid_engine.cli.output import Console, new_table, writing
+from hybrid_engine.errors import ConfigError, FileError, ReshardError, Violation
+from hybrid_engine.models.directory import read_model
+
+if TYPE_CHECKING:
+    from hybrid_engine.verification.verdict import Verdict
+
+_RANKS_PER_CORE = 8  # with more, ranks that wait for each other run into their timeouts
+_GIB_PER_RANK = 1.0  # both engines' libraries and a small model
+
+
+def verify(
+    model: Annotated[Path, typer.Option(help="Directory with a Hugging Face config.json; weights are not needed.")],
+    train: Annotated[str, typer.Option(help="Training sizes, as for plan. For example tp=2,pp=2.")],
+    infer: Annotated[str, typer.Option(help="Inference sizes, as for plan. For example tp=2.")],
+    layers: Annotated[int, integer_option("Decoder layers of the small model.")] = 4,
+    nproc: Annotated[int | None, integer_option("Processes; default: as many ranks as the sizes make.")] = None,
+    order: Annotated[Order, typer.Option(help="Which rank takes which inference position.")] = Order.AUTO,
+    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
+    oversubscribe: Annotated[bool, typer.Option(help="Start more processes than this machine has room for.")] = False,
+) -> None:
+    """Switch a small model of the same architecture between two layouts, with both real engines, and compare.
+
+    Random weights; three switches with changing weights. Every vLLM parameter must be bitwise what vLLM itself loads,
+    and Megatron and vLLM must compute the log-probabilities that transformers computes.
+    """
+    from hybrid_engine.files.scratch import scratch_directory, unwinding_on_sigterm
+    from hybrid_engine.verification.cases import case_of
+    from hybrid_engine.verification.verify import SCRATCH_PREFIX, run_cases
+
+    found: list[Violation] = []
+    if layers < 1:
+        found.append(Violation("--layers", f"{layers}, but must be at least 1", "Use 1 or more"))
+    if nproc is not None and nproc < 1:
+        found.append(Violation("--nproc", f"{nproc}, but must be at least 1", "Use 1 or more"))
+        nproc = None
+    table, _ = collect(found, read_model, model, "--model") or (None, {})
+    sizes = collect(found, parse_job, train, infer, table, nproc)
+    if found or sizes is None:
+        refuse(found)
+    training, inference = sizes
+    world_size = training.world_size
+    if nproc is not None and nproc != world_size:
+        problem = f"{nproc} processes, but the sizes make {world_size} ranks"
+        refuse([Violation("--nproc", problem, "Leave it out, or leave dp out")])
+    if not oversubscribe:
+        collect(found, _check_room_for_ranks, world_size)
+        if found:
+            refuse(found)
+    try:
+        with unwinding_on_sigterm(), scratch_directory(SCRATCH_PREFIX) as directory:
+            case = case_of(f"{train} to {infer}", model, directory, training, inference, layers, order.value, dtype)
+            collect(found, case.config, world_size)
+            if found:
+                refuse(found)
+            (verdict,) = run_cases([case], world_size)
+    except (FileError, ReshardError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2 if isinstance(error, FileError) else 3) from None
+    with writing():
+        if as_json:
+            typer.echo(json.dumps({**asdict(verdict), "faults": verdict.faults}, indent=2))
+        else:
+            Console().print(_verdict_table(verdict))
+            for line in (*verdict.remarks, *verdict.faults):
+                typer.echo(line)
+    raise typer.Exit(1 if verdict.faults else 0)
+
+
+def _check_room_for_ranks(num_ranks: int) -> None:
+    """Raise ConfigError for more processes than this machine can be expected to run."""
+    num_cores = len(os.sched_getaffinity(0))
+    memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    most = max(1, min(_RANKS_PER_CORE * num_cores, int(memory_gib / _GIB_PER_RANK)))
+    if num_ranks > most:
+        problem = (
+            f"{num_ranks} processes of {_GIB_PER_RANK:g} GiB or more, on {num_cores} cores and {memory_gib:.0f} GiB; "
+            f"there is room for {most}"
+        )
+        raise ConfigError([Violation("--nproc", problem, "Use smaller sizes, or --oversubscribe to start them anyway")])
+
+
+def _verdict_table(verdict: Verdict) -> Table:
+    table = new_table(f"{'Not the same' if verdict.faults else 'The same'}: {verdict.name}", "", "")
+    table.add_row("vLLM parameters compared, all switches and ranks", str(verdict.num_parameters))
+    table.add_row("of them not the bits that vLLM loads itself", str(len(verdict.different)))
+    table.add_row("switches with changed weights", str(verdict.num_versions))
+    for name, difference in (("Megatron", verdict.megatron), ("vLLM", verdict.vllm)):
+        text = "not computed" if difference is None else f"{difference:.1e}"
+        table.add_row(f"log-probabilities, {name}, {verdict.statistic} difference from transformers", text)
+    table.add_row("bytes received, least possible", f"{verdict.bytes_received}, {verdict.bytes_least}")
+    table.add_row("seconds", f"{verdict.seconds:.1f}")
+    return table
