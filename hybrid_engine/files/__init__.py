@@ -1,0 +1,7 @@
+"""Files: what users write is read safely, and what the engine writes survives a kill, a power cut and a full disk.
+
+documents.py   YAML and JSON files of users: limits, and errors that name the file
+durable.py     atomic writes, appended lines, directories that are replaced as a whole, checksums; `naming` turns
+               errors into FileError
+scratch.py     temporary directories that do not outlive their process
+"""

@@ -1,6 +1,6 @@
-"""Reads the YAML and JSON files that people write: whatever is in them, a value or a ConfigError that names the file.
+"""Reads the YAML and JSON files of users: returns a value, or raises a ConfigError that names the file.
 
-A hostile or broken file costs no more than a good one: size, depth and what aliases unfold to are limited.
+A malicious or broken file costs no more than a valid one: size, depth and the expansion of aliases are limited.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ MOST_JSON_BYTES = 16 * 1024**2
 MOST_BYTES = 1024**3
 """Of a file of lines."""
 MOST_VALUES = 100_000
-"""In a YAML file, aliases written out."""
+"""In a YAML file, with aliases expanded."""
 MOST_DEPTH = 50
 
 _NO_VALUE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""What the parsers raise, beside their own errors, for texts that are none of theirs: `!!bool x`, `!!int ""`, [[[[…"""
+"""What the parsers raise, beside their own errors, for invalid texts: `!!bool x`, `!!int ""`, [[[[…"""
 
 
 def read_text(path: str | Path, key: str, remedy: str, most_bytes: int = MOST_BYTES) -> str:
-    """The text of a regular file. Raises ConfigError under `key`.
+    """Return the text of a regular file. Raises ConfigError under `key`.
 
     Args:
-        remedy: what to do where there is no such file.
+        path: of the file.
+        key: the configuration key or option that names it.
+        remedy: what to do when the file does not exist.
         most_bytes: largest size.
     """
     shown = clipped(str(path))
@@ -55,7 +57,7 @@ def read_text(path: str | Path, key: str, remedy: str, most_bytes: int = MOST_BY
 
 
 def read_yaml(path: str | Path, key: str, remedy: str = "Name a YAML file") -> dict[Any, Any]:
-    """The mapping that a YAML file holds. Raises ConfigError under `key`."""
+    """Return the mapping in a YAML file. Raises ConfigError under `key`."""
     import yaml
 
     text = read_text(path, key, remedy, MOST_YAML_BYTES)
@@ -75,7 +77,7 @@ def read_yaml(path: str | Path, key: str, remedy: str = "Name a YAML file") -> d
 
 
 def read_json(path: str | Path, key: str, remedy: str) -> dict[Any, Any]:
-    """The mapping that a JSON file holds. Raises ConfigError under `key`."""
+    """Return the mapping in a JSON file. Raises ConfigError under `key`."""
     text = read_text(path, key, remedy, MOST_JSON_BYTES)
     try:
         value = json.loads(text)
@@ -87,7 +89,7 @@ def read_json(path: str | Path, key: str, remedy: str) -> dict[Any, Any]:
 def _mapping(value: Any, path: str | Path, key: str) -> dict[Any, Any]:
     if not isinstance(value, dict):
         kind = "nothing" if value is None else f"a {type(value).__name__}"
-        raise ConfigError([Violation(key, f"{path} holds {kind} in place of keys and values", "Write `key: value`")])
+        raise ConfigError([Violation(key, f"{path} must hold keys and values, found {kind}", "Write `key: value`")])
     return value
 
 
@@ -100,7 +102,7 @@ def _reason(error: Exception) -> str:
 
 
 def _excess(root: yaml.Node) -> str | None:
-    """Why the document under `root` is too large, or None. Looks at each node once, however often it is meant."""
+    """Return why the document under `root` is too large, or None. Visits each node once, whatever its aliases."""
     sizes: dict[int, int] = {}
     open_nodes: set[int] = set()
 
@@ -108,7 +110,7 @@ def _excess(root: yaml.Node) -> str | None:
         if id(node) in sizes:
             return sizes[id(node)]
         if id(node) in open_nodes:
-            raise OverflowError("an alias stands for something that contains it")
+            raise OverflowError("an alias refers to a value that contains it")
         if len(open_nodes) >= MOST_DEPTH:
             raise OverflowError(f"values are nested more than {MOST_DEPTH} deep")
         open_nodes.add(id(node))
@@ -116,7 +118,7 @@ def _excess(root: yaml.Node) -> str | None:
         open_nodes.remove(id(node))
         sizes[id(node)] = total
         if total > MOST_VALUES:
-            raise OverflowError(f"it holds more than {MOST_VALUES} values when its aliases are written out")
+            raise OverflowError(f"it has more than {MOST_VALUES} values when aliases are expanded")
         return total
 
     try:

@@ -1,4 +1,4 @@
-"""Files that survive a kill, a power cut and a full disk, or say why they do not.
+"""Files that survive a kill, a power cut and a full disk, or whose error says why they do not.
 
     with naming("reading the settings", path, "Write them again"):  # what is wrong with the file becomes a FileError
         settings = json.loads(path.read_text())
@@ -24,14 +24,14 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Protocol
 
 from hybrid_engine.errors import FileError, HybridEngineError
 
 logger = logging.getLogger(__name__)
 
 _DAMAGE = (EOFError, struct.error, ValueError, pickle.PickleError, zipfile.BadZipFile, zlib.error, RecursionError)
-"""What readers raise about contents; ValueError is also that of JSON, of UTF-8 and of a NUL in a path."""
+"""What readers raise about contents; JSON, UTF-8 and a NUL in a path raise ValueError too."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _REMEDIES = {
@@ -60,18 +60,18 @@ _NO_DIRECTORY_SYNC = (errno.EINVAL, errno.EOPNOTSUPP)
 
 @contextmanager
 def naming(doing: str, path: str | Path, remedy: str | None = None) -> Iterator[None]:
-    """Turn what is wrong with a file into a FileError: "<doing> <path>: <what is wrong>. <what to do>".
+    """Turn errors about a file into a FileError: "<doing> <path>: <problem>. <remedy>".
 
     Args:
         doing: e.g. "writing the checkpoint".
         path: of the file or directory.
-        remedy: for contents that are damaged, where a file is read; the operating system's errors have remedies of
-            their own. Without one, errors that are not about the file system pass: a writer's contents come from
-            memory, and what went wrong there (CUDA out of memory in torch.save) is no fault of the file.
+        remedy: for damaged contents, where a file is read; the operating system's errors have remedies of their own.
+            Without one, errors that are not about the file system pass: a writer's contents come from memory, and an
+            error there (CUDA out of memory in torch.save) is not about the file.
 
-    The original error is the cause. Where an OSError lies behind it, that is the one told of: torch.save to a file that
+    The original error is the cause. If it was caused by an OSError, that one is reported: torch.save to a file that
     Python opened reports a full disk as "[enforce fail at inline_container.cc] unexpected pos". Errors of this project
-    pass unchanged, as does what says nothing about files (KeyError, TypeError, KeyboardInterrupt).
+    pass unchanged, and so do those that are not about files (KeyError, TypeError, KeyboardInterrupt).
     """
     try:
         yield
@@ -84,7 +84,7 @@ def naming(doing: str, path: str | Path, remedy: str | None = None) -> Iterator[
 
 
 def _problem(error: Exception, path: Path, remedy: str | None) -> str | None:
-    """None where the file is not to blame."""
+    """Return problem and remedy; None if the error is not about the file."""
     if (system := _system_error_behind(error)) is not None:
         return _system_problem(system, path)
     if "\0" in str(path):
@@ -97,7 +97,7 @@ def _problem(error: Exception, path: Path, remedy: str | None) -> str | None:
 
 
 def is_disk_full(error: FileError) -> bool:
-    """Whether space, a quota or a limit on file sizes is what was missing: it may be there again later."""
+    """Return whether space, a quota or a limit on file sizes ran out; there may be room again later."""
     system = _system_error_behind(error.__cause__)
     return system is not None and system.errno in (*_FULL, errno.EFBIG)
 
@@ -114,6 +114,7 @@ def _system_error_behind(error: BaseException | None) -> OSError | None:
 
 def _system_problem(error: OSError, path: Path) -> str:
     code = error.errno
+    assert code is not None, "see _system_error_behind"
     problem = os.strerror(code)
     problem = problem[0].lower() + problem[1:]
     if code in _FULL:
@@ -126,7 +127,7 @@ def _system_problem(error: OSError, path: Path) -> str:
 
 
 def _free_space(path: Path) -> str:
-    """On the file system of `path`, which need not exist."""
+    """Say how much is free on the file system of `path`, which need not exist."""
     place = path.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -137,7 +138,7 @@ def _free_space(path: Path) -> str:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """`write_bytes` in UTF-8."""
+    """Write text as UTF-8 with `write_bytes`."""
     write_bytes(path, text.encode())
 
 
@@ -157,7 +158,7 @@ def write_bytes(path: str | Path, contents: bytes) -> None:
                 os.fsync(file.fileno())
             temporary.replace(path)
         except BaseException:
-            with suppress(OSError):  # what went wrong first is what counts
+            with suppress(OSError):  # the first error is the one to report
                 temporary.unlink(missing_ok=True)
             raise
         sync(path.parent)
@@ -166,8 +167,8 @@ def write_bytes(path: str | Path, contents: bytes) -> None:
 def append_text(path: str | Path, text: str) -> None:
     """Append whole lines to a file, all of them or none. Raises FileError.
 
-    A last line that a kill cut short is removed first, with a warning; one of whole JSON lacks only its newline, and
-    gets it. Not flushed to the disk: a power cut may take the newest lines.
+    A last line that a kill cut short is removed first, with a warning; one of complete JSON lacks only its newline,
+    which is added. Not flushed to the disk: a power cut may lose the newest lines.
     """
     path = Path(path)
     with naming("appending to", path), path.open("ab+", buffering=0) as file:
@@ -187,7 +188,7 @@ def append_text(path: str | Path, text: str) -> None:
 
 
 def _is_whole(line: bytes) -> bool:
-    """Whether this is all of a JSON object or array. What else is JSON may be part of something longer: 1 of 12."""
+    """Return whether this is a complete JSON object or array. Other JSON may be part of a longer value: 1 of 12."""
     try:
         return isinstance(json.loads(line), dict | list)
     except (ValueError, RecursionError):
@@ -205,8 +206,14 @@ def _end_of_last_line(descriptor: int, step: int = 1 << 16) -> int:
     return 0
 
 
-def crc32_of(file: BinaryIO, start: int = 0) -> tuple[int, int]:
-    """CRC-32 of what is left of a file, going on from `start`, and how many bytes that is."""
+class _Readable(Protocol):
+    """A binary file, as `open` returns it."""
+
+    def readinto(self, buffer: memoryview, /) -> int: ...
+
+
+def crc32_of(file: _Readable, start: int = 0) -> tuple[int, int]:
+    """Return the CRC-32 of the rest of a file, continuing from `start`, and the number of its bytes."""
     crc32, nbytes = start, 0
     chunk = memoryview(bytearray(_CHUNK_NBYTES))
     while count := file.readinto(chunk):
@@ -218,8 +225,8 @@ def crc32_of(file: BinaryIO, start: int = 0) -> tuple[int, int]:
 def sync(path: str | Path) -> None:
     """Wait until a file's contents, or a directory's names, are on the disk.
 
-    Also what this host stored through a mapping. Other hosts that wrote to the file do the same for their part. File
-    systems that know no flushing of directories keep their names without.
+    Includes what this host stored through a mapping; other hosts that wrote to the file must do the same for theirs.
+    File systems that cannot flush directories are accepted as they are.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -234,9 +241,9 @@ def sync(path: str | Path) -> None:
 def reserve(descriptor: int, nbytes: int) -> None:
     """Make a file `nbytes` long with all of its space allocated, or raise OSError with the file as it was.
 
-    A full disk is then told of before the file is filled. Where the file system cannot allocate, the C library writes
-    to every block instead. No promise on file systems that never overwrite in place (ZFS, compressed btrfs), which may
-    need space again.
+    A full disk is thus reported before the file is filled. Where the file system cannot allocate, the C library writes
+    to every block instead. Without effect on file systems that never overwrite in place (ZFS, compressed btrfs),
+    which may need space again.
     """
     before = os.fstat(descriptor).st_size
     try:
@@ -248,9 +255,9 @@ def reserve(descriptor: int, nbytes: int) -> None:
 
 
 def replace_directory(new: str | Path, target: str | Path) -> None:
-    """Put directory `new`, complete and flushed, at `target`, and remove what was there. Raises OSError.
+    """Move directory `new`, complete and flushed, to `target`, and remove what was there. Raises OSError.
 
-    Both lie in one parent directory. In one step where kernel and file system can exchange two names; elsewhere (NFS,
+    Both have the same parent directory. Atomic where kernel and file system can exchange two names; elsewhere (NFS,
     Lustre) the old directory is called `<target>.replaced` between two renames, where `current_directory` finds it.
     """
     new, target = Path(new), Path(target)
@@ -266,20 +273,20 @@ def replace_directory(new: str | Path, target: str | Path) -> None:
 
 
 def current_directory(target: str | Path) -> Path:
-    """Where the directory is that was last put at `target`: there, or beside it after a kill between two renames."""
+    """Return where the directory last moved to `target` is: there, or beside it after a kill between two renames."""
     target = Path(target)
     replaced = _replaced(target)
     return replaced if replaced.exists() and not target.exists() else target
 
 
 def leftovers(target: str | Path) -> list[Path]:
-    """What a killed `replace_directory` may have left beside `target`, and `recover_directory` removes."""
+    """Return what a killed `replace_directory` left beside `target`; `recover_directory` removes it."""
     replaced = _replaced(Path(target))
     return [path for path in (replaced, _removed(replaced)) if path.exists()]
 
 
 def recover_directory(target: str | Path) -> None:
-    """For the next writer: undo a `replace_directory` that a kill interrupted, or finish its removal."""
+    """Before the next write: undo a `replace_directory` that a kill interrupted, or finish its removal."""
     target = Path(target)
     replaced = _replaced(target)
     if replaced.exists():
@@ -299,7 +306,7 @@ def _removed(replaced: Path) -> Path:
 
 
 def _remove_replaced(replaced: Path) -> None:
-    """Under another name first: what is called .replaced is complete."""
+    """Remove it under another name, since what is called .replaced must be complete."""
     removed = _removed(replaced)
     shutil.rmtree(removed, ignore_errors=True)
     _rename(replaced, removed)
@@ -312,7 +319,7 @@ def _rename(source: Path, target: Path) -> None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step; whether the system can."""
+    """Swap two names atomically; return False where the system cannot."""
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "renameat2"):
         return False

@@ -1,4 +1,4 @@
-"""Temporary directories that go with their process: at its end, or by the next one's start if it was killed."""
+"""Temporary directories that are removed when their process ends or, if it was killed, by the next process."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hybrid_engine.errors import FileError
 def scratch_directory(prefix: str) -> Iterator[Path]:
     """A new directory below the system's temporary one, removed at the end of the block.
 
-    Whoever has one holds a lock on it, which the kernel takes back however the process ends. So this also removes the
-    directories of this user and prefix whose processes were killed.
+    Its process holds a lock on it, which the kernel releases however the process ends. This also removes unlocked
+    directories of this user and prefix, whose processes were killed.
 
     Raises FileError where the file system has no locks.
     """
@@ -34,9 +34,9 @@ def scratch_directory(prefix: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def unwinding_on_sigterm() -> Iterator[None]:
-    """Inside, SIGTERM (a time limit, for instance) raises SystemExit(143), so that `finally` blocks are run.
+    """Within the block, SIGTERM (of a time limit, for example) raises SystemExit(143), so that `finally` blocks run.
 
-    For the main thread. SIGINT does so anyway.
+    For the main thread. SIGINT raises KeyboardInterrupt anyway.
     """
 
     def leave(number: int, frame: object) -> None:
@@ -52,7 +52,7 @@ def unwinding_on_sigterm() -> Iterator[None]:
 def _locked_directory(prefix: str) -> tuple[Path, int]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix))
-        # Until it is locked, another process may take it for abandoned: before it is opened, or after.
+        # Until it is locked, another process may consider it abandoned and remove it.
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:

@@ -1,13 +1,13 @@
-"""`--resharding-verify`: inference weights that are compared with training's, bit by bit, as they are put in force.
+"""`--resharding-verify`: compares inference weights with training's, bit by bit, when they are committed.
 
     checked.expect(training)       before the switch, one canonical tensor at a time: its parts are gathered from the
-                                   ranks that hold them; each rank notes a digest of what its own shards must be (of
-                                   each replica, should training's replicas have drifted apart, which is logged)
+                                   ranks that hold them; each rank keeps a digest of what its own shards must be (of
+                                   each replica, if training's replicas have diverged, which is logged)
     ... allocate, fill ...
-    commit                         digests of what arrived are compared; `differing` names what is not the same
+    commit                         digests of what arrived are compared; `differing` names the tensors that differ
 
-Says whether the switch brought the right bytes to the right places. Whether names and packing rules mean the right
-weights is what `python -m hybrid_engine verify` tells of an architecture.
+Checks that the switch moved the right bytes to the right places. That names and packing rules mean the right weights is
+what `python -m hybrid_engine verify` checks for an architecture.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Part = tuple[Region, torch.Tensor]
 
 
 class CheckedWeights:
-    """An `InferenceWeights` that looks at what it commits and otherwise leaves all to another.
+    """An `InferenceWeights` that checks what it commits and otherwise delegates to another one.
 
     Attributes:
         num_checked: shards of this rank compared since `expect`.
-        differing: canonical tensors of which a shard of this rank has other bits than training.
+        differing: canonical tensors of which a shard of this rank differs from training's in any bit.
     """
 
     def __init__(self, weights: InferenceWeights, agreement: Agreement) -> None:
@@ -59,17 +59,17 @@ class CheckedWeights:
     # -- the port -----------------------------------------------------------------------------------------------------
 
     def layout(self) -> Layout:
-        """As the weights'."""
+        """See `InferenceWeights`."""
         return self._weights.layout()
 
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        """As the weights'; the buffers are looked at by `commit`."""
+        """See `InferenceWeights`; `commit` reads the buffers."""
         buffers = self._weights.allocate(groups)
         self._filling |= buffers
         return buffers
 
     def commit(self, groups: Sequence[str]) -> None:
-        """Compare what these groups were filled with, then put it in force."""
+        """Compare what these groups were filled with, then commit it."""
         for group in groups:
             for shard in self._shards.get(group, ()):
                 if shard in self._expected:
@@ -79,55 +79,59 @@ class CheckedWeights:
         self._weights.commit(groups)
 
     def settle(self) -> None:
-        """As the weights'."""
+        """See `InferenceWeights`."""
         self._weights.settle()
 
     def release(self) -> None:
-        """As the weights'."""
+        """See `InferenceWeights`."""
         self._filling.clear()
         self._weights.release()
 
     def resident_nbytes(self) -> int:
-        """As the weights'."""
+        """See `InferenceWeights`."""
         return self._weights.resident_nbytes()
 
     # -- the comparison -----------------------------------------------------------------------------------------------
 
     def expect(self, training: TrainingWeights, *, sample: bool) -> None:
-        """Note what the next switch must bring. Collective; training state is on the device.
+        """Note what the next switch must deliver. Collective; training state must be on the device.
 
-        `sample`: only of NUM_SAMPLED tensors, the next ones at every call. Memory: one whole tensor at a time.
+        Memory: one whole tensor at a time.
+
+        Args:
+            training: the source of the switch.
+            sample: only NUM_SAMPLED tensors, the next ones at every call.
         """
         self.num_checked, self.differing, self._expected = 0, [], {}
         with self._agreement.phase("prepare"):
             training.prepare()
             held = training.layout()
             buffers = training.buffers()
-        wanted: dict[str, list[Shard]] = {}
+        received: dict[str, list[Shard]] = {}  # by canonical tensor
         for shards in self._shards.values():
             for shard in shards:
-                wanted.setdefault(shard.region.tensor, []).append(shard)
+                received.setdefault(shard.region.tensor, []).append(shard)
         of_tensor = held.shards_by_tensor()
-        for name in self._chosen(sorted(set().union(*self._agreement.gather(list(wanted)))), sample=sample):
+        for name in self._chosen(sorted(set().union(*self._agreement.gather(list(received)))), sample=sample):
             own = [(one.region, _copy(_view(buffers, one))) for one in of_tensor.get(name, ())]
             versions = _versions([part for parts in self._agreement.gather(own, "verify") for part in parts])
             if len(versions) > 1:
                 logger.warning("[Reshard] replicas of %s differ between ranks that train", name)
-            for shard in wanted.get(name, ()):
+            for shard in received.get(name, ()):
                 dtype = getattr(torch, self._buffers[shard.place.buffer].dtype)
                 self._expected[shard] = {_digest(_assembled(shard.region, parts).to(dtype)) for parts in versions}
 
     def require_same(self) -> None:
-        """Raise WeightError naming every tensor that differs, or was expected and never came. Collective."""
+        """Raise WeightError naming every tensor that differs, or was expected and not committed. Collective."""
         with self._agreement.phase("verify"):
-            findings = [f"{name}: other bits than Megatron's weights" for name in sorted(set(self.differing))]
+            findings = [f"{name}: differs from Megatron's weights" for name in sorted(set(self.differing))]
             if missing := len(self._expected) - self.num_checked:
                 findings.append(f"{missing} of {len(self._expected)} shards were never committed")
             if findings:
                 raise WeightError(findings)
 
     def _chosen(self, names: Sequence[str], *, sample: bool) -> list[str]:
-        """All, or the next few of a round through all."""
+        """Return all names or, to sample, the next few of a round through all."""
         if not sample or len(names) <= NUM_SAMPLED:
             return list(names)
         first = self._num_sampled
@@ -141,17 +145,17 @@ class CheckedWeights:
 
 
 def _view(buffers: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor:
-    """The shard's region where it lies, in the canonical tensor's shape."""
+    """Return a view of the shard's region in its buffer, with the region's shape."""
     return strided(buffers[shard.place.buffer.name].detach(), shard.region.lengths, shard.place)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """On the host, with a storage of its own: a view would be sent with all it is a view of."""
+    """Return a copy on the host with a storage of its own: a view would be pickled with its whole storage."""
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _versions(parts: Sequence[Part]) -> list[list[Part]]:
-    """Whole tensors that the parts make: one when all replicas of each region are alike, else one for each of them."""
+    """Return the whole tensors that the parts make up: one if all replicas of each region are equal, else several."""
     replicas: dict[Region, list[Part]] = {}
     for region, tensor in parts:
         known = replicas.setdefault(region, [])
@@ -162,7 +166,7 @@ def _versions(parts: Sequence[Part]) -> list[list[Part]]:
 
 
 def _assembled(region: Region, parts: Sequence[Part]) -> torch.Tensor:
-    """The values of `region` from parts of its tensor."""
+    """Return the values of `region`, put together from parts of its tensor."""
     values = torch.empty(region.lengths, dtype=parts[0][1].dtype)
     for part, tensor in parts:
         overlap = region.intersect(part)
@@ -179,6 +183,6 @@ def _within(inner: Region, outer: Region) -> tuple[slice, ...]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Of a copy: numpy would pin a live storage, and knows no bfloat16."""
+    """Return a digest of the values, of a copy: numpy would keep a live storage from being resized."""
     content = _copy(tensor.detach()).view(-1).view(torch.uint8)
-    return hashlib.blake2b(content.numpy(), digest_size=16).hexdigest()
+    return hashlib.blake2b(content.numpy().data, digest_size=16).hexdigest()

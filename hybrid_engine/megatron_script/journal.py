@@ -1,13 +1,13 @@
-"""What a run tells of its switches.
+"""Records the switches of a run.
 
 <output>/samples.jsonl     a line per completion: iteration, prompt, tokens, log-probabilities, text where there is any
 <output>/switches.jsonl    a line per switch: the report of rank 0
 
 and, through Megatron's own means: timers on the console, scalars and the samples' text in TensorBoard and W&B.
 
-A full disk does not end the training run: lines that find no space are dropped whole, with a warning that counts them,
-and later ones are written again once there is some. Any other error about these files ends the run on all ranks. A line
-that a kill cut short is removed before the next is added.
+A full disk does not end the training run: lines that do not fit are dropped whole, with a warning that counts them, and
+later ones are written once there is space. Any other error about these files ends the run on all ranks. A line that a
+kill cut short is removed before the next is added.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Journal:
 
     Args:
         script: gives Megatron's timers, writers and tokenizer.
-        output: directory, made here; None writes no files.
+        output: directory, which is created; None: no files are written.
         is_writer: whether this is rank 0.
     """
 
@@ -61,7 +61,7 @@ class Journal:
 
     @contextmanager
     def apart_from_training(self) -> Iterator[None]:
-        """Megatron's time per iteration does not count what happens inside, as with its evaluation."""
+        """Exclude the block from Megatron's time per iteration, as Megatron does for its evaluation."""
         interval = self._script.timers("interval-time", log_level=0)
         interval.stop()
         try:
@@ -71,7 +71,7 @@ class Journal:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """One of TIMERS."""
+        """Time the block with one of TIMERS."""
         timer = self._script.timers(name, log_level=0)
         timer.start()
         try:
@@ -80,9 +80,13 @@ class Journal:
             timer.stop()
 
     def samples(
-        self, iteration: int, prompts: Sequence[Prompt], tokens: Sequence[Sequence[int]], found: Sequence[Sequence[Any]]
+        self,
+        iteration: int,
+        prompts: Sequence[Prompt],
+        tokens: Sequence[Sequence[int]],
+        found: Sequence[Sequence[Completion]],
     ) -> list[Sample]:
-        """A record of every completion; `tokens` are the prompts' token ids, `found` their `Completion`s."""
+        """Return a record of every completion; `tokens` are the prompts' token ids, `found` their completions."""
         return [
             self._sample(iteration, prompt, ids, completion)
             for prompt, ids, completions in zip(prompts, tokens, found, strict=True)
@@ -103,7 +107,7 @@ class Journal:
         }
 
     def note(self, iteration: int, reports: Sequence[ReshardReport], samples: Sequence[Sample]) -> None:
-        """One round trip, in the files and where Megatron writes: each on the one rank that has it."""
+        """Write one round trip to the files and to Megatron's writers, each on the one rank that has it."""
         self._append("samples.jsonl", samples)
         self._append("switches.jsonl", ({"iteration": iteration, **report.as_dict()} for report in reports))
         scalars = _scalars(reports, samples)
@@ -118,7 +122,7 @@ class Journal:
             wandb.log({**scalars, **table}, iteration)
 
     def log_times(self, iteration: int) -> None:
-        """Megatron's timers of one round trip, to the console and its writers. Collective."""
+        """Write Megatron's timers of one round trip to the console and its writers. Collective."""
         timers = self._script.timers
         for writer in (self._script.tensorboard_writer, self._script.wandb_writer):
             timers.write(list(TIMERS), writer, iteration, reset=False)
@@ -138,13 +142,13 @@ class Journal:
 
 
 def _row(sample: Sample) -> list[str]:
-    """Of _COLUMNS: text, or token ids where the prompt was given so."""
+    """Return the values of _COLUMNS: text, or token ids where the prompt was given as such."""
     prompt = sample.get("prompt", sample["prompt_token_ids"])
     return [str(prompt), str(sample.get("text", sample["token_ids"])), sample["finish_reason"]]
 
 
 def _markdown(samples: Sequence[Sample]) -> str:
-    """Indented, so that Markdown leaves the text as it is."""
+    """Return the samples as text that Markdown shows verbatim, since it is indented."""
     texts = (f"{prompt}\n=> {completion}" for prompt, completion, _ in map(_row, samples))
     return "\n\n".join(textwrap.indent(text, "    ", lambda line: True) for text in texts)
 

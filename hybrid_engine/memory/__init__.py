@@ -1,14 +1,18 @@
-"""Where weights and training state lie, and what becomes of them at a switch.
+"""Memory of weights and training state: buffers whose pages come and go, and offloading. Knows nothing of layouts.
 
-    elastic.py           buffers whose memory comes and goes under one address, readable by peers on the host
+    elastic.py           buffers whose memory is released and restored under one address, readable by peers on the host
       host_pages.py        on the CPU: memory files
       device_pages.py      on CUDA: the driver's virtual memory; device_peers.py reads it from another process
-      cuda_driver.py, borrowed.py   the driver's calls, checked; tensors over memory that torch did not allocate
+      cuda_driver.py       the driver's calls, checked
+      borrowed.py          tensors over memory that torch did not allocate
     offloader.py         training state: device -> host memory and back
-      inventory.py         what there is to offload, storage by storage
+      offload_items.py     what there is to offload, storage by storage
       arena.py             host memory, and the copies to and from it
+      residual.py          what is still on the device after an offload
       spans.py             sets of byte ranges
-    weight_container.py  inference weights: empty -> filled bucket by bucket -> released
+    staging_pool.py      host pages that successive buckets reuse
+    heap.py, libc.py     hints about the C library's heap; the C library
 
-Import from the modules: `weight_container` needs the transports, which need `elastic`.
+Called by the trainer (buffers, items to offload), by switch/ (offloads, onloads, releases) and by transports/ (peers'
+buffers).
 """

@@ -1,4 +1,4 @@
-"""Host memory for what is offloaded, and the copies to and from it."""
+"""Host memory for offloaded state, and the copies to and from it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import torch
 from hybrid_engine.errors import OffloadError
 
 Direction = Literal["to host", "to device"]
-_CHUNK = 64 * 1024**2  # bytes per copy on CUDA: both directions and other traffic take turns on the bus
+_CHUNK = 64 * 1024**2  # bytes per copy on CUDA, so that both directions and other traffic take turns on the bus
 
 
 class Arena:
-    """Host memory for the copied contents of one kind; grows when the inventory does, never shrinks."""
+    """Host memory for the copied contents of one kind; grows with the inventory, never shrinks."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._unpin: Callable[[], object] = lambda: None
 
     def reserve(self, nbytes: int, *, pinned: bool, keep: int = 0) -> None:
-        """Have at least `nbytes`, page-locked if `pinned`.
+        """Provide at least `nbytes`, page-locked if `pinned`.
 
-        When it grows, the first `keep` bytes are carried over (with both arenas there at once), the rest is lost.
+        When it grows, the first `keep` bytes are copied (the old and the new memory then exist at once); the rest is
+        lost.
         """
         if self.memory.numel() >= nbytes:
             return
@@ -53,8 +54,8 @@ class Copier:
     """Copies bytes between a device and an arena.
 
     On the CPU a copy is done when the call returns. On CUDA it is queued, in chunks, on a stream of its direction, so
-    that both directions run beside each other and beside the device's other work; `finish` ends it. The CUDA half has
-    never been run.
+    that both directions overlap with each other and with the device's other work; `finish` waits for it. The CUDA half
+    has never been run.
     """
 
     def __init__(self) -> None:

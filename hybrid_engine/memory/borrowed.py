@@ -1,7 +1,7 @@
 """Tensors over memory that torch did not allocate, on any device, without touching that memory.
 
-Made through DLPack, since torch takes the device from the record and does not look at the address: the range may be
-unmapped at that time. The owner lives as long as the tensor's storage.
+Made through DLPack, since torch takes the device from the record and does not access the address, which may still
+be unmapped. The owner lives as long as the tensor's storage.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _ManagedTensor(ctypes.Structure):
 
 
 _lent: dict[int, tuple[_ManagedTensor, ctypes.Array, object]] = {}
-"""By address of the record: what must stay alive until torch gives it back."""
+"""By address of the record: what must stay alive until torch returns it."""
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -49,7 +49,7 @@ def _give_back(address: int) -> None:
 
 
 def tensor_over(address: int, nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
-    """Flat uint8 tensor over [address, address + nbytes) of `device`; its storage keeps `owner` alive."""
+    """Return a flat uint8 tensor over [address, address + nbytes) of `device`; its storage keeps `owner` alive."""
     shape = (ctypes.c_int64 * 1)(nbytes)
     flat = _Tensor(
         data=address,
@@ -76,7 +76,7 @@ def tensor_over(address: int, nbytes: int, device: torch.device, owner: object) 
 
 @atexit.register
 def _forget() -> None:
-    """Storages that live until after Python has gone must not call back into it: the system takes their memory."""
+    """Storages that outlive the interpreter must not call back into it; the system frees their memory."""
     for managed, _, _ in _lent.values():
         managed.deleter = None
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))  # torch still reads the record

@@ -41,22 +41,22 @@ class CudaDriver:
         self._properties = self._allocation_properties()
 
     def granularity(self) -> int:
-        """Every size and address below is a multiple of it (2 MiB on present GPUs)."""
+        """Return the bytes of which every size and address below is a multiple (2 MiB on current GPUs)."""
         flags = self._api.CUmemAllocationGranularity_flags
         return self._call("cuMemGetAllocationGranularity", self._properties, flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM)
 
     def reserve(self, nbytes: int) -> int:
-        """An address range with no memory behind it."""
+        """Return the address of a new range with no memory behind it."""
         return int(self._call("cuMemAddressReserve", nbytes, 0, 0, 0))
 
     def unreserve(self, address: int, nbytes: int) -> None:
-        """Give a whole range back; nothing may be mapped in it."""
+        """Free a whole range; nothing may be mapped in it."""
         self._call("cuMemAddressFree", address, nbytes)
 
     def create(self, nbytes: int) -> Any:
-        """Physical memory, contents undefined, mapped nowhere. Raises DeviceMemoryError when there is not enough.
+        """Allocate physical memory, contents undefined, mapped nowhere. Raises DeviceMemoryError for lack of memory.
 
-        When the device is full, torch's caching allocator is asked to give back what it holds unused, once.
+        When the device is full, the unused memory of torch's caching allocator is freed first, once.
         """
         try:
             return self._call("cuMemCreate", nbytes, self._properties, 0)
@@ -67,13 +67,13 @@ class CudaDriver:
             return self._call("cuMemCreate", nbytes, self._properties, 0)
 
     def release(self, handle: Any) -> None:
-        """Let go of physical memory; see above for when it is freed."""
+        """Release a handle of physical memory; see above for when the memory is freed."""
         self._call("cuMemRelease", handle)
 
     def map(self, address: int, nbytes: int, handle: Any) -> None:
-        """Put physical memory at an address and allow the device to read and write it.
+        """Map physical memory at an address and allow the device to read and write it.
 
-        After a failure nothing is mapped. Peers could do with reading; torch, NCCL and others only ever ask for both.
+        After a failure nothing is mapped. Peers only read, but torch, NCCL and others always ask for both.
         """
         self._call("cuMemMap", address, nbytes, 0, handle, 0)
         access = self._api.CUmemAccessDesc()
@@ -86,15 +86,15 @@ class CudaDriver:
             raise
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Take whole mappings out of an address range, which stays reserved."""
+        """Unmap whole mappings of an address range, which stays reserved."""
         self._call("cuMemUnmap", address, nbytes)
 
     def export_descriptor(self, handle: Any) -> int:
-        """A file descriptor of the physical memory, of this process; the caller closes it."""
+        """Return a file descriptor of the physical memory; the caller closes it."""
         return int(self._call("cuMemExportToShareableHandle", handle, self._descriptor_type, 0))
 
     def import_descriptor(self, descriptor: int) -> Any:
-        """The handle of memory that another process exported; the descriptor may be closed after."""
+        """Return the handle of memory that another process exported; the descriptor may be closed afterwards."""
         return self._call("cuMemImportFromShareableHandle", descriptor, self._descriptor_type)
 
     def synchronize(self) -> None:
@@ -103,7 +103,7 @@ class CudaDriver:
             torch.cuda.synchronize(self.device)
 
     def why_unsupported(self) -> str | None:
-        """What the device lacks for elastic buffers, None if nothing."""
+        """Return what the device lacks for elastic buffers; None if nothing."""
         for name in ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
             if not self._attribute(name):
                 return f"device {self._ordinal} has no CU_DEVICE_ATTRIBUTE_{name}"
@@ -135,7 +135,7 @@ class CudaDriver:
             torch.cuda.empty_cache()
 
     def _call(self, name: str, *arguments: Any) -> Any:
-        """The call's value, if it has one. Raises DeviceMemoryError naming call, arguments and the driver's code."""
+        """Return the call's value, if it has one. Raises DeviceMemoryError naming call, arguments and error code."""
         function: Callable[..., tuple[Any, ...]] = getattr(self._api, name)
         code, *values = function(*arguments)
         if code != self._api.CUresult.CUDA_SUCCESS:
@@ -149,19 +149,22 @@ class CudaDriver:
 
 @functools.cache
 def driver_of(ordinal: int) -> CudaDriver | None:
-    """The driver of a CUDA device of this process; None, with one logged line, where it cannot be used."""
+    """Return the driver of a CUDA device; None, with one logged warning, where it cannot be used."""
     device = torch.device("cuda", ordinal)
     torch.cuda.synchronize(device)  # makes torch's context, which the driver's calls need
     try:
         from cuda.bindings import driver as api
     except ImportError:
-        return _without(device, f"cuda-bindings is missing ({INSTALL_HINT})")
+        _warn_without(device, f"cuda-bindings is missing ({INSTALL_HINT})")
+        return None
     found = CudaDriver(api, device)
-    reason = found.why_unsupported()
-    return found if reason is None else _without(device, reason)
+    if (reason := found.why_unsupported()) is not None:
+        _warn_without(device, reason)
+        return None
+    return found
 
 
-def _without(device: torch.device, reason: str) -> None:
+def _warn_without(device: torch.device, reason: str) -> None:
     logger.warning(
         "No elastic buffers on %s: %s. Training buffers are ordinary tensors: they leave the device only whole, "
         "after the whole switch, and peers on the host read them by messages",

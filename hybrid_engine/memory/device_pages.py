@@ -3,13 +3,13 @@
 **Never run on a GPU yet**; tested with a model of the driver on the CPU.
 
     create     one address range; chunks of physical memory, created, mapped
-    release    wait for the device -> tell peers -> close descriptor -> unmap -> let go of the chunk
+    release    wait for the device -> tell peers -> close descriptor -> unmap -> free the chunk
     restore    a new chunk of physical memory at the old address; contents undefined
 
-A chunk that comes back is new physical memory, so what a peer mapped before is stale. Hence a table in host memory,
-which peers map as they map any host pages: for every chunk its serial number, 0 while it is away, and the owner's
-descriptor of it. A peer maps chunks for the time of a reading only (device_peers.py): while it does, their memory
-stays taken, whatever the owner releases.
+A restored chunk is new physical memory, so an older mapping of a peer is stale. Peers therefore map, like any host
+pages, a table with every chunk's serial number (0 while it has no memory) and the owner's descriptor of it. A peer maps
+chunks only while it reads them (device_peers.py): during that time their memory stays allocated, whatever the owner
+releases.
 
 Touching a released range on the device is an illegal access, which ends the process's CUDA context.
 """
@@ -31,19 +31,19 @@ from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.host_pages import BufferHandle, HostMemory
 
 CHUNK_NBYTES = 32 * 2**20
-"""A chunk is about so large: release works in whole chunks, mapping costs time for each. Not tuned on a GPU yet."""
+"""Approximate size of a chunk: release works in whole chunks, and mapping takes time for each. Not tuned on a GPU."""
 MAX_CHUNKS = 256
-"""Of one buffer; larger buffers have larger chunks. Every exported chunk holds a descriptor of the owner's open."""
+"""Of one buffer; larger buffers have larger chunks. Every exported chunk costs its owner an open descriptor."""
 
 SERIAL, DESCRIPTOR = 0, 1
 """Columns of the table."""
 AWAY = 0
-"""The serial number of a chunk without memory."""
+"""Serial number of a chunk without memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceHandle:
-    """How a process on the same host finds a flat tensor that lies in device memory of another one.
+    """How a process finds a flat tensor in the device memory of another process on the same host.
 
     Attributes:
         table: the owner's int64 table [chunks, 2] of serial numbers and descriptors.
@@ -68,8 +68,8 @@ def table_of(flat: torch.Tensor) -> np.ndarray:
 
 def chunk_nbytes_for(nbytes: int, granule: int) -> int:
     """Bytes of a chunk of a buffer of `nbytes`, a multiple of the driver's `granule`; see CHUNK_NBYTES."""
-    wanted = min(nbytes, max(CHUNK_NBYTES, -(-nbytes // MAX_CHUNKS)))
-    return -(-wanted // granule) * granule
+    target = min(nbytes, max(CHUNK_NBYTES, -(-nbytes // MAX_CHUNKS)))
+    return -(-target // granule) * granule
 
 
 class DeviceMemory:
@@ -106,10 +106,10 @@ class DeviceMemory:
         Waits for the device first, since kernels may still use them.
         """
         self._raise_if_closed()
-        wanted = [index for index in self._chunks.within(first, last) if self._chunks.is_resident(index)]
-        if wanted:
+        resident = [index for index in self._chunks.within(first, last) if self._chunks.is_resident(index)]
+        if resident:
             self._chunks.driver.synchronize()
-        for index in wanted:
+        for index in resident:
             self._chunks.unmap(index)
 
     def restore(self, first: int, last: int) -> None:
@@ -193,7 +193,7 @@ class _Chunks:
                 raise
 
     def unmap(self, index: int) -> None:
-        """Peers learn of it first: who reads the descriptor after that finds the serial number gone."""
+        """Free a chunk; peers are told first, so one that reads the descriptor later finds the serial number gone."""
         self._withdraw(index)
         self.driver.unmap(self._address(index), self._nbytes(index))
         handle, self._handles[index] = self._handles[index], None

@@ -1,4 +1,4 @@
-"""Reading device memory of another process of the host.
+"""Reads the device memory of another process on the same host.
 
 **Never run on a GPU yet**; tested with a model of the driver on the CPU, across processes.
 
@@ -7,8 +7,8 @@
         copy from flat[start:stop]
                                                  device waited for, chunks unmapped
 
-Descriptors of device memory are no files, so /proc/<pid>/fd cannot open them again. pidfd_getfd(2) copies them (Linux
-5.6): no thread or socket of the owner takes part. The kernel allows it where it would allow a debugger to attach: same
+Descriptors of device memory are not files, so /proc/<pid>/fd cannot reopen them. pidfd_getfd(2) copies them (Linux 5.6)
+without a thread or socket of the owner. The kernel allows it where it would allow a debugger to attach: same
 user, and either kernel.yama.ptrace_scope 0, or CAP_SYS_PTRACE, or the owner's consent by prctl(PR_SET_PTRACER). A
 container's seccomp profile can forbid it too (Docker's does without CAP_SYS_PTRACE).
 """
@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from hybrid_engine.errors import DeviceMemoryError, StateError, TransportError
@@ -36,10 +37,10 @@ _PIDFD_GETFD = 438  # the system call's number on every architecture but Alpha
 
 
 class DevicePeer:
-    """A peer's flat tensor on a device, mapped into this process for the time of a reading only.
+    """A peer's flat tensor on a device, mapped into this process only while it is read.
 
-    Why only so long: a mapping keeps the chunk's memory taken after its owner released it, and a chunk that came back
-    is other memory. The memory may be on another GPU than this process uses, if the two can reach each other.
+    Not longer, since a mapping keeps a chunk's memory allocated after its owner released it, and a restored chunk is
+    different memory. The memory may be on another GPU than the one this process uses, if the two can reach each other.
     """
 
     def __init__(self, handle: DeviceHandle, driver: CudaDriver) -> None:
@@ -72,7 +73,7 @@ class DevicePeer:
             away = [chunk for chunk, serial in zip(chunks, serials.tolist(), strict=True) if serial == AWAY]
             raise TransportError(
                 f"process {self._pid} has released chunks {away} of its buffer ({self._handle.chunk_nbytes} bytes "
-                "each): no fence before the reading, or the owner has its weights off the device"
+                "each): there was no fence before the read, or the owner has offloaded its weights"
             )
         try:
             for index in chunks:
@@ -85,7 +86,7 @@ class DevicePeer:
             self._range.clear()
 
     def close(self) -> None:
-        """End it; idempotent."""
+        """Close the peer; idempotent."""
         self._close_pidfd()
 
     def _chunks(self, extents: Sequence[Extent]) -> list[int]:
@@ -94,7 +95,9 @@ class DevicePeer:
         touched: set[int] = set()
         for extent in extents:
             if extent.stop > self._handle.numel:
-                raise ValueError(f"elements [{extent.start}, {extent.stop}) of a tensor of {self._handle.numel}")
+                raise ValueError(
+                    f"invalid elements [{extent.start}, {extent.stop}) of a tensor of {self._handle.numel}"
+                )
             first, last = (self._handle.offset + bound * itemsize for bound in (extent.start, extent.stop))
             touched.update(range(first // chunk, -(-last // chunk)))
         return sorted(touched)
@@ -115,7 +118,7 @@ class DevicePeer:
         finally:
             os.close(descriptor)
 
-    def _raise_if_changed(self, chunks: list[int], serials: object) -> None:
+    def _raise_if_changed(self, chunks: list[int], serials: np.ndarray) -> None:
         if (self._table[chunks, SERIAL] != serials).any():
             raise TransportError(
                 f"process {self._pid} released chunks of its buffer while they were read; fence the switch"
@@ -133,7 +136,7 @@ class _Range:
         end.atexit = False
 
     def map(self, offset: int, nbytes: int, descriptor: int) -> None:
-        """Another process's chunk at `offset`, for as long as it is mapped."""
+        """Map another process's chunk at `offset`."""
         handle = self._driver.import_descriptor(descriptor)
         try:
             self._driver.map(self.address + offset, nbytes, handle)
@@ -157,7 +160,7 @@ def _open_process(pid: int) -> int:
 
 
 def _copy_descriptor(pidfd: int, pid: int, descriptor: int) -> int:
-    """A copy, in this process, of another process's descriptor. Raises TransportError with the remedy."""
+    """Return a copy of another process's descriptor. Raises TransportError with the remedy."""
     copied, code = _pidfd_getfd(pidfd, descriptor)
     if copied >= 0:
         return copied
@@ -175,5 +178,5 @@ def _copy_descriptor(pidfd: int, pid: int, descriptor: int) -> int:
 
 
 def _pidfd_getfd(pidfd: int, descriptor: int) -> tuple[int, int]:
-    """The copy or -1, and the system's error number."""
+    """Return the copy or -1, and the error number."""
     return libc().syscall(_PIDFD_GETFD, pidfd, descriptor, 0), ctypes.get_errno()

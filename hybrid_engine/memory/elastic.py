@@ -2,16 +2,16 @@
 
     ElasticBuffer(numel, dtype, device=...)   host_pages.py on the CPU, device_pages.py on CUDA
       .tensor, .address                       flat, and constant for the buffer's life
-      .release(start, stop)                   memory back to the system or the device, contents lost
-      .restore(start, stop)                   memory again: zero on the CPU, undefined on CUDA
+      .release(start, stop)                   returns memory to the system or the device, contents are lost
+      .restore(start, stop)                   takes memory again: zero on the CPU, undefined on CUDA
       .export() -> Handle                     small and picklable; valid while the buffer is open and its process lives
     open_peer(handle) -> Peer                 in another process of the host
       with peer.mapped(extents) as flat:      the same memory, no copy
 
-The two kinds differ in what a released range is: on the CPU it reads zeros and takes memory again when touched; on
-CUDA it must not be touched before `restore`. And in what a peer may keep: host pages stay mapped (`map_peer`), device
-memory is mapped for the time of a reading. The memory lives as long as any tensor over it does, so a tensor that
-outlives `close` stays valid.
+The two kinds differ in what a released range is: on the CPU it reads as zeros and takes memory again when touched; on
+CUDA it must not be touched before `restore`. They also differ in what a peer may keep: host pages stay mapped
+(`map_peer`), device memory is mapped only while it is read. The memory lives as long as any tensor over it, so a tensor
+that outlives `close` stays valid.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class Peer(Protocol):
         ...
 
     def close(self) -> None:
-        """Give the mapping back; idempotent."""
+        """Unmap the tensor; idempotent."""
         ...
 
 
 class ElasticBuffer:
-    """A flat tensor whose memory can be given back and taken again under one address, whole or in part.
+    """A flat tensor whose memory can be released and taken again under one address, whole or in part.
 
     The object is a handle: memory, descriptors and mapping belong to the memory itself and last until `close`, or until
     neither a tensor over them nor this object is left.
@@ -78,7 +78,7 @@ class ElasticBuffer:
         StateError where it has no elastic buffers (`allocate_elastic` then gives an ordinary tensor).
         """
         if numel < 1:
-            raise ValueError(f"an elastic buffer holds at least 1 element, not {numel}")
+            raise ValueError(f"numel must be >= 1, got {numel}")
         device = torch.device(device)
         if device.type == "cpu":
             self._attach(HostMemory.create(numel, dtype, label))
@@ -114,7 +114,7 @@ class ElasticBuffer:
         return self._memory.granularity
 
     def release(self, start: int = 0, stop: int | None = None) -> None:
-        """Give the memory of the byte range [start, stop) back; contents are lost. Default: the whole buffer.
+        """Release the memory of the byte range [start, stop); contents are lost. Default: the whole buffer.
 
         Bounds are rounded inwards to whole granules, so a neighbour's bytes are never lost; the end of the buffer
         counts as the end of its last granule. On CUDA this waits for the device, and the memory is free once no peer
@@ -128,11 +128,11 @@ class ElasticBuffer:
             self._memory.release(first, last)
 
     def restore(self, start: int = 0, stop: int | None = None) -> None:
-        """Have memory for the byte range [start, stop) again. Default: the whole buffer. Idempotent.
+        """Take memory for the byte range [start, stop) again. Default: the whole buffer. Idempotent.
 
         What was released holds zeros on the CPU (where this does nothing: pages come when touched) and undefined
-        values on CUDA; what is there keeps its contents. Bounds are rounded outwards to whole granules. Raises
-        DeviceMemoryError when the device has not enough: what came back stays, a later call goes on from there.
+        values on CUDA; what is resident keeps its contents. Bounds are rounded outwards to whole granules. Raises
+        DeviceMemoryError for lack of memory: what was restored stays, and a later call continues from there.
         """
         start, stop = self._checked(start, stop)
         granule = self._memory.granularity
@@ -149,7 +149,7 @@ class ElasticBuffer:
         return self._memory.handle(0, self._memory.numel, self._memory.dtype)
 
     def close(self) -> None:
-        """End the buffer: no new peer can map it, and its memory goes with the last tensor over it. Idempotent."""
+        """Let no new peer map the buffer; its memory is freed with the last tensor over it. Idempotent."""
         self._tensor = None
         self._memory.close()
         if _open_memories.get(self.address) is self._memory:
@@ -158,12 +158,12 @@ class ElasticBuffer:
     def _checked(self, start: int, stop: int | None) -> tuple[int, int]:
         stop = self.nbytes if stop is None else stop
         if not 0 <= start <= stop <= self.nbytes:
-            raise ValueError(f"byte range [{start}, {stop}) of a buffer of {self.nbytes} bytes")
+            raise ValueError(f"invalid byte range [{start}, {stop}) of a buffer of {self.nbytes} bytes")
         return start, stop
 
 
 def is_elastic(device: torch.device | str | int) -> bool:
-    """Whether the device has elastic buffers, which peers on its host can read."""
+    """Return whether the device has elastic buffers, which peers on its host can read."""
     device = torch.device(device)
     return device.type == "cpu" or (device.type == "cuda" and driver_of(_ordinal(device)) is not None)
 
@@ -183,7 +183,7 @@ def allocate_elastic(numel: int, dtype: torch.dtype, device: torch.device | str 
 
 
 def exported_buffer_of(tensor: torch.Tensor) -> ElasticBuffer | None:
-    """The elastic buffer of this process in which the tensor's storage lies; None if there is none or it is closed."""
+    """Return the open elastic buffer of this process in which the tensor's storage lies, if any."""
     if tensor.device.type not in ("cpu", "cuda"):
         return None
     memory = _open_memories.get(tensor.untyped_storage().data_ptr())
@@ -197,7 +197,7 @@ def exported_buffer_of(tensor: torch.Tensor) -> ElasticBuffer | None:
 
 
 def export_tensor(tensor: torch.Tensor) -> Handle | None:
-    """The handle with which a peer finds this flat tensor; None unless it lies in an open elastic buffer.
+    """Return the handle with which a peer finds this flat tensor; None unless it lies in an open elastic buffer.
 
     Raises ValueError when the tensor is not contiguous: a handle describes one flat run of elements.
     """
@@ -205,12 +205,14 @@ def export_tensor(tensor: torch.Tensor) -> Handle | None:
     if buffer is None:
         return None
     if not tensor.is_contiguous():
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not flat")
+        raise ValueError(
+            f"only contiguous tensors can be exported, got shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+        )
     return buffer._memory.handle(tensor.data_ptr() - buffer.address, tensor.numel(), tensor.dtype)
 
 
 def open_peer(handle: Handle, device: torch.device | str = "cuda") -> Peer:
-    """The tensor behind `handle`, of this or another process on the host, to be read without a copy.
+    """Return the tensor behind `handle`, of this or another process on the host, to be read without a copy.
 
     `device`: the CUDA device of this process that will read device memory. Raises TransportError, with the remedy, when
     the owner is on another host, has ended or closed the buffer, or may not be inspected.
@@ -259,7 +261,7 @@ _buffers: weakref.WeakKeyDictionary[HostMemory | DeviceMemory, weakref.ref[Elast
 def _require_driver(device: torch.device) -> CudaDriver:
     driver = driver_of(_ordinal(device)) if device.type == "cuda" else None
     if driver is None:
-        raise StateError(f"there are no elastic buffers on {device}: on CUDA they need {INSTALL_HINT}")
+        raise StateError(f"elastic buffers are not available on {device}: on CUDA they need {INSTALL_HINT}")
     return driver
 
 

@@ -5,10 +5,10 @@
     map_pages  in another process of the host, by /proc/<pid>/fd/<fd>: the same pages, no copy
 
 Pages become resident when they are first touched, reads included: reading a released range gives zeros and makes its
-pages resident again. So nothing has to be done to restore a range. Populating pages in advance was measured, 256 MB in
-one thread, CPU time: a copy into pages that are away 187 ms; after `fallocate` and MADV_POPULATE_WRITE 165 ms in all,
-after either alone 170 and 185; into pages that are there 15 ms. Nearly all of it is the system's making of the pages,
-so it was left out.
+pages resident again. Restoring a range therefore needs no action. Populating pages in advance was measured, 256 MB in
+one thread, CPU time: a copy into absent pages 187 ms; after `fallocate` and MADV_POPULATE_WRITE 165 ms in all, after
+either alone 170 and 185; into resident pages 15 ms. Nearly all of it is the kernel creating the pages, whoever asks for
+them, so it was left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STAT_BLOCK = 512  # st_blocks counts these, whatever the file system's own bloc
 
 @dataclass(frozen=True, slots=True)
 class BufferHandle:
-    """How a process on the same host finds a flat tensor that lies in host pages of another one.
+    """How a process finds a flat tensor in the host pages of another process on the same host.
 
     Attributes:
         host: `host_id()` of the owner: boot and process namespace. Only there do `pid` and `fd` mean anything.
@@ -97,7 +97,8 @@ class HostMemory:
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor over a part, which keeps the mapping alive; `offset` in bytes."""
         pages = (ctypes.c_ubyte * (self.reserved_nbytes - offset)).from_address(self.address + offset)
-        pages.memory = self  # torch keeps `pages`, and so the mapping, as long as the storage lives
+        # torch keeps `pages`, and so the mapping, as long as the storage lives
+        pages.memory = self  # type: ignore[attr-defined]  # ctypes arrays take any attribute
         return torch.frombuffer(pages, dtype=dtype, count=numel)
 
     def release(self, first: int, last: int) -> None:
@@ -142,7 +143,7 @@ def map_pages(handle: BufferHandle, *, writable: bool = False) -> torch.Tensor:
     if handle.host != host_id():
         raise TransportError(
             f"the buffer of process {handle.pid} is on host {handle.host!r}, this process on {host_id()!r}; "
-            "read it by the collective transport"
+            "use the collective transport"
         )
     path = f"/proc/{handle.pid}/fd/{handle.fd}"
     try:

@@ -1,7 +1,7 @@
-"""What there is to offload: items that an engine lists, and the storages behind them.
+"""What can be offloaded: items that an engine lists, and the storages behind them.
 
 items (views, with owner, kind and action)  ->  survey()  ->  storages, each once
-                                                         `->  caches, which are only forgotten
+                                                         `->  caches, which are only dropped
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class OffloadItem:
         owner: who holds it, for reports and errors, e.g. "optimizer[0].exp_avg of decoder.layers.0.mlp.fc1.weight".
         kind: what it is offloaded with.
         tensor: any view; its whole storage is moved.
-        action: "copy": the contents come back; "drop": zeros come back (gradients); "rebuild": nothing comes back,
-            its owner computes it anew when it is missing (caches).
-        forget: makes the owner of a "rebuild" item let go of it; others have none.
+        action: "copy": the contents are restored; "drop": zeros are (gradients); "rebuild": nothing is, the owner
+            recomputes it when it is missing (caches).
+        forget: makes the owner of a "rebuild" item drop it; None for other items.
     """
 
     owner: str
@@ -60,7 +60,7 @@ class Reached:
     Attributes:
         owner: the path that leads to it.
         tensor: any view.
-        stays: why it is left on the device; None where nobody has said so.
+        stays: why it is left on the device on purpose; None if there is no reason.
     """
 
     owner: str
@@ -70,7 +70,7 @@ class Reached:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """Elements [start, stop) of a contiguous 1-D tensor; ValueError for anything else."""
+    """Elements [start, stop) of a contiguous 1-D tensor; raises ValueError for anything else."""
 
     flat: torch.Tensor
     start: int
@@ -78,14 +78,21 @@ class Part:
 
     def __post_init__(self) -> None:
         if self.flat.dim() != 1 or not self.flat.is_contiguous():
-            raise ValueError(f"a part of a tensor of shape {tuple(self.flat.shape)}, strides {self.flat.stride()}")
+            shape, strides = tuple(self.flat.shape), self.flat.stride()
+            raise ValueError(f"a part needs a contiguous 1-D tensor, got shape {shape} with strides {strides}")
         if not 0 <= self.start <= self.stop <= self.flat.numel():
-            raise ValueError(f"part [{self.start}, {self.stop}) of a tensor of {self.flat.numel()} elements")
+            raise ValueError(f"invalid part [{self.start}, {self.stop}) of a tensor of {self.flat.numel()} elements")
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadReport:
-    """What one call moved: device bytes freed or taken again, by kind; the copied ones among them; seconds."""
+    """What one call moved.
+
+    Attributes:
+        nbytes: device bytes freed or taken again, by kind.
+        copied_nbytes: those of them that were copied, by kind.
+        seconds: duration of the call.
+    """
 
     nbytes: Mapping[str, int]
     copied_nbytes: Mapping[str, int]
@@ -101,20 +108,22 @@ class Moved:
         self._start = time.perf_counter()
 
     def report(self) -> OffloadReport:
-        """All of it, and the time since this object was made."""
+        """Return what was moved since this object was created."""
         return OffloadReport(self.nbytes, self.copied, time.perf_counter() - self._start)
 
 
 @dataclass(eq=False)
 class Storage:
-    """One storage of the inventory, and where its contents are while it is away.
+    """One storage of the inventory, and where its contents are while it is offloaded.
 
     Attributes:
-        key: what identifies it: the address of its elastic buffer, or torch's handle.
-        arena_offset: where in the arena its contents go, in bytes.
+        key: identifies it: the address of its elastic buffer, or torch's handle.
+        owner, kind, action: of the first item that lists it, see `survey`.
+        buffer: the elastic buffer it lies in, if any.
+        arena_offset: where its contents go in the arena, in bytes.
         in_arena: its contents are in the arena already.
         done: byte ranges that may be released: saved, or not to be kept.
-        released: byte ranges that have no memory.
+        released: byte ranges without memory.
     """
 
     key: int
@@ -134,11 +143,11 @@ class Storage:
         return self.storage.device
 
     def bytes_view(self) -> torch.Tensor:
-        """All of its bytes."""
+        """Return all of its bytes as a flat tensor."""
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(self.storage)
 
     def free(self) -> None:
-        """Give all memory back; contents are lost."""
+        """Release all memory; contents are lost."""
         if self.buffer is not None:
             self.buffer.release()
         else:
@@ -146,7 +155,8 @@ class Storage:
         self.released.add(0, self.nbytes)
 
     def release_inside(self, start: int, stop: int) -> int:
-        """Give back the granules that lie wholly in this byte range of an elastic storage; returns the bytes."""
+        """Release the granules that lie wholly in this byte range of an elastic storage; return their bytes."""
+        assert self.buffer is not None, "parts are those of elastic storages"
         granule, before = self.buffer.granularity, self.released.nbytes
         first = -(-start // granule) * granule
         last = stop if stop == self.nbytes else stop // granule * granule
@@ -156,7 +166,7 @@ class Storage:
         return self.released.nbytes - before
 
     def take_back(self) -> None:
-        """Have memory again where it was given back; contents are undefined there, or zero if dropped."""
+        """Take memory again where it was released; contents are undefined there, or zero if dropped."""
         dropped = self.action == "drop"
         if self.buffer is None:
             self.storage.resize_(self.nbytes)
@@ -165,25 +175,25 @@ class Storage:
             return
         for start, stop in self.released:
             if dropped:
-                self.buffer.release(start, stop)  # whatever was written meanwhile
+                self.buffer.release(start, stop)  # discards what was written meanwhile
             self.buffer.restore(start, stop)
-            if dropped and self.device.type != "cpu":  # where pages come back as they are
+            if dropped and self.device.type != "cpu":  # on the CPU new pages are zero
                 self.bytes_view()[start:stop].zero_()
         if dropped:
             for start, stop in [gap for span in self.done for gap in self.released.missing(*span)]:
-                self.bytes_view()[start:stop].zero_()  # what was given up with a page that others kept
+                self.bytes_view()[start:stop].zero_()  # dropped bytes on pages that kept bytes share
 
     def forget_departure(self) -> None:
-        """Everything is on the device again."""
+        """Note that everything is on the device again."""
         self.done.clear()
         self.released.clear()
 
     def resident_nbytes(self) -> int:
-        """Bytes of device memory behind it now."""
+        """Return the bytes of device memory behind it now."""
         return self.storage.nbytes() if self.buffer is None else self.buffer.resident_nbytes()
 
     def why_not_movable(self) -> str | None:
-        """Why its memory cannot be freed and taken again under the same storage, if it cannot."""
+        """Return why its memory cannot be freed and taken again under the same storage; None if it can."""
         if self.buffer is not None:
             return None
         if self.device.type == "cpu" and self.storage.is_shared():
@@ -201,11 +211,11 @@ class Survey:
     caches: list[OffloadItem]
 
     def keys(self) -> set[int]:
-        """What identifies all that is listed."""
+        """Return the keys of everything that is listed."""
         return {s.key for s in self.storages} | {storage_of(item.owner, item.tensor)[1] for item in self.caches}
 
     def resident_nbytes(self) -> dict[str, dict[str, int]]:
-        """Bytes of device memory by kind and owner."""
+        """Return the bytes of device memory by kind and owner."""
         resident: dict[str, dict[str, int]] = {kind: {} for kind in KINDS}
         sizes = [(storage.kind, storage.owner, storage.resident_nbytes()) for storage in self.storages]
         sizes += [(item.kind, item.owner, item.tensor.untyped_storage().nbytes()) for item in self.caches]
@@ -215,10 +225,10 @@ class Survey:
 
 
 def survey(items: Iterable[OffloadItem], device_type: str) -> Survey:
-    """The storages of these items on devices of this type.
+    """Return the storages of these items on devices of this type.
 
-    A storage that several items view has the first kind and owner that name it, in order of KINDS; it is dropped only
-    if items that cover it whole say so and nobody says copy, and it is a cache only if nobody says otherwise.
+    A storage that several items view gets the first kind and owner that list it, in order of KINDS. It is dropped only
+    if items with action "drop" cover it and none has action "copy"; it is a cache only if all items say "rebuild".
     """
     found: dict[int, Storage] = {}
     covered: set[int] = set()
@@ -236,20 +246,20 @@ def survey(items: Iterable[OffloadItem], device_type: str) -> Survey:
             found[key].action = "copy"
         if _covers(item.tensor, storage):
             covered.add(key)
-    for key, storage in found.items():
+    for key, found_storage in found.items():
         if key not in covered:
-            storage.action = "copy"  # parts that nobody listed must not be lost
+            found_storage.action = "copy"  # parts that no item covers must not be lost
     return Survey(list(found.values()), [item for key, item in caches.items() if key not in found])
 
 
 def storage_of(owner: str, tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, ElasticBuffer | None]:
-    """The tensor's storage, what identifies it, and the elastic buffer it lies in."""
+    """Return the tensor's storage, its key, and the elastic buffer it lies in, if any."""
     if is_traceable_wrapper_subclass(tensor):
-        raise OffloadError(f"{owner}: a {type(tensor).__name__} only wraps others; list what it wraps")
+        raise OffloadError(f"{owner}: a {type(tensor).__name__} only wraps other tensors; list those")
     storage, buffer = tensor.untyped_storage(), exported_buffer_of(tensor)
     return storage, (storage._cdata if buffer is None else buffer.address), buffer
 
 
 def _covers(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether the tensor views every byte of the storage (a tensor that repeats elements counts as not)."""
+    """Return whether the tensor views every byte of the storage (False for one that repeats elements)."""
     return 0 not in tensor.stride() and tensor.numel() * tensor.element_size() >= storage.nbytes()

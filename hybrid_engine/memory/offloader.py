@@ -1,27 +1,27 @@
-"""Taking training state off the device and putting it back, under unchanged tensor objects.
+"""Moves training state off the device and back, under unchanged tensor objects.
 
     inventory() -> items -> storages (views of one storage count once)                         memory/offload_items.py
     offload:  copy -> host arena | drop -> nothing;  then the storage's device memory is freed
     onload:   memory comes back under the same storage object: contents from the arena | zeros
 
     offload_parts(kind, parts)     parts of elastic storages go early, page by page; offload({kind}) does the rest
-    onload(..., read_only=True)    contents in the arena stay good: the next offload of the kind copies nothing
-    onload(..., wait=False)        copies are queued; wait() ends them
-    residual()                     what of training is on the device still, by owner
+    onload(..., read_only=True)    contents in the arena stay valid: the next offload of the kind copies nothing
+    onload(..., wait=False)        copies are queued; wait() completes them
+    residual()                     training bytes that are still on the device, by owner
 
-Memory is freed in one of two ways: a storage in an elastic buffer gives its pages back and keeps its address; any
-other storage is resized to 0 bytes and back, so that every view stays valid but may find itself at a new address.
+Memory is freed in one of two ways: a storage in an elastic buffer releases its pages and keeps its address; any other
+storage is resized to 0 bytes and back, so that every view stays valid but may be at a new address.
 
-Memory before and after, per kind, with T the bytes of its storages, C those that are copied: before T on the device;
-after, 0 on the device and C in the arena, which is allocated at the first offload, is exactly as large as needed
-(pinned on CUDA), and stays for all later cycles. On a machine without a GPU "device" and host are the same memory:
-offloading then saves only what is dropped, and is there because the mechanism is the same one.
+Memory before and after, per kind, where T is the bytes of its storages and C those that are copied: before, T on the
+device; after, 0 on the device and C in the arena, which is allocated at the first offload, is exactly as large as
+needed (pinned on CUDA), and is kept for all later cycles. On a machine without a GPU "device" and host are the same
+memory: offloading then saves only what is dropped, and exists because the mechanism is the same.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
+from typing import NoReturn
 
 import torch
 
@@ -41,6 +41,7 @@ from hybrid_engine.memory.offload_items import (
     storage_of,
     survey,
 )
+from hybrid_engine.memory.residual import UNACCOUNTED, Residual
 from hybrid_engine.memory.spans import Spans
 
 __all__ = [
@@ -56,29 +57,23 @@ __all__ = [
     "Reached",
 ]
 
-logger = logging.getLogger("hybrid_engine")
-
-UNACCOUNTED = "unaccounted: "
-"""What `residual` puts before the owner of a tensor that no inventory lists."""
-
 _ALIGNMENT = 16  # bytes; no element is larger
-_TOLERATED = 0.01  # of the training bytes may be unaccounted for without a warning
 
 
 class MegatronOffloader:
     """Offloads what an inventory lists, kind by kind.
 
-    The inventory is asked anew at every offload, since optimizers create state at their first step. A storage that
-    several items view is moved once, with the first kind that names it in the order param, grad, optimizer; it is
-    dropped only if items that cover it whole say so and nobody says copy. What an offload took off is exactly what
-    the next onload puts back. Caches ("rebuild") are forgotten at every offload of their kind and not put back.
+    The inventory is queried at every offload, since optimizers create state at their first step. A storage that
+    several items view is moved once, with the first kind that lists it in the order param, grad, optimizer; it is
+    dropped only if items with action "drop" cover it and none has action "copy". An onload restores exactly what the
+    offload before it took. Caches ("rebuild") are forgotten at every offload of their kind and not restored.
 
     Args:
         inventory: lists the items.
-        device: only tensors of this device type are moved, the rest is there already (Adam's CPU step counters on a
-            GPU job); default: cuda where there is one, else cpu.
-        reachable: everything that model and optimizer refer to, for `residual` and its warning; default: nothing more
-            than the inventory.
+        device: only tensors of this device type are moved, the others are on the host already (Adam's CPU step
+            counters on a GPU job); default: cuda where there is one, else cpu.
+        reachable: everything that model and optimizer refer to, for `residual` and its warning; default: nothing
+            beyond the inventory.
     """
 
     def __init__(
@@ -91,61 +86,65 @@ class MegatronOffloader:
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self._device_type = torch.device(device or default).type
         self._inventory = inventory
-        self._reachable = reachable
-        self._arenas: dict[str, Arena] = {kind: Arena() for kind in KINDS}
+        self._residual = Residual(reachable, self._device_type)
+        self._arenas: dict[Kind, Arena] = {kind: Arena() for kind in KINDS}
         self._copier = Copier()
-        self._leaving: dict[str, list[Storage]] = {}  # since the first part of them, until they are away or back
-        self._away: dict[str, list[Storage]] = {}
-        self._unchanged: dict[str, list[Storage]] = {}  # on the device, and by promise as the arena has them
-        self._pending: set[str] = set()  # kinds whose copies to the device are queued
-        self._judged: set[str] = set()  # owners of the storages that there were when `_warn` last looked
+        self._leaving: dict[Kind, list[Storage]] = {}  # from their first part on, until they are away or back
+        self._away: dict[Kind, list[Storage]] = {}
+        self._unchanged: dict[Kind, list[Storage]] = {}  # on the device, and by promise the same as in the arena
+        self._pending: set[Kind] = set()  # kinds whose copies to the device are queued
 
     def is_offloaded(self, kind: Kind) -> bool:
-        """True from a successful offload until a complete onload; False while only parts are off."""
+        """Return True from a successful offload until a complete onload; False while only parts are offloaded."""
         return _checked(kind) in self._away
 
     def offload(self, kinds: Iterable[Kind] = KINDS) -> OffloadReport:
-        """Take these kinds off the device; kinds that are off already are left alone.
+        """Move these kinds off the device; kinds that are off already are left alone.
 
-        Raises OffloadError: before anything moved when a storage cannot be freed; after everything that this call or
-        `offload_parts` moved was put back when moving fails.
+        Raises:
+            OffloadError: a storage cannot be freed, before anything was moved; or moving failed, and everything that
+                this call or `offload_parts` moved was put back.
         """
-        named = set(map(_checked, kinds))
-        wanted = named - self._away.keys()
-        moved = Moved(wanted)
-        self._wait_for(wanted)
+        requested = set(map(_checked, kinds))
+        to_move = requested - self._away.keys()
+        moved = Moved(to_move)
+        self._wait_for(to_move)
         found = survey(self._inventory(), self._device_type)
-        self._begin(wanted, found.storages)
-        away: dict[str, list[Storage]] = {kind: [] for kind in KINDS if kind in wanted}
+        self._begin(to_move, found.storages)
+        away: dict[Kind, list[Storage]] = {kind: [] for kind in KINDS if kind in to_move}
         try:
-            self._reserve_arenas(wanted)
+            self._reserve_arenas(to_move)
             storages = [storage for kind in away for storage in self._leaving[kind]]
-            # What is dropped goes last: nothing that can fail comes after it.
+            # Dropped ones last: their contents are lost, so nothing that can fail may come after them.
             for storage in sorted(storages, key=lambda storage: storage.action == "drop"):
                 self._take_off(storage, moved)
                 away[storage.kind].append(storage)
         except Exception as error:
             self._undo(away, error)
         self._away.update(away)
-        for kind in wanted:
+        for kind in to_move:
             del self._leaving[kind]
         listed = found.keys()
-        _forget([item for item in found.caches if item.kind in named], moved)
+        _forget([item for item in found.caches if item.kind in requested], moved)
         found.caches.clear()  # the last references to them
         if self._device_type == "cuda":
             torch.cuda.empty_cache()  # to the device, where the inference engine's own allocator finds it
-        self._warn(found.storages, listed)
+        offloaded = [storage for storages in self._away.values() for storage in storages]
+        self._residual.warn(found.storages, offloaded, listed)
         return moved.report()
 
     def offload_parts(self, kind: Kind, parts: Iterable[Part]) -> int:
-        """Take parts of elastic storages off the device ahead of `offload({kind})`, which then does the rest.
+        """Move parts of elastic storages off the device ahead of `offload({kind})`, which then does the rest.
 
         Every page that lies wholly inside the union of the parts so far is released; parts of storages that are not
-        elastic, or not in the inventory, wait for `offload`. From the first part on the kind must not be written;
-        parts that were given must not be read either. `onload({kind})` puts the parts back.
+        elastic, or not in the inventory, wait for `offload`. From the first part on the kind must not be written, and
+        parts that were given must not be read. `onload({kind})` puts the parts back.
 
-        Returns the bytes released. Raises OffloadError when it fails; contents are then on the device or in the
-        arena, and `onload({kind})` puts everything back.
+        Returns:
+            The bytes released.
+
+        Raises:
+            OffloadError: the contents are then on the device or in the arena; `onload({kind})` restores everything.
         """
         if _checked(kind) in self._away:
             return 0
@@ -153,38 +152,40 @@ class MegatronOffloader:
         if kind not in self._leaving:
             self._begin({kind}, survey(self._inventory(), self._device_type).storages)
             self._reserve_arenas({kind})
-        wanted = self._elastic_ranges(kind, parts)
+        given = self._elastic_ranges(kind, parts)
         try:
-            for storage, ranges in wanted:
+            for storage, ranges in given:
                 for start, stop in ranges:
                     for gap in storage.done.missing(start, stop):
                         self._save(storage, *gap)
             self._copier.finish("to host")
             released = 0
-            for storage, ranges in wanted:
+            for storage, ranges in given:
                 for joined in [storage.done.add(*span) for span in ranges]:
                     released += storage.release_inside(*joined)
             return released
         except Exception as error:
             raise OffloadError(
-                f"offload of parts of {kind} failed: {error}. Nothing is lost; onload {kind} to have it back"
+                f"offload of parts of {kind} failed: {error}. Nothing is lost; onload {kind} to restore it"
             ) from error
 
     def onload(self, kinds: Iterable[Kind] = KINDS, *, read_only: bool = False, wait: bool = True) -> OffloadReport:
-        """Put these kinds back on the device, whole or in parts; kinds that are there are left alone.
+        """Move these kinds back to the device, whole or in parts; kinds that are there are left alone.
 
         Args:
+            kinds: what to move back.
             read_only: the caller promises that contents do not change until the next offload of the kind, which then
-                copies nothing. A call without it takes the promise back, also for kinds that are there already.
-            wait: False: on CUDA the copies are queued on a side stream and `wait` ends them; the arena and the
-                kinds must not be touched before. On the CPU copies are always done when the call returns.
+                copies nothing. A call without it revokes the promise, also for kinds that are there already.
+            wait: False: on CUDA the copies are queued on a side stream and `wait` completes them; until then the
+                arena and the kinds must not be touched. On the CPU copies are always done when the call returns.
 
-        Raises OffloadError when it fails (out of memory): what is back stays back, the rest stays in the arena, the
-        message names both, and a later call goes on from there.
+        Raises:
+            OffloadError: it failed, for example for lack of memory. What was restored stays on the device and the rest
+                in the arena; the message names both, and a later call continues from there.
         """
-        wanted = dict.fromkeys(map(_checked, kinds))
-        moved = Moved(kind for kind in wanted if kind in self._away or kind in self._leaving)
-        for kind in wanted:
+        requested = dict.fromkeys(map(_checked, kinds))
+        moved = Moved(kind for kind in requested if kind in self._away or kind in self._leaving)
+        for kind in requested:
             if not read_only:
                 self._unchanged.pop(kind, None)
             where = self._away if kind in self._away else self._leaving
@@ -200,33 +201,26 @@ class MegatronOffloader:
         return moved.report()
 
     def wait(self) -> None:
-        """End the copies that `onload(wait=False)` queued; whatever needs the contents comes after it."""
+        """Complete the copies that `onload(wait=False)` queued; call it before the contents are used."""
         self._copier.finish("to device")
         self._pending.clear()
 
     def resident_nbytes(self) -> dict[str, dict[str, int]]:
-        """Bytes on the device now, by kind and owner; a storage counts once, under the first owner that lists it."""
+        """Return the bytes on the device by kind and owner; a storage counts once, under its first owner."""
         return survey(self._inventory(), self._device_type).resident_nbytes()
 
     def residual(self) -> dict[str, int]:
-        """Training bytes on the device now, by owner: of the inventory, of what is known to stay, and, marked as
+        """Return the training bytes on the device by owner: of the inventory, of what is known to stay, and, marked
         UNACCOUNTED, of everything else that model and optimizer refer to. Walks all of it: for checks and reports.
         """
-        found = survey(self._inventory(), self._device_type)
-        residual: dict[str, int] = {}
-        for by_owner in found.resident_nbytes().values():
-            residual.update({owner: nbytes for owner, nbytes in by_owner.items() if nbytes})
-        for reached, nbytes in self._outside(found.keys()):
-            owner = reached.owner if reached.stays else f"{UNACCOUNTED}{reached.owner}"
-            residual[owner] = residual.get(owner, 0) + nbytes
-        return residual
+        return self._residual.by_owner(survey(self._inventory(), self._device_type))
 
     def host_nbytes(self) -> int:
-        """Bytes of host memory that the arenas hold."""
+        """Return the bytes of host memory that the arenas hold."""
         return sum(arena.memory.numel() for arena in self._arenas.values())
 
     def _begin(self, kinds: set[Kind], storages: Iterable[Storage]) -> None:
-        """List what leaves with these kinds: what has begun to, and whatever else there is now."""
+        """List what leaves with these kinds: what `offload_parts` has begun, and everything else of them."""
         known = {storage.key for group in (self._away, self._leaving) for some in group.values() for storage in some}
         fresh = [s for s in storages if s.kind in kinds and s.key not in known and s.nbytes > 0]
         reasons = [
@@ -244,7 +238,7 @@ class MegatronOffloader:
             leaving.extend(new)
 
     def _take_up_promise(self, kind: Kind, storages: Iterable[Storage]) -> bool:
-        """Use what the arena has of storages that have not changed; False if any of them is not among those."""
+        """Use the arena's contents if all of these storages are unchanged since; return whether they are."""
         known = {storage.key: storage for storage in self._unchanged.pop(kind, [])}
         copied = [storage for storage in storages if storage.action == "copy"]
         if not all(s.key in known and (known[s.key].action, known[s.key].nbytes) == ("copy", s.nbytes) for s in copied):
@@ -254,7 +248,7 @@ class MegatronOffloader:
         return True
 
     def _reserve_arenas(self, kinds: Iterable[Kind]) -> None:
-        """Have room for all that leaves with these kinds; what parts have put there is kept."""
+        """Make room for everything of these kinds; what `offload_parts` has saved there is kept."""
         for kind in kinds:
             slots = [storage for storage in self._leaving[kind] if storage.action == "copy"]
             kept = [_end(storage) for storage in slots if storage.in_arena or storage.done.nbytes]
@@ -262,18 +256,18 @@ class MegatronOffloader:
             self._arenas[kind].reserve(end, pinned=self._device_type == "cuda", keep=max(kept, default=0))
 
     def _elastic_ranges(self, kind: Kind, parts: Iterable[Part]) -> list[tuple[Storage, Spans]]:
-        """Byte ranges of these parts, by storage."""
+        """Return the byte ranges of these parts by elastic storage."""
         elastic = {storage.key: storage for storage in self._leaving[kind] if storage.buffer is not None}
         ranges: dict[int, Spans] = {}
         for part in parts:
             _, key, _ = storage_of("a part", part.flat)
             if key in elastic:
-                size, offset = part.flat.element_size(), part.flat.storage_offset()
+                size, offset = part.flat.element_size(), int(part.flat.storage_offset())
                 ranges.setdefault(key, Spans()).add((offset + part.start) * size, (offset + part.stop) * size)
         return [(elastic[key], spans) for key, spans in ranges.items()]
 
     def _take_off(self, storage: Storage, moved: Moved) -> None:
-        """Save what is not saved, then free all."""
+        """Save what is not saved yet, then free the storage."""
         remaining = storage.nbytes - storage.released.nbytes
         copied = 0
         for gap in storage.done.missing(0, storage.nbytes):
@@ -286,14 +280,14 @@ class MegatronOffloader:
         moved.copied[storage.kind] += copied
 
     def _save(self, storage: Storage, start: int, stop: int) -> int:
-        """Copy this byte range to the arena if it must be kept and is not there; returns the bytes copied."""
+        """Copy this byte range to the arena if it must be kept and is not there yet; return the bytes copied."""
         if storage.action == "drop" or storage.in_arena:
             return 0
         self._copier.copy(self._slot(storage)[start:stop], storage.bytes_view()[start:stop], "to host")
         return stop - start
 
     def _onload_kind(self, kind: Kind, away: list[Storage], moved: Moved) -> None:
-        """Empties `away` as it goes, so that a failed onload can be continued."""
+        """Restore these storages, removing each from `away`, so that a failed onload can be continued."""
         back: list[Storage] = []
         try:
             while away:
@@ -308,7 +302,7 @@ class MegatronOffloader:
             ) from error
 
     def _put_back(self, storage: Storage, moved: Moved) -> None:
-        """Have memory again wherever it was released, with its contents."""
+        """Restore memory and contents wherever they were released."""
         if not storage.released.nbytes:
             storage.forget_departure()
             return
@@ -322,11 +316,11 @@ class MegatronOffloader:
         storage.forget_departure()
 
     def _slot(self, storage: Storage) -> torch.Tensor:
-        """Where the storage's contents go."""
+        """Return the storage's part of the arena."""
         return self._arenas[storage.kind].memory[storage.arena_offset : _end(storage)]
 
-    def _undo(self, away: Mapping[str, list[Storage]], error: Exception) -> None:
-        """Put back what a failed offload took off, then raise; what cannot be put back stays offloaded and is named."""
+    def _undo(self, away: Mapping[Kind, list[Storage]], error: Exception) -> NoReturn:
+        """Put back what a failed offload moved, then raise; what cannot be put back stays offloaded and is named."""
         zeroed = [storage for storages in away.values() for storage in storages if storage.action == "drop"]
         try:
             for kind in away:
@@ -338,53 +332,22 @@ class MegatronOffloader:
         raise OffloadError(f"offload failed, everything was put back{lost}: {error}") from error
 
     def _wait_for(self, kinds: set[Kind]) -> None:
-        """Before these kinds are touched."""
+        """Complete queued copies of these kinds before they are touched."""
         if self._pending & kinds:
             self.wait()
 
-    def _outside(self, listed: set[int]) -> list[tuple[Reached, int]]:
-        """What model and optimizer refer to beside these storages, each once, with its bytes on the device."""
-        seen, outside = set(listed), []
-        for reached in self._reachable():
-            if reached.tensor.device.type != self._device_type:
-                continue
-            storage, key, buffer = storage_of(reached.owner, reached.tensor)
-            nbytes = storage.nbytes() if buffer is None else buffer.resident_nbytes()
-            if key not in seen and nbytes:
-                seen.add(key)
-                outside.append((reached, nbytes))
-        return outside
-
-    def _warn(self, storages: Iterable[Storage], listed: set[int]) -> None:
-        """Once for every set of owners: name what nobody accounts for, if it is more than a trifle."""
-        owners = {storage.owner for storage in storages}
-        if owners <= self._judged:
-            return
-        self._judged |= owners
-        sizes = {storage.key: storage.nbytes for storage in storages}
-        sizes |= {storage.key: storage.nbytes for group in self._away.values() for storage in group}
-        total = sum(sizes.values())
-        unknown = {r.owner: nbytes for r, nbytes in self._outside(listed) if r.stays is None}
-        if sum(unknown.values()) > _TOLERATED * total:
-            largest = sorted(unknown, key=lambda owner: -unknown[owner])[:8]
-            logger.warning(
-                "%d bytes that model or optimizer refer to stay on the device: the inventory (%d bytes) does not list "
-                "them. Largest: %s",
-                *(sum(unknown.values()), total),
-                ", ".join(f"{owner} ({unknown[owner]} bytes)" for owner in largest),
-            )
-
 
 def _forget(caches: Iterable[OffloadItem], moved: Moved) -> None:
-    """Make the owners of these caches let go of them."""
+    """Make the owners of these caches drop them."""
     for item in caches:
         if item.kind in moved.nbytes:
             moved.nbytes[item.kind] += item.tensor.untyped_storage().nbytes()
-        item.forget()
+        if item.forget is not None:
+            item.forget()
 
 
 def _lay_out(placed: Iterable[Storage], new: Iterable[Storage]) -> None:
-    """Give every new copied storage its slot, behind those that have one."""
+    """Assign every new copied storage its place in the arena, after those that have one."""
     end = max((_end(storage) for storage in placed if storage.action == "copy"), default=0)
     for storage in new:
         if storage.action == "copy":

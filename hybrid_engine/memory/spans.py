@@ -22,7 +22,7 @@ class Spans:
         return sum(self._stops) - sum(self._starts)
 
     def add(self, start: int, stop: int) -> tuple[int, int]:
-        """Add a range; returns the range of the set in which it now lies. An empty one changes nothing."""
+        """Add a range; return the range of the set in which it now lies. An empty one changes nothing."""
         if start >= stop:
             return start, start
         low = bisect_left(self._stops, start)  # the first that ends at `start` or after it
@@ -33,7 +33,7 @@ class Spans:
         return start, stop
 
     def missing(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The parts of [start, stop) that are in no range, in order."""
+        """Return the parts of [start, stop) that are in no range, in order."""
         gaps: list[tuple[int, int]] = []
         for index in range(bisect_right(self._stops, start), bisect_left(self._starts, stop)):
             if start < self._starts[index]:
@@ -44,6 +44,6 @@ class Spans:
         return gaps
 
     def clear(self) -> None:
-        """Have no range."""
+        """Remove all ranges."""
         self._starts.clear()
         self._stops.clear()

@@ -1,7 +1,7 @@
 """Host memory through which weights pass, bucket after bucket, in the same pages.
 
-A switch fills modules in loader layout and drops them as soon as vLLM has packed them. Fresh pages for each would cost
-several times what the copy costs; here the pages of one bucket serve the next.
+A switch fills modules in loader layout and drops them as soon as vLLM has packed them. New pages for each would cost
+several times as much as the copy; here the pages of one bucket are reused for the next.
 
     pool.lend([(numel, dtype), …]) -> tensors --last of them gone--> pages are free --lend--> …
                                           lent before a trim ─┐                └──trim──> system
@@ -21,10 +21,10 @@ _ALIGNMENT = 64  # bytes, of every tensor
 
 
 class StagingPool:
-    """One run of pages, lent as a whole and taken back when the last tensor over it is gone.
+    """One block of pages, lent as a whole and returned when the last tensor over it is gone.
 
-    Memory: what was lent last, or more if more was lent before; what is lent while the pages are still out (somebody
-    kept a tensor) is new memory, and the larger of the two is kept.
+    Memory: the largest loan so far. A loan while the pages are still lent (a tensor was kept) is new memory; the larger
+    of the two blocks is kept.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class StagingPool:
         return 0 if self._free is None else self._free.nbytes
 
     def lend(self, sizes: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-        """Flat tensors of these numbers of elements on the CPU, contents undefined, each with a storage of its own."""
+        """Return flat CPU tensors of these sizes, contents undefined, each with a storage of its own."""
         starts, end = [], 0
         for numel, dtype in sizes:
             starts.append(end)
@@ -57,12 +57,12 @@ class StagingPool:
         ]
 
     def take_back(self, pages: _Pages, num_trims: int) -> None:
-        """Keep pages, lent after so many trims, for the next loan; not after a trim, nor beside larger ones."""
+        """Keep pages that were lent after `num_trims` trims, unless there was a trim since or larger pages are kept."""
         if self._num_trims == num_trims and self.free_nbytes < pages.nbytes:
             self._free = pages
 
     def trim(self) -> None:
-        """Give the pages back to the system: those that are lent when the last tensor over them is gone."""
+        """Free the pages; those that are lent are freed when the last tensor over them is gone."""
         self._num_trims += 1
         self._free = None
 
@@ -77,7 +77,7 @@ class _Pages:
 
 
 def _take_back(pool: weakref.ref[StagingPool], pages: _Pages, num_trims: int) -> None:
-    """The last tensor over these pages is gone."""
+    """Called when the last tensor over these pages is gone."""
     owner = pool()
     if owner is not None:
         owner.take_back(pages, num_trims)

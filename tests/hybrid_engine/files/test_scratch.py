@@ -119,7 +119,7 @@ def test_after_a_failure_another_process_is_asked(temporary: Path) -> None:
             assert process.returncode == -signal.SIGKILL and reference._connection is None
             reference._start()
             reference._process.kill()
-            with pytest.raises(ReshardError, match=r"ended with status -9 at \S*killed"):
+            with pytest.raises(ReshardError, match=r"exited with status -9 on \S*killed"):
                 reference.log_probs(temporary / "killed", tokens)
             assert reference._connection is None
 

@@ -148,7 +148,7 @@ def test_everything_wrong_is_reported_at_once(files: dict[str, Path]) -> None:
     [
         (None, "--resharding-config: is missing"),
         ("model: [", "config.yaml is not YAML: "),
-        ("- model", "holds a list in place of keys and values"),
+        ("- model", "must hold keys and values, found a list"),
         ("model: x\nactor_config: {}", "actor_config: is what Megatron's own arguments say"),
         ("model: x\nsampler: {}", "unknown keys sampler. Known keys: model, generate_config, sampling"),
         ("model: x\nsampling: {tokens: 3}", "sampling: unknown keys tokens"),
@@ -322,7 +322,7 @@ def test_one_bit_is_found_and_named(job: None) -> None:
     weights.expect(rig.training, sample=False)
     rig.training.param[-1:].view(torch.int32).bitwise_xor_(1)  # what arrives is not what was expected
     manager.enter(State.INFER)
-    with pytest.raises(WeightError, match="second: other bits than Megatron's weights") as caught:
+    with pytest.raises(WeightError, match="second: differs from Megatron's weights") as caught:
         weights.require_same()
     assert "first" not in str(caught.value)
 

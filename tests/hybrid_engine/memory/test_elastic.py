@@ -103,7 +103,7 @@ def test_an_impossible_range():
         for start, stop in [(-1, 5), (3, 2), (0, 11)]:
             with pytest.raises(ValueError, match="of a buffer of 10 bytes"):
                 action(start, stop)
-    with pytest.raises(ValueError, match="at least 1 element"):
+    with pytest.raises(ValueError, match="numel must be >= 1, got 0"):
         ElasticBuffer(0, torch.uint8)
 
 
@@ -194,7 +194,7 @@ def test_peer_maps_a_slice_with_its_own_dtype():
     part.copy_(torch.arange(50))
     assert torch.equal(map_peer(export_tensor(part)), torch.arange(50, dtype=torch.int32))
     assert export_tensor(torch.zeros(3)) is None
-    with pytest.raises(ValueError, match="not flat"):
+    with pytest.raises(ValueError, match="only contiguous tensors"):
         export_tensor(buffer.tensor[:6].view(2, 3).t())
 
 
