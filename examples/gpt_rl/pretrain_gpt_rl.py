@@ -75,8 +75,10 @@ def dataset(num_samples: int) -> torch.utils.data.Dataset:
         seq_length=args.seq_length,
         seed=args.seed,
     )
-    reference = Reference(args, resharding.config) if args.rl_kl_coefficient else None
-    score = None if reference is None else reference.log_probs
+    score = None
+    if args.rl_kl_coefficient:
+        assert resharding.config is not None, "the engine, attached before, requires --resharding-config"
+        score = Reference(args, resharding.config).log_probs
     return rollouts.install(Rollouts(settings, num_samples, args.consumed_train_samples, score, _report))
 
 
@@ -85,7 +87,7 @@ def datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[t
     return dataset(num_samples[0]), None, None
 
 
-datasets.is_distributed = True
+datasets.is_distributed = True  # type: ignore[attr-defined]  # where Megatron looks for it
 
 
 def _check(args: Any, resharding: ReshardingOptions) -> None:
@@ -125,7 +127,7 @@ def _report(iteration: int, figures: dict[str, float]) -> None:
 
 
 class Reference:
-    """The model as it was when reinforcement learning began, frozen; made when it is first asked.
+    """The model as it was when reinforcement learning began, frozen; built by its first use.
 
     Kept on disk beside the checkpoints (`--save`/reference), each rank its own part, for a run that is resumed.
     """

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Batch = dict[str, torch.Tensor]
 ScoreReference = Callable[[Batch, Sequence[Any]], torch.Tensor]
-"""(all samples, the policy's chunks) -> log-probabilities [B, S] of the labels, the same on every rank."""
+"""(all samples, the policy's model chunks) -> log-probabilities [B, S] of the labels, the same on every rank."""
 
 
 @dataclass(frozen=True)
@@ -122,10 +122,12 @@ class Rollouts(torch.utils.data.Dataset):
         groups = inference.generate_over_replicas(prompts, settings.sampling) if prompts else []
         self._batch = _batch(prompts, groups, problems, settings.seq_length) if prompts else {}
         self._report(self._first // settings.batch_size, self._figures(inference, problems, groups))
-        return self._add_reference if self._score_reference is not None and self._batch else None
+        if self._score_reference is None or not self._batch:
+            return None
+        return functools.partial(self._add_reference, self._score_reference)
 
-    def _add_reference(self, policy: Sequence[Any]) -> None:
-        self._batch["ref_log_probs"] = self._score_reference(self._batch, policy)
+    def _add_reference(self, score: ScoreReference, policy: Sequence[Any]) -> None:
+        self._batch["ref_log_probs"] = score(self._batch, policy)
 
     def _problem(self, group: int) -> task.Problem:
         """Every problem once before any comes again, in an order that the seed gives."""

@@ -8,12 +8,11 @@
     OUT/checkpoints/latest            name of the newest that is complete
 
 A checkpoint counts once `latest` names it, and `latest` is replaced in one step. Rows of iterations after it are
-dropped when the run is taken up again: those iterations are done once more, with the same batches and samples.
+dropped when the run is resumed: those iterations are repeated, with the same batches and samples.
 
-A run that is taken up removes what a killed save left: weights that are not complete, and later checkpoints than
-`latest` without progress.json. Nothing else is deleted because a file is missing or damaged, and nothing that this
-program did not write: a directory that is not clearly a run, or a run whose progress cannot be told, is refused with
-what to do about it.
+A resumed run removes what a killed save left: incomplete weights, and checkpoints later than `latest` that have no
+progress.json. Nothing else is deleted because a file is missing or damaged, and nothing that this program did not
+write: a directory that is not clearly a run, or a run whose progress is unknown, is refused with a remedy.
 """
 
 from __future__ import annotations
@@ -228,8 +227,9 @@ class RunDirectory:
         """Call when the run is resumable: finish, or remove, what a kill during a save left."""
         if self._lacks_only_latest():
             self._name_latest(0)
-        progress = self.progress()
-        for iteration in self._iterations() if progress is not None else []:
+        if (progress := self.progress()) is None:
+            return
+        for iteration in self._iterations():
             self._discard_incomplete(iteration, and_weights=iteration > progress.iteration)
 
     def start_over(self, fingerprint: Mapping[str, Any]) -> None:
@@ -285,7 +285,7 @@ class RunDirectory:
 
 
 def _remove_checkpoint(directory: Path) -> None:
-    """Remove what a run writes into a checkpoint; the directory too, unless somebody has put more into it."""
+    """Remove what a run writes into a checkpoint; the directory too, unless it holds anything else."""
     if directory.is_symlink():
         directory.unlink()
         return

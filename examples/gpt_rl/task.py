@@ -32,10 +32,10 @@ class Problem:
 
 
 def encode(text: str) -> list[int]:
-    """Token ids of a text. Raises KeyError naming a character that is no token."""
+    """Return the token ids of a text. Raises KeyError naming every unknown character."""
     unknown = sorted(set(text) - set(CHARACTERS))
     if unknown:
-        raise KeyError(f"{text!r} has characters that are no tokens: {''.join(unknown)!r}; tokens are {CHARACTERS!r}")
+        raise KeyError(f"{text!r} has unknown characters {''.join(unknown)!r}; the tokens are {CHARACTERS!r}")
     return [CHARACTERS.index(character) for character in text]
 
 
@@ -45,7 +45,7 @@ def encode_response(text: str) -> list[int]:
 
 
 def decode(token_ids: Sequence[int]) -> str | None:
-    """The text of a completion, or None when it is not finished or holds something that is no character."""
+    """Return the text of a completion, or None if it is unfinished or has tokens that are not characters."""
     if not token_ids or token_ids[-1] != END or any(token >= END for token in token_ids[:-1]):
         return None
     return "".join(CHARACTERS[token] for token in token_ids[:-1])

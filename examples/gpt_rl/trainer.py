@@ -3,7 +3,7 @@
     for row in Trainer(worker, settings, directory).run():
         ...                                     # rank 0 reports the row of the iteration that has just ended
 
-Every random choice of iteration i follows from the seed and i alone, so that a run taken up from a checkpoint does what
+Every random choice of iteration i follows from the seed and i alone, so that a run resumed from a checkpoint does what
 it would have done without the interruption. All methods are collective.
 """
 
@@ -83,14 +83,14 @@ class Trainer:
         """Supervised steps on the demonstrations, a checkpoint, and the reference that it is."""
         self.tally = Tally()
         settings, generator = self.rl.warm_up, self._generator(0, "demonstrations")
-        smoothed = None
+        smoothed = 0.0
         with self.worker.train_context(), self.tally.phase("update"):
             for step in range(settings.max_steps):
                 self.on_progress("warm-up", step, settings.max_steps)
                 ramp = min(1.0, (step + 1) / settings.ramp_steps)
                 self.worker.train.set_learning_rate(settings.learning_rate * ramp)
                 report = self.worker.update(self._demonstrations(generator), grpo.cross_entropy)
-                smoothed = report["loss"] if smoothed is None else 0.9 * smoothed + 0.1 * report["loss"]
+                smoothed = report["loss"] if step == 0 else 0.9 * smoothed + 0.1 * report["loss"]
                 if self._is_stopped():
                     raise Interrupted(f"Stopped in step {step + 1} of the warm-up, which is not kept")
                 if smoothed < settings.target_loss:

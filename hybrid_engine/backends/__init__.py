@@ -1,0 +1,9 @@
+"""The libraries at either end of a switch. Each is imported only below its own folder.
+
+    megatron/      the training side: megatron-core's models, optimizers and schedules
+    vllm/          the inference side: vLLM inside the training processes
+    huggingface/   checkpoints as a source or destination of weights; reads and writes safetensors
+
+A backend turns its library's objects into the records of records/ and implements the ports of ports.py. Nothing else
+knows a library: planning/, transports/ and switch/ see layouts and flat buffers only.
+"""

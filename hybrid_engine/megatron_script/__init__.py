@@ -1,13 +1,14 @@
 """`--enable-resharding` of Megatron-LM's own scripts: vLLM beside a model that Megatron builds, loads and trains.
 
-    megatron_patches.script calls          engine.py         ScriptEngine, the order of events
-      make_engine(script)      ------->    settings.py       Megatron's arguments + YAML -> HybridConfig, all checked
-                                           matching.py       is the Hugging Face config that of Megatron's model?
-      engine.attach, switch    ------->    assembly.py, hybrid_engine.py (as everywhere)
-                                           checked_weights.py   --resharding-verify
-                                           journal.py        samples, timings, Megatron's timers and writers
+    megatron_patches.script calls
+      make_engine(script)    ->   script_engine.py     ScriptEngine: the order of events
+      engine.attach, switch         script_settings.py   Megatron's arguments + YAML -> HybridConfig, all checked
+                                    matching.py          does the Hugging Face config describe Megatron's model?
+                                    checked_weights.py   --resharding-verify: inference weights, bit by bit
+                                    journal.py           samples, timings, Megatron's timers and writers
 
-Registered as an entry point of the group "megatron_patches.engines".
+The engines are put together and switched by assembly.py and switch/, as everywhere. Registered as an entry point of the
+group "megatron_patches.engines".
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def make_engine(script: MegatronScript) -> ScriptEngine:
-    """The engine for this script. Raises ConfigError with everything that is wrong, before anything is built."""
+    """Return the engine for this script. Raises ConfigError with every violation, before anything is built."""
     from hybrid_engine.megatron_script.script_engine import ScriptEngine
 
     return ScriptEngine(script)

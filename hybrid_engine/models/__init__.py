@@ -1,4 +1,20 @@
-"""Name tables: Hugging Face names on one side, Megatron's on the other. One file per family, found by architecture."""
+"""Name tables: for each architecture, Hugging Face tensor names, Megatron's parameter names and the packing between.
+
+    table.py           what a table is: `ModelTable` with rules, dims, shapes; `match` finds a parameter's rule
+    packing.py         how canonical tensors lie in one Megatron parameter: QKV, gate/up, padded vocabulary, ...
+    variants.py        what an architecture computes and megatron-core has no setting for, as data
+    blocks.py          rules and shapes that families share
+    llama.py           Llama 2 and 3, Qwen2, Qwen2.5, Qwen3; `Traits` of families that are nearly the same
+    glm.py, gemma.py   GLM-4, Gemma-2 and Gemma-3: Llama's blocks with other traits
+    gpt2.py            GPT-2
+    moe.py             Mixtral, Qwen2-MoE, Qwen3-MoE, and what all families with experts use
+    deepseek.py        DeepSeek-V2 and V3: latent attention, shared experts, multi-token prediction
+    lora_tensors.py    the tensors of LoRA adapters, by PEFT's names
+    directory.py       the table of a model directory
+
+A canonical tensor is one of a Hugging Face checkpoint. To add a family, write one file and register it in `TABLES`; see
+docs/models.md. Pure: imports neither torch nor an engine.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +43,9 @@ TABLES: dict[str, Table] = {
 
 
 def table_for(config: Mapping[str, Any]) -> ModelTable:
-    """The table for a Hugging Face config (the contents of config.json).
+    """Return the table for a Hugging Face config (the contents of config.json).
 
-    Raises UnknownModelError when `architectures` names no model that has a table.
+    Raises UnknownModelError when none of its `architectures` has a table.
     """
     architectures = config.get("architectures") or []
     for architecture in architectures:
