@@ -1,27 +1,44 @@
-"""What the engine asks of the things it drives: adaptors, transports and memory.
+"""What the engine asks of the things it drives: whoever trains, whoever generates, transports.
 
-    TrainingWeights   --layout()-->  plan  <--layout()--  InferenceWeights
-          |                                                   ^
-          | buffers()                        allocate(groups) | commit(groups)
-          v                                                   |
-       source tensors  ---- Transport.run(transfers) ---->  destination tensors
+    Trainer.weights : TrainingWeights --layout()--> plan <--layout()-- InferenceWeights
+                           | buffers()                 allocate(groups) | commit(groups)
+                           v                                            |
+                    source tensors --- Transport.run(transfers) ---> destination tensors
 
-Every port is tiny. A flat buffer is a 1-D tensor over a whole storage; offsets and strides of the records count its
-elements. Nothing here knows Megatron or vLLM.
+Who calls what, on every rank (switch/sharding_manager.py, switch/weight_container.py):
+
+     1  set-up   Trainer.weights.layout, .buffers; InferenceWeights.layout   then all ranks make one plan
+                 InferenceWeights.release; Trainer.offload_items -> onload   state TRAIN: training state alone
+     2  switch   Trainer.offload_items -> offload gradients, optimizer       weights are left
+     3           TrainingWeights.prepare, .check_values, .buffers            the values to be read are final
+     4           for each bucket:
+                   InferenceWeights.allocate                                 + one bucket
+                   Transport.start, .run (.tell)                             the bytes cross
+                   BucketFollower.sent                                       - training memory of the bucket before
+                   InferenceWeights.commit                                   the engine's own post-load processing
+     5           BucketFollower.finish, InferenceWeights.finish_fill         - staging memory
+     6           InferenceCaches.wake_kv_cache, .reset_caches                state INFER: inference weights alone
+     7  back     InferenceWeights.release, onload                            state TRAIN
+
+On failure `abandon` (and `drain`) stand in place of `run` and `sent`, so that no rank waits for one that has failed.
+
+A second trainer implements `Trainer`, a second engine `InferenceWeights` and `InferenceCaches`. A flat buffer is a 1-D
+tensor over a whole storage; offsets and strides of the records count its elements. Nothing here knows Megatron or
+vLLM, or assumes that one process trains and generates: a side is what its layout says.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 
+from hybrid_engine.memory.offload_items import OffloadItem, Reached
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.records.layout import Layout
+
+# -- sides ------------------------------------------------------------------------------------------------------------
 
 
 @runtime_checkable
@@ -53,6 +70,53 @@ class TrainingWeights(WeightAdaptor, Protocol):
         ...
 
 
+class LoadableWeights(TrainingWeights, Protocol):
+    """Training weights that a checkpoint can be read into (backends/huggingface)."""
+
+    def zero_padding(self) -> None:
+        """Zero what no weight covers."""
+        ...
+
+    def zero_adapters(self) -> None:
+        """Make adapters add nothing."""
+        ...
+
+
+@runtime_checkable
+class Trainer(Protocol):
+    """Whoever trains: its weights, and what of its state can leave the device.
+
+    Attributes:
+        guard: called with the kinds of state that the trainer is about to use; raises StateError where they may be off
+            the device. `HybridEngine` sets it; until then the state stays where it is, and the guard lets all pass.
+    """
+
+    guard: Callable[[Iterable[str]], None]
+
+    @property
+    def weights(self) -> TrainingWeights:
+        """What is resharded; always the same object."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Number of optimizer steps the weights have taken."""
+        ...
+
+    @property
+    def unserved(self) -> Collection[str]:
+        """Canonical tensors that are trained and that the inference engine does not read."""
+        ...
+
+    def offload_items(self) -> Iterable[OffloadItem]:
+        """Everything that can leave the device: parameters, gradients, optimizer state, caches, as they are now."""
+        ...
+
+    def reachable_tensors(self) -> Iterable[Reached]:
+        """Every tensor that model and optimizer refer to: what is there and not in `offload_items` is a leak."""
+        ...
+
+
 @runtime_checkable
 class InferenceWeights(WeightAdaptor, Protocol):
     """The side that is written, group by group (a group is what its engine commits at once, e.g. a module)."""
@@ -62,11 +126,11 @@ class InferenceWeights(WeightAdaptor, Protocol):
         ...
 
     def commit(self, groups: Sequence[str]) -> None:
-        """Put filled groups in force: run the engine's own post-load processing where it repacks weights."""
+        """Make filled groups the live weights: run the engine's own post-load processing where it repacks them."""
         ...
 
-    def settle(self) -> None:
-        """After the last commit of a fill: free the memory that only the way there needed."""
+    def finish_fill(self) -> None:
+        """After the last commit of a fill: free staging memory."""
         ...
 
     def release(self) -> None:
@@ -78,30 +142,39 @@ class InferenceWeights(WeightAdaptor, Protocol):
         ...
 
 
-@dataclass
-class PhaseClock:
-    """Seconds by phase, summed up until `take`.
+class InferenceCaches(Protocol):
+    """What the switch asks of an inference engine beside its weights."""
 
-    read: find the sources, pack them; transfer: bytes cross from rank to rank, and copies that go straight from
-    source to destination; write: unpack into destinations. On CUDA a phase that only queues work ends before the work
-    does, and the next phase that waits has its time.
-    """
+    def wake_kv_cache(self) -> None:
+        """Take the KV cache's memory again where the release of the weights gave it back."""
+        ...
 
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("read", "transfer", "write"), 0.0))
+    def reset_caches(self) -> None:
+        """Forget what was computed with older weights."""
+        ...
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the `with` block to phase `name`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - start
 
-    def take(self) -> dict[str, float]:
-        """The sums since the last call, which start again at zero."""
-        taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
-        return taken
+class BucketFollower(Protocol):
+    """Goes along with a fill, bucket by bucket, on all ranks alike (switch/release_fence.py)."""
+
+    def sent(self, index: int) -> None:
+        """This rank has read all it needs of a bucket; its weights are not live yet."""
+        ...
+
+    def finish(self) -> None:
+        """All buckets are live on this rank."""
+        ...
+
+    def abandon(self) -> None:
+        """This rank goes no further; transports still wait for each other."""
+        ...
+
+    def drain(self) -> None:
+        """After `abandon`, when no transport waits any more."""
+        ...
+
+
+# -- between them -----------------------------------------------------------------------------------------------------
 
 
 class Transport(Protocol):
@@ -110,10 +183,11 @@ class Transport(Protocol):
     Contract, checked for every transport by one test suite: after `run` returned on a rank, every transfer whose
     `dst_rank` is that rank is complete; source buffers may be overwritten only after all ranks returned (the caller
     fences). Errors are TransportError, never a hang: waits end after the transport's timeout (seconds).
+
+    A class of transports is registered in transports/registry.py, which says what it carries and how it is built.
     """
 
     name: str
-    clock: PhaseClock
 
     def start(
         self,
@@ -143,29 +217,22 @@ class Transport(Protocol):
         """In place of `run`, by a rank that failed elsewhere: peers that wait for this rank fail with `reason`."""
         ...
 
+    def tell(self, bucket: int, phase: str, listeners: Iterable[int], speakers: Iterable[int], reason: str = "") -> str:
+        """Tell `listeners` that this rank has finished a phase of a bucket, or failed for a `reason`; hear `speakers`.
+
+        Returns what the first of the speakers to fail said, with peer, bucket and phase; "" when none did. Each rank
+        is a listener of those that are its speakers. A transport without messages does nothing: it returns "".
+        """
+        ...
+
+    def take_seconds(self) -> Mapping[str, float]:
+        """Seconds by phase since the last call: read (find sources, pack), transfer, write (unpack)."""
+        ...
+
     def trim(self) -> int:
         """Between fills: give back staging memory, and say how many bytes it was."""
         ...
 
     def close(self) -> None:
         """Give back mappings and staging memory; idempotent."""
-        ...
-
-
-@runtime_checkable
-class ExportableBuffer(Protocol):
-    """A flat buffer whose pages can be given back and taken again under the same address, and shared with peers."""
-
-    tensor: torch.Tensor
-
-    def export(self) -> Any:
-        """A small picklable handle with which a process on the same host can map the buffer."""
-        ...
-
-    def release(self) -> None:
-        """Give the physical pages back; the contents are lost, every view stays valid (and reads zeros or traps)."""
-        ...
-
-    def close(self) -> None:
-        """End the mapping; idempotent."""
         ...

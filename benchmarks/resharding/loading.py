@@ -51,7 +51,7 @@ class LoaderTarget:
         """vLLM's repacking of all that was written; timed as the commit."""
         with clock.phase(COMMIT):
             self._adaptor.commit(self._groups)
-            self._adaptor.settle()
+            self._adaptor.finish_fill()
 
     def digesting(self) -> AbstractContextManager[Digests]:
         return digesting_vllm(self._adaptor)

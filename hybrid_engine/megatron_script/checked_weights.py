@@ -78,9 +78,9 @@ class CheckedWeights:
                 self._filling.pop(name, None)
         self._weights.commit(groups)
 
-    def settle(self) -> None:
+    def finish_fill(self) -> None:
         """See `InferenceWeights`."""
-        self._weights.settle()
+        self._weights.finish_fill()
 
     def release(self) -> None:
         """See `InferenceWeights`."""

@@ -5,7 +5,7 @@
         router.run(bucket, source, buffers, next)   read, transfer, write; the next bucket's messages go meanwhile
         follower.sent(bucket.index)                 training memory of earlier buckets can go (switch/release_fence.py)
         weights.commit(groups)                      the engine's own post-load processing
-    weights.settle()                                memory of the way there is given back
+    weights.finish_fill()                           staging memory is freed
 
     EMPTY --fill--> PARTIAL --last bucket--> FILLED --release--> EMPTY
                        └────────failure, then release────────────┘
@@ -19,18 +19,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from hybrid_engine.errors import HybridEngineError, PlanError, ReshardError, StateError
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan
-from hybrid_engine.ports import InferenceWeights
+from hybrid_engine.ports import BucketFollower, InferenceWeights
 from hybrid_engine.transports.router import RunReport, TransportSet
 
 logger = logging.getLogger(__name__)
@@ -40,28 +39,8 @@ _NUM_NAMED = 4  # groups in a message
 PHASES = ("allocate", "read", "transfer", "write", "commit")
 
 
-class BucketFollower(Protocol):
-    """Goes along with a fill, bucket by bucket, on all ranks alike."""
-
-    def sent(self, index: int) -> None:
-        """This rank has read all it needs of a bucket; its weights are not in force yet."""
-        ...
-
-    def finish(self) -> None:
-        """All buckets are in force on this rank."""
-        ...
-
-    def abandon(self) -> None:
-        """This rank goes no further; transports still wait for each other."""
-        ...
-
-    def drain(self) -> None:
-        """After `abandon`, when no transport waits any more."""
-        ...
-
-
 class ContainerState(Enum):
-    """What the inference side holds: no weights, some of them, all of them in force."""
+    """What the inference side holds: no weights, some of them, all of them live."""
 
     EMPTY = "empty"
     PARTIAL = "partial"
@@ -76,7 +55,7 @@ class FillReport:
         seconds: by phase; copies that go straight from source to destination count as transfer.
         nbytes_by_link: bytes read, by what they crossed; those over HOST and NETWORK were received from other ranks.
         nbytes_by_peer: the same bytes by transport name and by the rank they came from (`router.RunReport`).
-        staging_nbytes: memory of messages on their way, given back since.
+        staging_nbytes: memory of messages in flight, freed since.
     """
 
     seconds: Mapping[str, float]
@@ -85,25 +64,26 @@ class FillReport:
     staging_nbytes: int = 0
 
     @property
-    def nbytes_by_transport(self) -> dict[str, int]:
-        """The same bytes by transport name."""
-        return {name: sum(by_peer.values()) for name, by_peer in self.nbytes_by_peer.items()}
-
-    @property
     def received_nbytes(self) -> int:
         """Bytes that came from other ranks."""
         return self.nbytes_by_link[Link.HOST] + self.nbytes_by_link[Link.NETWORK]
 
 
 class WeightContainer:
-    """Fills, holds and releases the weights of the inference engine on this rank."""
+    """Fills, holds and releases the weights of the inference engine on this rank.
+
+    Args:
+        weights: this rank's.
+        plan: made from their layout.
+        router: the transports, connected for the plan.
+        sends_ahead: the next bucket's messages go while one is committed; the same on all ranks.
+
+    No collective. Raises PlanError when the plan's buckets do not complete every group of this rank once.
+    """
 
     def __init__(
         self, weights: InferenceWeights, plan: ReshardPlan, router: TransportSet, *, sends_ahead: bool = True
     ) -> None:
-        """`sends_ahead`: the next bucket's messages go while one is put in force; the same on all ranks.
-
-        No collective. Raises PlanError when the plan's buckets do not complete every group of this rank once."""
         self._weights = weights
         self._plan = plan
         self._router = router
@@ -120,7 +100,7 @@ class WeightContainer:
 
     @torch.no_grad()
     def fill(self, source: Mapping[str, torch.Tensor], follower: BucketFollower | None = None) -> FillReport:
-        """Put the weights of `source` (`TrainingWeights.buffers()`) in force, bucket by bucket. All ranks call it.
+        """Make `source` (`TrainingWeights.buffers()`) the inference weights, bucket by bucket. All ranks call it.
 
         The caller fences before (all sources are final) and, without a follower, after (nobody reads them any more).
         Raises StateError unless empty. On any other failure the state is PARTIAL, the remaining buckets are abandoned,
@@ -143,7 +123,7 @@ class WeightContainer:
             self._fill_bucket(bucket, source, follower, tally)
         if follower is not None:
             follower.finish()
-        self._weights.settle()
+        self._weights.finish_fill()
         tally.staging_nbytes = self._router.trim()
         self._state = ContainerState.FILLED
         return tally.report()
@@ -200,7 +180,7 @@ class WeightContainer:
 
     def _abandon(self, reason: str, follower: BucketFollower | None) -> None:
         """Walk the buckets that are left without filling them, for peers that wait for this rank."""
-        buckets = [
+        buckets: list[Callable[[], object]] = [
             partial(self._router.abandon, bucket, reason, self._following(bucket))
             for bucket in self._plan.buckets[self._router.num_met - self._num_met :]
         ]

@@ -1,27 +1,49 @@
 """Moving bytes from training buffers to inference buffers.
 
-    plan's bucket --TransportSet.run--> choose_transport per transfer
+    router.py            TransportSet: gives each transfer of a bucket to a transport, and runs them in order
+      registry.py          the transports there are, and which of them carries a transfer
+      wiring.py            what they are built from
+    pull.py              local: strided copies within a rank; and what transports share that only read
+    shared_memory.py     the destination reads its peer's mapped pages, on one host
+    collective.py        packed messages over gloo or NCCL
+      messages.py          which bytes go to whom, derived alike at both ends
+    relay_buffers.py     what several ranks of a host need crosses the network once, and is read from here
+    copies.py, phase_clock.py   the strided copy and its errors; where the time goes
+
+    transfer of a bucket --choose_transport-->
         src == dst rank ................ local           strided copy
         same host, buffer exported ..... shared_memory   destination pulls from the peer's mapped pages
         else ........................... collective      packed messages, gloo or NCCL
-    bucket's fan_out, once it came over the network: local or shared_memory, out of relay buffers (relay_buffers.py)
+    bucket's fan_out, once it came over the network: local or shared_memory, out of relay buffers
 
-Start-up, on every rank (the only exchanges of objects there are):
-    handles = export_handles(rank, training.buffers())          # then all-gathered and joined by the caller
-    relays = RelayBuffers(rank, plan.relays)                    # their handles() too, where the plan has any
-    router = TransportSet.connect(rank, merged_source_layout.buffers, all_handles, group, relays=relays)
-    router.check(plan, exported=all_handles)
-Every switch:
-    fence                                                       # all sources are final
-    for bucket in plan.buckets: router.run(bucket, source, destination, next_bucket)
-    fence                                                       # sources may be overwritten; or bucket by bucket
+Start-up, on every rank, by switch/rendezvous.py (the exchange of objects is its own):
+
+    1  export_handles(rank, training.buffers())            for peers of the host; gathered
+    2  RelayBuffers(rank, plan.relays, device)             their handles() too
+    3  TransportSet.connect(rank, buffers, all_handles, group, ...)      builds what the registry has
+    4  router.check(plan, exported=all_handles)            every transfer that cannot be carried, at once
+
+Every switch, by switch/weight_container.py, after a fence (all sources are final):
+
+    1  router.prepare()                                    + relay memory
+    2  router.run(bucket, source, destination, next)       for each bucket:
+         Transport.start                                     + staging; messages of this bucket and the next are posted
+         Transport.run, each in the registry's order         bytes arrive in the destination, or in relay buffers
+         Transport.tell, fan_out, Transport.tell             relays -> readers -> relays: it may be written anew
+    3  router.trim()                                       - staging, relay memory
+
+A rank that fails calls `router.abandon` for the buckets that are left: headers with its reason go in place of data.
+
+To add a transport: registry.py says how. To change: what is cast before it is sent, messages.py; whom a timeout
+blames, collective.py.
 """
 
-from hybrid_engine.ports import PhaseClock
 from hybrid_engine.transports.collective import CollectiveTransport
+from hybrid_engine.transports.phase_clock import PhaseClock
 from hybrid_engine.transports.pull import InProcessTransport, LocalTransport
+from hybrid_engine.transports.registry import PREFERENCES, choose_transport
 from hybrid_engine.transports.relay_buffers import RelayBuffers
-from hybrid_engine.transports.router import PREFERENCES, RunReport, TransportSet, choose_transport, export_handles
+from hybrid_engine.transports.router import RunReport, TransportSet, export_handles
 from hybrid_engine.transports.shared_memory import SharedMemoryTransport
 
 __all__ = [

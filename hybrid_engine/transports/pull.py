@@ -11,15 +11,16 @@ the last one, overwrites its buffer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 
 import torch
 
 from hybrid_engine.planning.plan import Transfer
-from hybrid_engine.ports import PhaseClock
 from hybrid_engine.records.layout import BufferId
 from hybrid_engine.transports.copies import SourceOf, copy_straight
+from hybrid_engine.transports.phase_clock import PhaseClock
+from hybrid_engine.transports.wiring import Wiring
 
 
 class PullTransport:
@@ -29,7 +30,7 @@ class PullTransport:
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.clock = PhaseClock()
+        self._clock = PhaseClock()
 
     def start(
         self,
@@ -50,13 +51,21 @@ class PullTransport:
         """Copy the transfers that write to this rank; see `ports.Transport`."""
         pulls = [transfer for transfer in transfers if transfer.dst_rank == self.rank]
         with ExitStack() as readings:
-            with self.clock.phase("read"):
+            with self._clock.phase("read"):
                 source_of = self._open_sources(bucket, pulls, source, readings)
-            with self.clock.phase("transfer"):
+            with self._clock.phase("transfer"):
                 copy_straight(self.name, bucket, pulls, source_of, destination)
 
     def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
         """Nothing to do: no rank waits for another."""
+
+    def tell(self, bucket: int, phase: str, listeners: Iterable[int], speakers: Iterable[int], reason: str = "") -> str:
+        """Nothing to say or hear: there are no messages."""
+        return ""
+
+    def take_seconds(self) -> dict[str, float]:
+        """As `ports.Transport`."""
+        return self._clock.take()
 
     def trim(self) -> int:
         """Nothing is staged."""
@@ -76,6 +85,16 @@ class LocalTransport(PullTransport):
     """Copies within a rank, on any device."""
 
     name = "local"
+
+    @staticmethod
+    def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
+        """As `registry.RegisteredTransport`."""
+        return "" if transfer.src_rank == transfer.dst_rank else "another rank"
+
+    @classmethod
+    def connect(cls, wiring: Wiring) -> LocalTransport:
+        """As `registry.RegisteredTransport`."""
+        return cls(wiring.rank)
 
     def _open_sources(
         self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack

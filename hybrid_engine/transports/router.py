@@ -1,4 +1,4 @@
-"""Which transport carries which transfer, and the set of transports of one rank."""
+"""The set of transports of one rank: gives each transfer of a bucket to one of them, and runs them in order."""
 
 from __future__ import annotations
 
@@ -15,37 +15,17 @@ from hybrid_engine.planning.coalescing import coalesce
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.ports import Transport
 from hybrid_engine.records.layout import Buffer, BufferId
-from hybrid_engine.transports.collective import CollectiveTransport
-from hybrid_engine.transports.pull import LocalTransport
+from hybrid_engine.transports.registry import (
+    CONFIG_KEY,
+    REGISTRY,
+    RegisteredTransport,
+    choose_transport,
+    obstacle_of,
+)
 from hybrid_engine.transports.relay_buffers import RelayBuffers
-from hybrid_engine.transports.shared_memory import SharedMemoryTransport
+from hybrid_engine.transports.wiring import Wiring
 
-LOCAL, SHARED_MEMORY, COLLECTIVE = LocalTransport.name, SharedMemoryTransport.name, CollectiveTransport.name
-PREFERENCES = ("auto", SHARED_MEMORY, COLLECTIVE)
-CONFIG_KEY = "generate_config.transport"
 _ARRIVED, _READ = "relay arrived", "relay read"  # phases in messages
-
-
-def choose_transport(transfer: Transfer, exported: Set[BufferId], preference: str = "auto") -> str:
-    """Name of the transport for a transfer; all ranks choose alike, since all know the same `exported`.
-
-    auto: within a rank local; on one host from an exported buffer shared_memory; else collective. With preference
-    "shared_memory" or "collective" everything between two ranks goes that way (`TransportSet.check` says whether it
-    can).
-    """
-    if preference not in PREFERENCES:
-        raise ConfigError(
-            [Violation(CONFIG_KEY, f"{preference!r} is no transport", f"Choose one of {', '.join(PREFERENCES)}")]
-        )
-    if transfer.src_rank == transfer.dst_rank:
-        return LOCAL
-    if preference != "auto":
-        return preference
-    return SHARED_MEMORY if _can_share_memory(transfer, exported) else COLLECTIVE
-
-
-def _can_share_memory(transfer: Transfer, exported: Set[BufferId]) -> bool:
-    return transfer.link is Link.HOST and transfer.src.buffer in exported
 
 
 def export_handles(rank: int, buffers: Mapping[str, torch.Tensor]) -> dict[BufferId, Handle]:
@@ -80,6 +60,12 @@ class TransportSet:
 
         relay rank  receives -> tells its readers -> reads its own part -> hears that they have read: it may come anew
         reader      hears its relay ranks -> reads where it lies -> tells them
+
+    Args:
+        rank: global rank of this process.
+        transports: in the order in which they run, on all ranks the same.
+        choose: name of the transport for a transfer; the same answer on all ranks.
+        relays: the plan's relay buffers; default: none.
     """
 
     def __init__(
@@ -89,11 +75,6 @@ class TransportSet:
         choose: Callable[[Transfer], str],
         relays: RelayBuffers | None = None,
     ) -> None:
-        """Args:
-        transports: in the order in which they run, on all ranks the same.
-        choose: name of the transport for a transfer; the same answer on all ranks.
-        relays: the plan's relay buffers; they need the transports local, shared_memory and collective.
-        """
         self.rank = rank
         self._transports = {transport.name: transport for transport in transports}
         self._choose = choose
@@ -114,33 +95,26 @@ class TransportSet:
         tell_group: dist.ProcessGroup | None = None,
         preference: str = "auto",
         timeout: float = 300.0,
+        registry: Sequence[type[RegisteredTransport]] = REGISTRY,
     ) -> TransportSet:
         """The transports of a running job. No collective.
 
         Args:
             source_buffers: of all ranks (`Layout.merge(...).buffers` of the training side).
             handles: of all ranks (`export_handles`), those of relay buffers too; must be the same on every rank.
-            group: for transfers that memory cannot carry; without torch.distributed there are none.
+            group: for transfers that memory cannot carry; None: there are none.
             destination_buffers: of all ranks; where their dtype is narrower, messages are cast before they are sent.
             relays: the relay buffers of this rank's plan.
             tell_group: see CollectiveTransport.
-            preference: auto, shared_memory or collective; what is relayed is read from memory anyway.
+            preference: see `choose_transport`; a plan with relays needs "auto".
             timeout: seconds a bucket may wait for peers.
+            registry: which transports are tried.
         """
-        transports: list[Transport] = [LocalTransport(rank), SharedMemoryTransport(rank, handles)]
-        if dist.is_available() and dist.is_initialized():
-            sources, destinations = _dtypes(source_buffers), _dtypes(destination_buffers or {})
-            transports.append(
-                CollectiveTransport(
-                    rank,
-                    sources,
-                    group,
-                    destination_dtypes=destinations,
-                    relays=relays,
-                    tell_group=tell_group,
-                    timeout=timeout,
-                )
-            )
+        relays = relays or RelayBuffers(rank, {})
+        sources, destinations = _dtypes(source_buffers), _dtypes(destination_buffers or {})
+        wiring = Wiring(rank, sources, destinations, handles, relays, group, tell_group, timeout)
+        built = [transport.connect(wiring) for transport in registry]
+        transports = [transport for transport in built if transport is not None]
         exported = frozenset(handles)
         return cls(rank, transports, lambda transfer: choose_transport(transfer, exported, preference), relays)
 
@@ -149,10 +123,9 @@ class TransportSet:
         exported = frozenset(exported)
         problems: dict[str, Violation] = {}
         for transfer in plan.transfers():
-            name = self._name_of(transfer)
-            if name == SHARED_MEMORY and not _can_share_memory(transfer, exported):
-                where = "across hosts" if transfer.link is not Link.HOST else "from a buffer that is not exported"
-                problem = f"shared memory cannot read {where} ({transfer.src.buffer})"
+            name = self._choose(transfer)
+            if obstacle := obstacle_of(name, transfer, exported):
+                problem = f"{name} cannot read {obstacle} ({transfer.src.buffer})"
                 problems.setdefault(problem, Violation(CONFIG_KEY, problem, "Choose auto or collective"))
             elif name not in self._transports:
                 problem = f"rank {transfer.dst_rank} reads {transfer.src.buffer} by {name}, which is absent"
@@ -259,9 +232,11 @@ class TransportSet:
         listeners, speakers = share.readers, share.relay_ranks
         if phase == _READ:
             listeners, speakers = speakers, listeners
-        collective = self._transports[COLLECTIVE]
-        assert isinstance(collective, CollectiveTransport)
-        return collective.tell(share.bucket.index, phase, listeners, speakers, reason)
+        told = [
+            transport.tell(share.bucket.index, phase, listeners, speakers, reason)
+            for transport in self._transports.values()
+        ]
+        return next(filter(None, told), "")
 
     def close(self) -> None:
         """Close all transports; idempotent."""
@@ -272,9 +247,10 @@ class TransportSet:
 
     def _take_seconds(self) -> dict[str, float]:
         """Seconds by phase since the last call, of all transports together."""
-        total: Counter[str] = Counter()
+        total: dict[str, float] = defaultdict(float)
         for transport in self._transports.values():
-            total.update(transport.clock.take())
+            for phase, seconds in transport.take_seconds().items():
+                total[phase] += seconds
         return dict(total)
 
     def _share(self, bucket: Bucket) -> _BucketShare:
@@ -291,7 +267,7 @@ class TransportSet:
         nbytes_by_link = dict.fromkeys(Link, 0)
         for transfer in own.counted():
             if transfer.dst_rank == self.rank:
-                nbytes[self._name_of(transfer)][transfer.src_rank] += transfer.nbytes
+                nbytes[self._choose(transfer)][transfer.src_rank] += transfer.nbytes
                 nbytes_by_link[transfer.link] += transfer.nbytes
         return _BucketShare(
             bucket,
@@ -306,7 +282,7 @@ class TransportSet:
     def _by_transport(self, index: int, transfers: Iterable[Transfer]) -> Mapping[str, Sequence[Transfer]]:
         found: defaultdict[str, list[Transfer]] = defaultdict(list)
         for transfer in transfers:
-            name = self._name_of(transfer)
+            name = self._choose(transfer)
             if name not in self._transports:
                 raise TransportError(
                     f"bucket {index}, tensor {transfer.tensor}: no {name} transport on rank {self.rank}; "
@@ -314,11 +290,6 @@ class TransportSet:
                 )
             found[name].append(transfer)
         return found
-
-    def _name_of(self, transfer: Transfer) -> str:
-        if transfer.src.buffer in self._relays.buffers:
-            return LOCAL if transfer.link is Link.SELF else SHARED_MEMORY
-        return self._choose(transfer)
 
 
 def _dtypes(buffers: Mapping[BufferId, Buffer]) -> dict[BufferId, str]:

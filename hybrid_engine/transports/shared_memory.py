@@ -6,7 +6,7 @@ ElasticBuffer --export()--> handle --map_peer() or open_peer().mapped()--> flat 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -14,10 +14,11 @@ import torch
 
 from hybrid_engine.errors import TransportError
 from hybrid_engine.memory.elastic import BufferHandle, DeviceHandle, Handle, Peer, map_peer, open_peer
-from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent
 from hybrid_engine.transports.copies import SourceOf, failure_at
 from hybrid_engine.transports.pull import PullTransport
+from hybrid_engine.transports.wiring import Wiring
 
 
 class SharedMemoryTransport(PullTransport):
@@ -40,6 +41,18 @@ class SharedMemoryTransport(PullTransport):
         self._host_pages: dict[BufferId, torch.Tensor] = {}
         self._files: dict[BufferHandle, torch.Tensor] = {}  # whole memory files, which hold many buffers
         self._device_peers: dict[BufferId, Peer] = {}
+
+    @staticmethod
+    def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
+        """As `registry.RegisteredTransport`."""
+        if transfer.link is not Link.HOST:
+            return "across hosts"
+        return "" if transfer.src.buffer in exported else "a buffer that is not exported"
+
+    @classmethod
+    def connect(cls, wiring: Wiring) -> SharedMemoryTransport:
+        """As `registry.RegisteredTransport`."""
+        return cls(wiring.rank, wiring.handles)
 
     def close(self) -> None:
         """Unmap the peers; idempotent. A later `run` maps them again."""
@@ -82,10 +95,11 @@ class SharedMemoryTransport(PullTransport):
     @contextmanager
     def _mapped(self, bucket: int, buffer_id: BufferId, transfers: Sequence[Transfer]) -> Iterator[torch.Tensor]:
         """A peer's flat device tensor, with what these transfers read of it mapped."""
+        handle = self._handles[buffer_id]
+        assert isinstance(handle, DeviceHandle)
         with self._failing_at(bucket, transfers[0]):
             if buffer_id not in self._device_peers:
-                self._device_peers[buffer_id] = open_peer(self._handles[buffer_id])
-            handle = self._handles[buffer_id]
+                self._device_peers[buffer_id] = open_peer(handle)
             hole = handle.chunk_nbytes // getattr(torch, handle.dtype).itemsize  # chunks on both sides of it are read
             extents = [extent for transfer in transfers for extent in source_extents(transfer, hole)]
             reading = self._device_peers[buffer_id].mapped(extents)

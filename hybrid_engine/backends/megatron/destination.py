@@ -53,7 +53,7 @@ class MegatronDestination:
         """Nothing is put in force: what was written is live. Raises StateError for a group that is not known."""
         self._check_known(groups)
 
-    def settle(self) -> None:
+    def finish_fill(self) -> None:
         """Nothing: there is no other memory."""
 
     def release(self) -> None:

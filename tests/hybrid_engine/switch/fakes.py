@@ -151,7 +151,7 @@ class FakeInference:
             self.script.reach(f"commit {group}")
             self.in_force.add(group)
 
-    def settle(self) -> None: ...
+    def finish_fill(self) -> None: ...
 
     def release(self) -> None:
         self.script.reach("release")

@@ -14,7 +14,7 @@ from hybrid_engine.errors import PlanError, ReshardError, StateError, TransportE
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place
-from hybrid_engine.switch.weight_container import ContainerState, WeightContainer
+from hybrid_engine.switch.weight_container import ContainerState, FillReport, WeightContainer
 from hybrid_engine.transports import InProcessTransport, TransportSet
 from tests.harness.launch import Ranks
 
@@ -51,8 +51,8 @@ class FakeWeights:
             name = f"{group}.weight"
             self.in_force[group] = self.live[name]
 
-    def settle(self) -> None:
-        self._record("settle", ())
+    def finish_fill(self) -> None:
+        self._record("finish_fill", ())
 
     def release(self) -> None:
         self._record("release", ())
@@ -97,6 +97,10 @@ def source_of(rank: int) -> dict[str, torch.Tensor]:
     return {"src": values.repeat_interleave(NUMEL)}
 
 
+def nbytes_by_transport(report: FillReport) -> dict[str, int]:
+    return {name: sum(by_peer.values()) for name, by_peer in report.nbytes_by_peer.items()}
+
+
 def in_process_router(rank: int) -> TransportSet:
     sources = {BufferId(peer, "src"): source_of(peer)["src"] for peer in range(NUM_RANKS)}
     return TransportSet(rank, [InProcessTransport(rank, sources)], lambda _transfer: InProcessTransport.name)
@@ -117,7 +121,7 @@ def test_fill_walks_buckets_and_leaves_out_groups_of_other_ranks(rank: int):
     report = container.fill(source_of(rank))
     expected = ["allocate group0 group1", "commit group0 group1", "allocate group2", "commit group2"]
     expected += ["allocate group3", "commit group3"] if rank == 0 else []
-    expected += ["settle"]
+    expected += ["finish_fill"]
     assert weights.calls == expected
     assert container.state is ContainerState.FILLED
     assert tuple(weights.in_force) == tuple(weights.groups)
@@ -125,7 +129,7 @@ def test_fill_walks_buckets_and_leaves_out_groups_of_other_ranks(rank: int):
     from_peer = 2 if rank == 0 else 1
     assert report.nbytes_by_link == {Link.SELF: 2 * NBYTES, Link.HOST: from_peer * NBYTES, Link.NETWORK: 0}
     assert report.received_nbytes == from_peer * NBYTES
-    assert report.nbytes_by_transport == {"in_process": (2 + from_peer) * NBYTES}
+    assert nbytes_by_transport(report) == {"in_process": (2 + from_peer) * NBYTES}
     assert set(report.seconds) == {"allocate", "read", "transfer", "write", "commit"}
     assert min(report.seconds.values()) >= 0 and report.seconds["transfer"] > 0
 
@@ -262,7 +266,7 @@ def fill_on_rank() -> list[list[object]]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     buffers = {BufferId(peer, "src"): Buffer(NUM_GROUPS * NUMEL, "float32") for peer in range(NUM_RANKS)}
-    router = TransportSet.connect(rank, buffers, {}, timeout=60)
+    router = TransportSet.connect(rank, buffers, {}, dist.group.WORLD, timeout=60)
     results = []
     for phase, fail_at in FAILURES:
         weights = FakeWeights(rank, fail_in=phase if rank == 0 and fail_at else "", fail_at=fail_at)
@@ -281,7 +285,7 @@ def fill_on_rank() -> list[list[object]]:
         vars(router).pop(phase, None)
         report = container.fill(source_of(rank))
         assert_filled(weights)
-        results.append([outcome, seconds, report.nbytes_by_transport])
+        results.append([outcome, seconds, nbytes_by_transport(report)])
     router.close()
     dist.destroy_process_group()
     return results

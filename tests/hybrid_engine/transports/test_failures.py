@@ -44,7 +44,8 @@ class Peers:
 
     def __init__(self, timeout: float = 60) -> None:
         self.rank = dist.get_rank()
-        self.router = TransportSet.connect(self.rank, SOURCE_BUFFERS, {}, dist.new_group([0, 1]), timeout=timeout)
+        self.group = dist.new_group([0, 1])
+        self.router = TransportSet.connect(self.rank, SOURCE_BUFFERS, {}, self.group, timeout=timeout)
         self.source = {"src": torch.full((NUMEL,), float(self.rank + 1))}
         self.destination = {f"dst{rank}": torch.zeros(NUMEL) for rank in (0, 1)}
 
@@ -104,9 +105,8 @@ def buckets_differ() -> list[object]:
 
 def connection_is_lost() -> list[object]:
     peers = Peers()
-    group = peers.router._transports["collective"]._group
     if peers.rank == 1:
-        dist.destroy_process_group(group)
+        dist.destroy_process_group(peers.group)
         return []
     return [peers.run(0)]
 
@@ -261,7 +261,7 @@ def test_choice(src_rank: int, link: Link, is_exported: bool, preference: str, e
 
 
 def test_unknown_preference():
-    with pytest.raises(ConfigError, match=r"transport: 'fax' is no transport\. Choose one of auto, shared_memory"):
+    with pytest.raises(ConfigError, match=r"transport: unknown transport 'fax'\. Choose one of auto, shared_memory"):
         choose_transport(transfer_between(0, 1), set(), "fax")
 
 

@@ -9,8 +9,9 @@ import itertools
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from hybrid_engine.planning.planner import plan
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.switch import sharding_manager
-from hybrid_engine.transports import RelayBuffers, TransportSet, export_handles
+from hybrid_engine.transports import CollectiveTransport, RelayBuffers, TransportSet, export_handles
+from hybrid_engine.transports.registry import REGISTRY, RegisteredTransport
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.planning.cases import NOT_WRITTEN, filled_buffers
 from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
@@ -84,7 +86,7 @@ JOBS = {
 class Rank:
     """One of the four, connected for a plan of its own part of a job."""
 
-    def __init__(self, job: Job, timeout: float = 60) -> None:
+    def __init__(self, job: Job, timeout: float = 60, registry: Sequence[type[RegisteredTransport]] = REGISTRY) -> None:
         self.rank = dist.get_rank()
         self.plan = job.plan(rank=self.rank)
         self.expected = self._tensors(job.destination)
@@ -105,6 +107,7 @@ class Rank:
             relays=relays,
             tell_group=self.tell_group,
             timeout=timeout,
+            registry=registry,
         )
         self.router.check(self.plan, exported=handles)
         self.clear()
@@ -242,7 +245,7 @@ def sender_fails_ahead(rank: Rank) -> list[object]:
     return [*map(rank.run_ahead, range(3)), rank.wrong(0, 2)]
 
 
-def carrier_gives_up_ahead(rank: Rank) -> list[object]:
+def relay_rank_gives_up_ahead(rank: Rank) -> list[object]:
     """After the first bucket, when it has sent and begun to receive the second; then a round in which nothing fails."""
     found = [rank.run_ahead(0)]
     if rank.rank == 3:
@@ -254,27 +257,44 @@ def carrier_gives_up_ahead(rank: Rank) -> list[object]:
     return [*found, *map(rank.run_ahead, range(3)), rank.wrong()]
 
 
-def carrier_falls_silent(rank: Rank) -> list[object]:
-    """It has received, and says nothing any more."""
-    if rank.rank == 3:
-        rank.router._fan_out = lambda share, destination, failure: time.sleep(4)
+class Silent(CollectiveTransport):
+    """Rank 3 says nothing any more once it has received."""
+
+    last: Silent
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        Silent.last = self
+
+    def tell(self, *args: Any) -> str:
+        if self.rank != 3:
+            return super().tell(*args)
+        time.sleep(2)
+        return ""
+
+
+class Dying(CollectiveTransport):
+    """The connections of rank 3 close once it has received."""
+
+    def tell(self, *args: Any) -> str:
+        if self.rank != 3:
+            return super().tell(*args)
+        groups = {self._group, self._tell_group} - {None}
+        self._group = self._tell_group = None
+        while groups:
+            dist.destroy_process_group(groups.pop())
+        return ""
+
+
+def relay_rank_falls_silent(rank: Rank) -> list[object]:
     first = rank.run(0)
     if rank.rank != 2:
         return [first]
-    return [first, outcome_of(lambda: rank.router._transports["collective"].tell(1, "relay arrived", [], [3]))]
+    return [first, outcome_of(lambda: Silent.last.tell(1, "relay arrived", [], [3]))]
 
 
-def carrier_dies(rank: Rank) -> list[object]:
-    """Its connections close."""
-
-    def end(share: object, destination: object, failure: object) -> None:
-        collective = rank.router._transports["collective"]
-        for group in (rank.group, rank.tell_group):
-            dist.destroy_process_group(group)
-        rank.group = rank.tell_group = collective._group = collective._tell_group = None
-
-    if rank.rank == 3:
-        rank.router._fan_out = end
+def relay_rank_dies(rank: Rank) -> list[object]:
+    rank.group = rank.tell_group = None  # the transport has the last references
     return [rank.run(0)]
 
 
@@ -283,10 +303,14 @@ SCENARIOS = [
     reader_fails,
     reader_abandons,
     sender_fails_ahead,
-    carrier_gives_up_ahead,
-    carrier_falls_silent,
-    carrier_dies,
+    relay_rank_gives_up_ahead,
+    relay_rank_falls_silent,
+    relay_rank_dies,
 ]
+
+
+FAULTY = {relay_rank_falls_silent: (Silent, 2), relay_rank_dies: (Dying, 60)}
+"""Scenario -> what takes the place of the collective transport, and its timeout."""
 
 
 def run_all() -> dict[str, object]:
@@ -294,7 +318,8 @@ def run_all() -> dict[str, object]:
     results: dict[str, object] = {name: run_job(make) for name, make in JOBS.items()}
     results["manager"] = switch_with_manager()
     for scenario in SCENARIOS:
-        rank = Rank(JOBS["halves to everybody"](), timeout=2 if scenario is carrier_falls_silent else 60)
+        faulty, timeout = FAULTY.get(scenario, (CollectiveTransport, 60))
+        rank = Rank(JOBS["halves to everybody"](), timeout, (*REGISTRY[:-1], faulty))
         results[scenario.__name__] = scenario(rank)
         dist.barrier()  # until then others may read this rank's buffers
     dist.destroy_process_group()
@@ -352,12 +377,12 @@ def test_a_sender_that_fails_reaches_those_who_read_from_a_carrier(four_ranks: l
     assert_says(own[0], "TransportError", "bucket 0", "there is no buffer 'src t0 0'")
     for outcome in others[1:]:
         assert_says(outcome[0], "PeerTransportError", "bucket 0", "there is no buffer 'src t0 0'")
-    (told_by_carrier,) = (outcome[0] for outcome in others[1:] if "phase relay arrived" in outcome[0])
-    assert re.search(r"phase relay arrived, peer [23]: the peer failed", told_by_carrier)
+    (told_by_relay_rank,) = (outcome[0] for outcome in others[1:] if "phase relay arrived" in outcome[0])
+    assert re.search(r"phase relay arrived, peer [23]: the peer failed", told_by_relay_rank)
     assert [outcome[1:] for outcome in (own, *others)] == [["ok", "ok", []]] * 4
 
 
-def test_a_reader_that_fails_reaches_its_carrier(four_ranks: list[dict[str, object]]):
+def test_a_reader_that_fails_reaches_its_relay_rank(four_ranks: list[dict[str, object]]):
     _, _, relay_rank, own = (results["reader_fails"] for results in four_ranks)
     assert_says(own[0], "TransportError", "bucket 0", "there is no buffer 'dst t0 3'")
     assert_says(
@@ -382,20 +407,20 @@ def test_a_sender_that_fails_one_bucket_ahead_fails_in_that_bucket(four_ranks: l
         assert (first, last, wrong) == ("ok", "ok", [])
 
 
-def test_a_carrier_that_gives_up_one_bucket_ahead_leaves_nobody_waiting(four_ranks: list[dict[str, object]]):
-    found = [results["carrier_gives_up_ahead"] for results in four_ranks]
+def test_a_relay_rank_that_gives_up_one_bucket_ahead_leaves_nobody_waiting(four_ranks: list[dict[str, object]]):
+    found = [results["relay_rank_gives_up_ahead"] for results in four_ranks]
     assert [outcome[0] for outcome in found] == ["ok"] * 4
     assert_says(found[2][1], "PeerTransportError", "bucket 1", "phase relay arrived", "peer 3", "no memory on rank 3")
     assert found[3][1:3] == ["ok", "ok"]
     assert [outcome[3:] for outcome in found] == [["ok", "ok", "ok", []]] * 4
 
 
-def test_a_carrier_that_falls_silent_is_an_error_in_time(four_ranks: list[dict[str, object]]):
-    first, second = four_ranks[2]["carrier_falls_silent"]
+def test_a_relay_rank_that_falls_silent_is_an_error_in_time(four_ranks: list[dict[str, object]]):
+    first, second = four_ranks[2]["relay_rank_falls_silent"]
     assert_says(first, "TransportError", "bucket 0", "phase relay arrived", "peer 3", "nothing for 2 seconds", within=9)
     assert_says(second, "TransportError", "earlier failure", within=5)
 
 
-def test_a_carrier_that_dies_is_an_error_at_once(four_ranks: list[dict[str, object]]):
-    (outcome,) = four_ranks[2]["carrier_dies"]
+def test_a_relay_rank_that_dies_is_an_error_at_once(four_ranks: list[dict[str, object]]):
+    (outcome,) = four_ranks[2]["relay_rank_dies"]
     assert_says(outcome, "TransportError", "bucket 0", "phase relay arrived", "peer 3")

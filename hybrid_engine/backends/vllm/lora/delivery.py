@@ -75,9 +75,9 @@ class WeightsWithAdapter:
             self._adapters.set(ACTOR_ADAPTER, self._config, tensors)
             self._arriving = {}
 
-    def settle(self) -> None:
+    def finish_fill(self) -> None:
         """As the port says."""
-        self._weights.settle()
+        self._weights.finish_fill()
 
     def release(self) -> None:
         """As the port says; vLLM keeps its copy of the adapter on the host."""

@@ -7,7 +7,7 @@
             allocate(groups)  flat buffers in loader layout, padding zeroed
             ... transports write them ...
             commit(groups)    bound as at load, vLLM's post-load processing run, loader-layout storage dropped
-        settle()              memory of the way there given back
+        finish_fill()         staging memory is freed
 
 A group is the set of modules that must be committed at once: one module, or several that share a storage (a tied
 head), derive from each other (MLA) or are written by one staged tensor.
@@ -67,7 +67,7 @@ class VllmAdaptor:
 
     Memory: between `allocate` and `commit` a group exists in loader layout; after `commit` only in the form vLLM
     computes with. On a CPU an embedding and a head stay in both forms, as in vLLM itself, and what is packed passes
-    through the same pages, group after group, which go with `settle`.
+    through the same pages, group after group, which go with `finish_fill`.
 
     Attributes:
         observer: see `Observer`; tests compare with a native load through it.
@@ -190,7 +190,7 @@ class VllmAdaptor:
                 self._uncommitted.discard(name)
                 self._packed.add(name)
 
-    def settle(self) -> None:
+    def finish_fill(self) -> None:
         """Give back the pages through which weights passed, unless memory is to be kept."""
         if self._device.type == "cpu" and not self.keeps_memory:
             self._staging.trim()

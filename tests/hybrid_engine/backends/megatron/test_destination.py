@@ -100,7 +100,7 @@ def connect(source: Run, destination: Any) -> tuple[WeightContainer, TransportSe
     held, wanted = (Layout.merge(setup[side] for setup in setups) for side in (0, 1))
     made = plan(held, wanted, [setup[2] for setup in setups], bucket_nbytes=4096)
     handles = {buffer: handle for setup in setups for buffer, handle in setup[3].items()}
-    router = TransportSet.connect(rank, held.buffers, handles)
+    router = TransportSet.connect(rank, held.buffers, handles, dist.group.WORLD)
     return WeightContainer(destination, made, router), router
 
 

@@ -85,7 +85,7 @@ def fill_by_records(
                 view_of(buffers, shard).copy_(weights[shard.region.tensor][region_slices(shard)])
         adaptor.commit(batch)
         del buffers
-    adaptor.settle()
+    adaptor.finish_fill()
     adaptor.observer = None
     return seen
 

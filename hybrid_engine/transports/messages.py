@@ -1,0 +1,188 @@
+"""The messages of a bucket: what one rank sends another, derived alike at both ends from the order of the transfers.
+
+    body          header | piece | piece | ...      pieces follow one another in the bucket's order
+    relay image   the first elements of a relay buffer, packed as they lie there (planning/relays.py)
+
+A piece is one transfer's elements, row-major, in the dtype of the wire: the source's or, where that is narrower, the
+destination's; each starts at a multiple of its element size. The header says which bucket this is, how many bytes it
+has, and, where the sender failed, why its contents are void. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_engine.errors import TransportError
+from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.records.layout import Buffer, BufferId
+from hybrid_engine.transports.copies import strided
+
+HEADER_NBYTES = 512
+_HEADER = struct.Struct("<qqH")  # bucket, bytes of the message, length of the failure's text (0: the contents are good)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One transfer's elements in a body: `nbytes` from byte `start`, row-major, in the dtype of the wire."""
+
+    transfer: Transfer
+    dtype: torch.dtype
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RelayImage:
+    """What one rank sends into one relay buffer of another: its first `numel` elements, as they lie there."""
+
+    buffer: BufferId
+    transfers: tuple[Transfer, ...]
+    dtype: torch.dtype
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one rank sends another in one bucket.
+
+    Attributes:
+        peer: the other rank.
+        pieces: in the body.
+        nbytes: of the body: header, pieces and padding.
+        images: each goes as a message of its own, after the body.
+    """
+
+    peer: int
+    pieces: tuple[Piece, ...] = ()
+    nbytes: int = HEADER_NBYTES
+    images: tuple[RelayImage, ...] = ()
+
+    @property
+    def total_nbytes(self) -> int:
+        """Bytes of the body and all images."""
+        return self.nbytes + sum(image.nbytes for image in self.images)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagedMessage:
+    """A message and the byte tensors that it is sent from or comes into; `images` are those of its relay images."""
+
+    message: Message
+    body: torch.Tensor
+    images: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """In the order in which they go."""
+        return self.body, *self.images
+
+    def transfer_views(self) -> Iterator[tuple[Transfer, torch.Tensor]]:
+        """Each transfer of the message, and its elements there in the box's shape."""
+        for piece in self.message.pieces:
+            yield piece.transfer, self.view_of(piece)
+        for image, flat in zip(self.message.images, self.images, strict=True):
+            elements = flat.view(image.dtype)
+            for transfer in image.transfers:
+                yield transfer, strided(elements, transfer.lengths, transfer.dst)
+
+    def view_of(self, piece: Piece) -> torch.Tensor:
+        """The piece's elements in the body, in the box's shape."""
+        return self.body[piece.start : piece.start + piece.nbytes].view(piece.dtype).view(piece.transfer.lengths)
+
+    def write_header(self, bucket: int, failure: str) -> None:
+        """Say which bucket this is and, where the contents are void, why; a long text is cut."""
+        text = failure.encode()[: HEADER_NBYTES - _HEADER.size]
+        fixed = _HEADER.pack(bucket, self.message.total_nbytes, len(text))
+        header = bytearray(fixed + text).ljust(HEADER_NBYTES, b"\0")
+        self.body[:HEADER_NBYTES].copy_(torch.frombuffer(header, dtype=torch.uint8))
+
+    def fault(self, bucket: int) -> str:
+        """What is wrong with a message of `bucket` that has come: "" if it is the one expected, and good."""
+        header = self.body[:HEADER_NBYTES].cpu().numpy().tobytes()
+        sent_bucket, nbytes, text_nbytes = _HEADER.unpack_from(header)
+        if text := header[_HEADER.size : _HEADER.size + text_nbytes].decode(errors="replace"):
+            return f"the peer failed: {text}"
+        if (sent_bucket, nbytes) != (bucket, self.message.total_nbytes):
+            return (
+                f"the peer sent {nbytes} bytes of bucket {sent_bucket}, expected {self.message.total_nbytes} "
+                f"of bucket {bucket}: the ranks' plans differ; compare their fingerprints"
+            )
+        return ""
+
+
+@dataclass(frozen=True)
+class MessagePlanner:
+    """Derives one rank's messages.
+
+    Attributes:
+        rank: global rank of this process.
+        source_dtypes: of the source buffers of all ranks.
+        destination_dtypes: of destination buffers of all ranks, as far as they differ.
+        relay_buffers: those that this rank has to do with.
+    """
+
+    rank: int
+    source_dtypes: Mapping[BufferId, torch.dtype]
+    destination_dtypes: Mapping[BufferId, torch.dtype]
+    relay_buffers: Mapping[BufferId, Buffer]
+
+    def messages(self, transfers: Sequence[Transfer]) -> tuple[list[Message], list[Message]]:
+        """What this rank sends and what it receives, by ascending peer; copies within the rank are no messages."""
+        outgoing: dict[int, list[Transfer]] = {}
+        incoming: dict[int, list[Transfer]] = {}
+        for transfer in transfers:
+            if transfer.src_rank == transfer.dst_rank:
+                continue
+            if transfer.src_rank == self.rank:
+                outgoing.setdefault(transfer.dst_rank, []).append(transfer)
+            elif transfer.dst_rank == self.rank:
+                incoming.setdefault(transfer.src_rank, []).append(transfer)
+        return self._by_peer(outgoing), self._by_peer(incoming)
+
+    def source_dtype(self, transfer: Transfer) -> torch.dtype:
+        """Of the source buffer. Raises TransportError when it was not given."""
+        dtype = self.source_dtypes.get(transfer.src.buffer)
+        if dtype is None:
+            raise TransportError(f"{transfer.tensor}: the dtype of {transfer.src.buffer} was not given")
+        return dtype
+
+    def _wire_dtype(self, transfer: Transfer) -> torch.dtype:
+        source = self.source_dtype(transfer)
+        destination = self.destination_dtypes.get(transfer.dst.buffer, source)
+        return destination if destination.itemsize < source.itemsize else source
+
+    def _by_peer(self, transfers: Mapping[int, Sequence[Transfer]]) -> list[Message]:
+        return [self._message(peer, transfers[peer]) for peer in sorted(transfers)]
+
+    def _message(self, peer: int, transfers: Sequence[Transfer]) -> Message:
+        pieces: list[Piece] = []
+        end = HEADER_NBYTES
+        relayed: dict[BufferId, list[Transfer]] = {}
+        for transfer in transfers:
+            if transfer.dst.buffer in self.relay_buffers:
+                relayed.setdefault(transfer.dst.buffer, []).append(transfer)
+                continue
+            dtype = self._wire_dtype(transfer)
+            start = round_up(end, dtype.itemsize)  # torch views bytes as elements only where these are aligned
+            pieces.append(Piece(transfer, dtype, start, transfer.numel * dtype.itemsize))
+            end = start + pieces[-1].nbytes
+        images = (self._image(buffer, relayed[buffer]) for buffer in sorted(relayed))
+        return Message(peer, tuple(pieces), end, tuple(images))
+
+    def _image(self, buffer: BufferId, transfers: Sequence[Transfer]) -> RelayImage:
+        dtype = getattr(torch, self.relay_buffers[buffer].dtype)
+        return RelayImage(buffer, tuple(transfers), dtype, max(one.dst.extent(one.lengths).stop for one in transfers))
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The first multiple that is not smaller."""
+    return -(-value // multiple) * multiple
