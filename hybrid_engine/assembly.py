@@ -5,9 +5,8 @@ Shared by those who bring the training model: `ActorHybridWorker` builds one, `m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
-import torch.distributed as dist
 
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.parallelism import inference_parallelism
@@ -16,9 +15,8 @@ from hybrid_engine.models import table_for
 from hybrid_engine.models.lora_tensors import VLLM_LORA_RANKS, adapted_modules, adapter_shapes
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.rank_order import rank_order
-from hybrid_engine.ports import TrainingWeights
-from hybrid_engine.ranks.agreement import SHORT_PATIENCE, Agreement
-from hybrid_engine.ranks.hosts import host_id
+from hybrid_engine.ranks.agreement import SHORT_PATIENCE
+from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.holdings import holdings_of
 from hybrid_engine.records.layout import Layout
 
@@ -27,37 +25,37 @@ if TYPE_CHECKING:
 
 
 def build_inference_engine(
-    config: HybridConfig, table: ModelTable, training: TrainingWeights, agreement: Agreement
+    config: HybridConfig, table: ModelTable, training_layouts: Sequence[Layout], job: Job
 ) -> InferenceEngine:
-    """vLLM in the ranks that train, each with the shard that suits what it holds of `training`. Collective.
+    """vLLM in the ranks that train, each with the shard that suits what it holds for training. Collective.
 
     vLLM looks at the memory that is free while it starts: training state is best off the device meanwhile.
+    `training_layouts`: of all ranks (`rendezvous.gather_layouts`).
     """
-    order = _choose_rank_order(config, table, training, agreement)
-    with agreement.phase("building the inference engine", SHORT_PATIENCE):
+    with job.agreement.phase("choosing the order of ranks"):
+        order = _choose_rank_order(config, table, training_layouts, job)
+    with job.agreement.phase("building the inference engine", SHORT_PATIENCE):
         from hybrid_engine.backends.vllm import InferenceEngine
 
-        settings = inference_settings(config, dist.get_world_size(), order)
-        return InferenceEngine(settings, table.shapes, dist.get_rank(), agreement, dtypes=table.dtypes)
+        settings = inference_settings(config, job.world_size, order)
+        return InferenceEngine(settings, table.shapes, job, dtypes=table.dtypes)
 
 
 def _choose_rank_order(
-    config: HybridConfig, table: ModelTable, training: TrainingWeights, agreement: Agreement
+    config: HybridConfig, table: ModelTable, training_layouts: Sequence[Layout], job: Job
 ) -> tuple[int, ...]:
     """Which rank takes which inference shard, from what the ranks hold; the same on all of them."""
-    with agreement.phase("training layout"):
-        own = (host_id(), training.layout())
-    held = agreement.gather(own, "choosing the order of ranks")
-    with agreement.phase("choosing the order of ranks"):
-        world_size = dist.get_world_size()
-        sizes = inference_parallelism(config.generate_config, world_size)
-        return rank_order(
-            config.generate_config.infer_rank_order,
-            holdings_of(Layout.merge(layout for _, layout in held), world_size),
-            inference_side(table, sizes, config.actor_config.params_dtype).holdings,
-            [host for host, _ in held],
-            sizes.tensor,
-        )
+    kind = config.generate_config.infer_rank_order
+    if kind == "sequential":
+        return tuple(range(job.world_size))
+    sizes = inference_parallelism(config.generate_config, job.world_size)
+    return rank_order(
+        kind,
+        holdings_of(Layout.merge(training_layouts), job.world_size),
+        inference_side(table, sizes, config.actor_config.params_dtype).holdings,
+        job.hosts,
+        sizes.tensor,
+    )
 
 
 def inference_settings(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -90,7 +90,8 @@ class OursToMegatron:
     def __init__(self, worker: ActorHybridWorker) -> None:
         self._source = worker.train.weights
         self._model = SecondModel(worker)
-        self._container, self._router = connect(worker, MegatronDestination(self._model.adaptor))
+        self._ends = ExitStack()
+        self._container = connect(worker, MegatronDestination(self._model.adaptor), self._ends).container
 
     def prepare(self) -> None:
         self._container.release()
@@ -102,7 +103,7 @@ class OursToMegatron:
         return self._model.digesting()
 
     def close(self) -> None:
-        self._router.close()
+        self._ends.close()
         del self._container, self._model
         gc.collect()
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.resharding.loading import LoaderTarget
-from benchmarks.resharding.measuring import Clock, Digests, digesting_vllm, gather
-from hybrid_engine.planning.planner import plan
+from benchmarks.resharding.measuring import Clock, Digests, digesting_vllm
 from hybrid_engine.ports import InferenceWeights, TrainingWeights
-from hybrid_engine.ranks.hosts import host_id
-from hybrid_engine.records.layout import Layout
+from hybrid_engine.switch import rendezvous
+from hybrid_engine.switch.rendezvous import Connection
 from hybrid_engine.switch.weight_container import ContainerState, WeightContainer
-from hybrid_engine.transports import TransportSet, export_handles
 from hybrid_engine.worker import ActorHybridWorker
 
 
@@ -26,20 +24,10 @@ def fill(container: WeightContainer, training: TrainingWeights, clock: Clock) ->
         clock.add(name, seconds)
 
 
-def connect(worker: ActorHybridWorker, destination: InferenceWeights) -> tuple[WeightContainer, TransportSet]:
-    """A container for another destination of the worker's training weights, and its transports. Collective."""
-    training, config = worker.train.weights, worker.config.generate_config
-    setups = gather(
-        (training.layout(), destination.layout(), host_id(), export_handles(worker.rank, training.buffers()))
-    )
-    source = Layout.merge(setup[0] for setup in setups)
-    wanted = Layout.merge(setup[1] for setup in setups)
-    hosts = [setup[2] for setup in setups]
-    handles = {buffer: handle for setup in setups for buffer, handle in setup[3].items()}
-    made = plan(source, wanted, hosts, bucket_nbytes=config.bucket_mb * 1024**2, may_stay_unread=source.tensors)
-    group = worker.sharding.transfer_group
-    router = TransportSet.connect(worker.rank, source.buffers, handles, group, destination_buffers=wanted.buffers)
-    return WeightContainer(destination, made, router), router
+def connect(worker: ActorHybridWorker, destination: InferenceWeights, owner: ExitStack) -> Connection:
+    """To another destination of the worker's training weights; ends with `owner`. Collective."""
+    weights, config = worker.train.weights, worker.config.generate_config
+    return rendezvous.connect(worker.job, weights, destination, config, owner, may_stay_unread=worker.table.shapes)
 
 
 class Ours:

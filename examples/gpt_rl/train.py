@@ -98,7 +98,7 @@ def run(settings: Settings, directory: RunDirectory, resume: bool, output: Outpu
         worker = ActorHybridWorker(settings.engine)
         if is_first and (not resume or directory.progress() is None):
             directory.start_over(settings.fingerprint())
-        worker.sharding.agreement.settle("preparing the run's directory", None)
+        worker.barrier("preparing the run's directory")
         if report:
             report.begin(_rows_so_far(directory))
         with stop:

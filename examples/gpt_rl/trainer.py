@@ -212,7 +212,7 @@ class Trainer:
             self.on_progress("evaluate", iteration, self.rl.iterations)
             with self.tally.phase("evaluate"):
                 row["accuracy"] = self._held_out_accuracy() if is_due else None
-        shares = self.worker.sharding.agreement.gather(self.tally.share())
+        shares = self.worker.job.agreement.gather(self.tally.share())
         row.update(combine(shares, time.perf_counter() - self.tally.started))
         row.update({f"{name}_seconds": seconds for name, seconds in self.tally.seconds.items()})
         return row
@@ -246,7 +246,7 @@ class Trainer:
 
     def _is_stopped(self) -> bool:
         """Whether any rank was asked to stop."""
-        return self.worker.sharding.agreement.total(int(self.stop_requested())) > 0
+        return self.worker.job.agreement.total(int(self.stop_requested())) > 0
 
     def _generator(self, iteration: int, purpose: str) -> random.Random:
         """Random choices of one kind in one iteration."""

@@ -7,12 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.backends.vllm.process.random_state import random_state_kept
 from hybrid_engine.backends.vllm.requests import sampling_params
-from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import ConfigError, StateError
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.megatron_script.checked_weights import CheckedWeights
@@ -20,9 +17,10 @@ from hybrid_engine.megatron_script.journal import TIMERS, Journal
 from hybrid_engine.megatron_script.matching import vocabulary_mismatches
 from hybrid_engine.megatron_script.script_settings import Prompt, ScriptSettings, read_settings
 from hybrid_engine.memory.offloader import MegatronOffloader
-from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.switch.rendezvous import gather_layouts
 from hybrid_engine.switch.report import ReshardReport
-from hybrid_engine.switch.sharding_manager import State
+from hybrid_engine.switch.states import State
 from megatron_patches.buffers import buffer_allocator
 from megatron_patches.engines import MegatronScript
 from megatron_patches.optimizers import set_weight_version
@@ -69,34 +67,32 @@ class ScriptEngine:
 
         What fails on one rank is raised on all of them, by the timeout of the configuration at the latest.
         """
-        config = self.settings.config
-        self._agreement = Agreement(config.generate_config.timeout_seconds)
-        with self._agreement.building():
-            self._attach(config, self._agreement, model_chunks, optimizer, num_steps)
+        self.job = Job.join(self.settings.config.generate_config.timeout_seconds)
+        with ExitStack() as undo:  # the last first, each even if another fails
+            undo.callback(self.job.close)
+            with self.job.agreement.building():
+                self._attach(self.job, model_chunks, optimizer, num_steps, undo)
+            self._ends = undo.pop_all()
 
-    def _attach(
-        self,
-        config: HybridConfig,
-        agreement: Agreement,
-        model_chunks: Sequence[Any],
-        optimizer: Any,
-        num_steps: int,
-    ) -> None:
-        table = self.settings.table
-        with agreement.phase("looking at Megatron's model"):
+    def _attach(self, job: Job, model_chunks: Sequence[Any], optimizer: Any, num_steps: int, undo: ExitStack) -> None:
+        config = self.settings.config
+        with job.agreement.phase("looking at Megatron's model"):
             live = self._live_model(model_chunks, optimizer, num_steps)
             offloader = MegatronOffloader(live.offload_items, reachable=live.reachable_tensors)
             offloader.offload()  # vLLM looks at the memory that is free while it starts
-        self.inference: InferenceEngine = build_inference_engine(config, table, live.weights, agreement)
-        with agreement.phase("looking at vLLM's weights"):
+        layouts = gather_layouts(job, live.weights)
+        self.inference: InferenceEngine = build_inference_engine(config, self.settings.table, layouts, job)
+        undo.callback(self.inference.shutdown)
+        with job.agreement.phase("looking at vLLM's weights"):
             verifies = self.settings.verify != "off"
-            self._checked = CheckedWeights(self.inference.adaptor, agreement) if verifies else None
-        self.hybrid = HybridEngine(live, self.inference, config, offloader, agreement, self._checked)
-        with agreement.phase("prompts and output"):
+            self._checked = CheckedWeights(self.inference.adaptor, job.agreement) if verifies else None
+        self.hybrid = HybridEngine(live, self.inference, config, offloader, self._checked, layouts)
+        undo.callback(self.hybrid.sharding.close)
+        with job.agreement.phase("prompts and output"):
             self._tokens = [self._tokenize(prompt) for prompt in self.settings.prompts]
             self.inference.check_prompts(self._tokens, self.settings.sampling.max_tokens)
             sampling_params(self.settings.sampling)  # what vLLM refuses, it refuses before training starts
-            self._journal = Journal(self._script, self.settings.output, dist.get_rank() == 0)
+            self._journal = Journal(self._script, self.settings.output, job.rank == 0)
 
     def _live_model(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> LiveModel:
         from hybrid_engine.backends.megatron.build import keep_expert_bias_in_float32, move_published_buffers
@@ -119,7 +115,7 @@ class ScriptEngine:
                 in_training = self._call(self.settings.callback, self.inference)
             reports.append(self._enter(State.TRAIN, TIMERS[2]))
             self._call(in_training, self.hybrid.train.chunks)
-            with self._agreement.phase("journal"):
+            with self.job.agreement.phase("journal"):
                 samples = self._journal.samples(iteration, self.settings.prompts, self._tokens, completions)
                 self._journal.note(iteration, reports, samples)
             self._journal.log_times(iteration)
@@ -131,7 +127,7 @@ class ScriptEngine:
         """
         if self.settings.callback is None:
             return None
-        with self._agreement.phase("callback"), random_state_kept():
+        with self.job.agreement.phase("callback"), random_state_kept():
             try:
                 return None if callback is None else callback(argument)
             except SystemExit as error:  # of one rank alone it would leave the others waiting
@@ -139,20 +135,18 @@ class ScriptEngine:
 
     def detach(self) -> None:
         """End vLLM, the transports and our process groups; Megatron's groups and model stay."""
-        with ExitStack() as steps:  # the last first, each even if another fails
-            steps.callback(self._agreement.close)
-            steps.callback(self.inference.shutdown)
-            steps.callback(self.hybrid.sharding.close)
+        self._ends.close()
 
     def _enter(self, state: State, timer: str) -> ReshardReport:
-        is_checked = self._checked is not None and state is State.INFER
-        if is_checked:
-            self._checked.expect(self.hybrid.train.weights, sample=self.settings.verify == "sample")
+        checked = self._checked if state is State.INFER else None
+        if checked is not None:
+            checked.expect(self.hybrid.train.weights, sample=self.settings.verify == "sample")
         with self._journal.timed(timer):
             report = self.hybrid.sharding.enter(state)
-        if is_checked:
-            self._checked.require_same()
-            logger.info("[Reshard] verified: %d shards of rank %d", self._checked.num_checked, dist.get_rank())
+        assert report is not None  # each switch leaves the state that the one before entered
+        if checked is not None:
+            checked.require_same()
+            logger.info("[Reshard] verified: %d shards of rank %d", checked.num_checked, self.job.rank)
         return report
 
     def _generate(self, iteration: int) -> list[list[Any]]:

@@ -1,0 +1,23 @@
+"""The ranks of a job: how they start, what they know of each other, and how they fail together.
+
+    job.py              Job: rank, hosts, device, agreement; handed to all that ask who is who
+      start_up.py         torchrun's ranks meet and join one process group
+      hosts.py            which processes can see each other, and whether one still lives
+    agreement.py        all ranks leave a phase together: all succeeded, or all raise
+      failure_watch.py    what became of the others, known while this rank still waits for them
+      process_groups.py   the end of groups, and what their errors say
+    launching.py        ranks as subprocesses, for those who have no torchrun (verification/, tests)
+
+    1  Job.join(timeout)              by ActorHybridWorker, ScriptEngine, or whoever builds both engines
+    2    join_process_group           waits until all ranks have started
+    3    Agreement(rank, ...)         a gloo group of its own, and a thread that watches
+    4    gather(host)                 once
+    5  with agreement.building(): ... set-up, with longer waits; each step in `agreement.phase(name)`
+    6  with agreement.phase(name): ... each phase of a switch
+    7  job.close()                    after all that uses it
+
+    one rank raises within a phase -> tells the watch -> others arrive, or are ended -> RemoteError, or LostRankError
+
+Memory: nothing on the device. To change: what a wait's end says, agreement.py; how long a wait is, `timeout_seconds` of
+the configuration and the constants of agreement.py; when a rank counts as lost, failure_watch.py.
+"""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,8 @@ class Agreement:
     """Lets every rank know whether any rank failed. One small all-reduce when all is well.
 
     Args:
+        rank: global rank of this process.
+        world_size: number of ranks.
         timeout_seconds: longest wait for a peer, then LostRankError.
 
     Creates a gloo group of its own, so that it works beside NCCL and never mixes with other traffic; `close` ends it.
@@ -44,12 +47,13 @@ class Agreement:
         lost: that error; None as long as the ranks are together.
     """
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, rank: int, world_size: int, timeout_seconds: float) -> None:
+        self._world_size = world_size
         self.timeout_seconds = timeout_seconds
         self.group: dist.ProcessGroup | None = _new_group(timeout_seconds)
         self.lost: LostRankError | None = None
         self._agreed: Exception | None = None  # what this rank raised when all ranks raised last
-        self._watch = FailureWatch(timeout_seconds)
+        self._watch = FailureWatch(rank, world_size, timeout_seconds)
 
     def close(self) -> None:
         """End the group, when there is nothing more to agree on; idempotent."""
@@ -106,7 +110,7 @@ class Agreement:
         except BaseException as interrupt:  # not held back, but the others hear of it
             self._watch.tell(name, _described(interrupt), patience or self.timeout_seconds, waiting)
             raise
-        self.settle(name, error, patience, waiting)
+        self.conclude(name, error, patience, waiting)
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:
@@ -129,14 +133,14 @@ class Agreement:
             self._watch.tell(name, _described(interrupt), self.timeout_seconds)
             raise
 
-    def settle(
+    def conclude(
         self,
         phase: str,
-        error: Exception | None,
+        error: Exception | None = None,
         patience: float | None = None,
         waiting: Collection[int] | None = None,
     ) -> None:
-        """Return when no rank failed. Otherwise raise on all of them.
+        """End a phase: return when no rank failed. Otherwise raise on all of them. Without an `error`, a barrier.
 
         Where it happened: `error` itself if it is one of this project's, else a ReshardError from it. Elsewhere:
         RemoteError with the messages of the ranks that failed; so does a RemoteError of which this rank came to know
@@ -156,17 +160,17 @@ class Agreement:
         self._agreed = _agreed_error(phase, error, messages)
         raise self._agreed from (error if error is not self._agreed else error.__cause__)
 
-    def gather(self, value: object, phase: str = "gather") -> list:
+    def gather(self, value: object, phase: str = "gather") -> list[Any]:
         """`value` of every rank, by rank; for set-up and results, not for switches. Raises RemoteError."""
-        self.settle(phase, None)  # a rank that failed on its way here settles that, and never meets this gather
+        self.conclude(phase)  # a rank that failed on its way here concludes that, and never meets this gather
         return self._gather(value, phase)
 
     def total(self, value: int) -> int:
         """Sum over all ranks. Raises RemoteError."""
         return sum(self.gather(value, "total"))
 
-    def _gather(self, value: object, phase: str, error: Exception | None = None) -> list:
-        values: list = [None] * dist.get_world_size(self._open_group())
+    def _gather(self, value: object, phase: str, error: Exception | None = None) -> list[Any]:
+        values: list[Any] = [None] * self._world_size
         with self._connected(phase, error):
             dist.all_gather_object(values, value, group=self._open_group())
         return values
@@ -209,7 +213,7 @@ class Agreement:
         if not isinstance(error, LostRankError):
             unknown = "they ended, or wait for this rank in a library"
             if error is None:
-                unknown = f"a rank ended or gave no sign for {self.timeout_seconds:g} s; see the logs of the others"
+                unknown = f"a rank exited or did not respond within {self.timeout_seconds:g} s; see the other logs"
             error = LostRankError(_parted(phase, error, self._reasons() or [unknown]))
         self.lost = error
         self._end_group()

@@ -110,9 +110,9 @@ class _Heard:
 class FailureWatch:
     """One rank's view of the others, for one `Agreement`. Created on all ranks alike."""
 
-    def __init__(self, timeout_seconds: float) -> None:
+    def __init__(self, rank: int, world_size: int, timeout_seconds: float) -> None:
         """`timeout_seconds`: see `set_silence`."""
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._rank, self._world_size = rank, world_size
         self._neighbour = (self._rank + 1) % self._world_size
         self.set_silence(timeout_seconds)
         self._place, self._heard = _Place(), _Heard()
@@ -127,7 +127,7 @@ class FailureWatch:
             self._pid = os.getpid()
             self._space = process_space()
             if self._space is not None:
-                self._store.append(f"processes/{self._space}", f"{self._rank} {self._pid}\n")
+                _append(self._store, f"processes/{self._space}", f"{self._rank} {self._pid}")
             self._thread = threading.Thread(target=self._watch, name="failure watch", daemon=True)
             self._thread.start()
             atexit.register(self.close)
@@ -219,7 +219,7 @@ class FailureWatch:
     # -- the store ----------------------------------------------------------------------------------------------------
 
     def _say(self, store: dist.Store, failure: Failure, step: int) -> None:
-        store.append(f"{step}/failed", json.dumps(asdict(failure)) + "\n")
+        _append(store, f"{step}/failed", json.dumps(asdict(failure)))
 
     def _read(self, store: dist.Store, place: _Place) -> list[Failure]:
         """What counts of the failures of other ranks where this one is."""
@@ -268,7 +268,7 @@ class FailureWatch:
         has_left = pid is not None and has_ended(pid)
         is_silent = now - self._neighbours_time > self._silence and (pid is None or state_of(pid) is not None)
         if beat != _GONE and (has_left or is_silent):
-            silence = f"gave no sign for {now - self._neighbours_time:.0f} s"
+            silence = f"did not respond for {now - self._neighbours_time:.0f} s"
             text = silence if pid is None else state_of(pid) or silence
             failure = self._seen(self._neighbour, text, place, None if has_left else beat)
             if not any(known.rank == failure.rank for known in self._heard.failures):
@@ -301,7 +301,7 @@ class FailureWatch:
 
     def _report_arrival(self, step: int) -> None:
         if self._arrived_at != step:
-            self._threads_store.append(f"{step}/arrived", f"{self._rank}\n")
+            _append(self._threads_store, f"{step}/arrived", str(self._rank))
             self._arrived_at = step
 
     def _is_stuck(self, place: _Place) -> bool:
@@ -335,9 +335,14 @@ class FailureWatch:
 
 def _own_connection(prefix: str) -> dist.Store:
     """The job's store, apart from what others do with it: a wait of theirs does not hold up this one."""
-    store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store().clone())
+    own = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
+    store = dist.PrefixStore(prefix, own)
     store.set_timeout(timedelta(seconds=_SECONDS_OF_THE_STORE))
     return store
+
+
+def _append(store: dist.Store, key: str, line: str) -> None:
+    store.append(key, f"{line}\n")  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 def _lines(store: dist.Store, key: str) -> list[str]:

@@ -1,0 +1,34 @@
+"""The switch between training and inference on one set of devices.
+
+    sharding_manager.py   ShardingManager: the states, the order of a switch, the way back after a failure
+      states.py             the states, and what each needs on the device
+      contexts.py           `rollout_context` and the like, for HybridEngine and ActorHybridWorker
+      report.py             ReshardReport, and the tally that it is made from
+    rendezvous.py         set-up: layouts are exchanged, the plan is made, transports are connected
+    weight_container.py   the inference weights: empty -> filled bucket by bucket -> released
+    release_fence.py      training memory goes as soon as all ranks have read it
+
+Set-up, once, on every rank:
+
+    1  gather_layouts          training layouts of all ranks                             (by assembly.py, or in 2)
+    2  rendezvous.connect      the other layouts and handles; plan; groups; transports; container
+    3  InferenceWeights.release, MegatronOffloader.onload                                state TRAIN
+
+A switch to INFER, each step a phase that all ranks leave together; on the device afterwards:
+
+    1  offload                 gradients and optimizer state                             parameters
+    2  prepare, check          pending gathers end; NaN                                  parameters
+    3  WeightContainer.fill    for each bucket:
+         allocate                                                                        + one bucket of inference
+         TransportSet.run        read, transfer, write; the next bucket's messages go
+         ReleaseFence.sent       all ranks have read the bucket before                   - that bucket of parameters
+         commit                  the engine's post-load processing
+       finish_fill, trim       staging memory goes                                       inference weights
+    4  offload                 what is left of the parameters
+    5  wake_kv_cache, reset_caches
+
+and back: WeightContainer.release, MegatronOffloader.onload. On failure: abandon and drain in step 3, then `restore`.
+
+To change: what is on the device in a state, states.py; a phase of a switch, sharding_manager.py; how long a fence
+waits, `generate_config.timeout_seconds`; the text of the report's line, report.py.
+"""

@@ -6,7 +6,7 @@ A fence ends when every rank has read all it needs of a bucket; it runs while th
 never holds more than its training weights, less those of the buckets before the last, and the inference weights so far.
 
 When a rank fails, all ranks must still start the same fences, or the next switch would meet the leftovers. They start
-those up to the one after the first that tells of a failure: nobody can have learned of it later.
+those up to the one after the first that tells of a failure: no rank can observe the failure later than that.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class ReleaseFence:
-    """The fences of one switch on one rank (`weight_container.BucketFollower`).
+    """The fences of one switch on one rank (`ports.BucketFollower`).
 
     Args:
+        rank: global rank of this process.
         group: of all ranks, on the CPU, used for nothing else.
         num_buckets: of the plan.
         give_back: called with a bucket's index once every rank has read all of it.
@@ -35,8 +36,9 @@ class ReleaseFence:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, num_buckets: int, give_back: Callable[[int], None], timeout: float
+        self, rank: int, group: dist.ProcessGroup, num_buckets: int, give_back: Callable[[int], None], timeout: float
     ) -> None:
+        self._rank = rank
         self._group = group
         self._num_buckets = num_buckets
         self._give_back = give_back
@@ -79,7 +81,7 @@ class ReleaseFence:
 
     def _start(self, *, failed: bool) -> None:
         """Tell the others: 0 for a success, else this rank's number and one."""
-        told = torch.tensor([dist.get_rank() + 1 if failed else 0], dtype=torch.int64)
+        told = torch.tensor([self._rank + 1 if failed else 0], dtype=torch.int64)
         try:
             work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         except RuntimeError as error:

@@ -1,10 +1,14 @@
-"""What a switch did: `ReshardReport`."""
+"""What a switch did: `ReshardReport`, and the tally it is made from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from hybrid_engine.planning.plan import Link
+from hybrid_engine.switch.weight_container import FillReport
+from hybrid_engine.transports import LocalTransport
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,7 @@ class ReshardReport:
         bytes_by_transport: received, by transport. pairs_by_transport: ranks it was received from.
         bytes_offloaded, bytes_onloaded: between device and host; with what was prefetched since the last switch.
         peak_bytes: training and inference state on the device at once, at its highest during the switch.
-        staging_bytes: beside it, memory of messages on their way: on the device with NCCL, on the host with gloo.
+        staging_bytes: beside it, memory of messages in flight: on the device with NCCL, on the host with gloo.
     """
 
     direction: str
@@ -56,4 +60,47 @@ class ReshardReport:
             f"[Reshard] direction={self.direction} version={self.version} duration={self.seconds:.3f} s, "
             f"transferred={self.bytes_received / 1e9:.6f} GB (least possible {self.bytes_least / 1e9:.6f} GB), "
             f"{rate:.3f} GB/s, peak={self.peak_bytes / 1e9:.6f} GB{ways}"
+        )
+
+
+@dataclass
+class SwitchTally:
+    """What a running switch has done so far on this rank; attributes as in `ReshardReport`."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    offloaded: int = 0
+    onloaded: int = 0
+    peak: int = 0
+    fill: FillReport | None = None
+
+    def add_seconds(self, phase: str, seconds: float) -> None:
+        """A phase may come several times."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+    def add_fill(self, fill: FillReport) -> None:
+        """There is at most one."""
+        self.fill = fill
+        self.seconds.update(fill.seconds)
+
+    def report(self, direction: str, version: int, seconds: float, bytes_least: int) -> ReshardReport:
+        """All of it; `bytes_least` counts where there was a fill."""
+        fill = self.fill or FillReport({}, dict.fromkeys(Link, 0), {})
+        from_others = {
+            name: by_peer for name, by_peer in fill.nbytes_by_peer.items() if by_peer and name != LocalTransport.name
+        }
+        return ReshardReport(
+            direction=direction,
+            version=version,
+            seconds=seconds,
+            seconds_by_phase=dict(self.seconds),
+            bytes_received=fill.received_nbytes,
+            bytes_own=fill.nbytes_by_link[Link.SELF],
+            bytes_least=bytes_least if self.fill else 0,
+            bytes_offloaded=self.offloaded,
+            bytes_onloaded=self.onloaded,
+            peak_bytes=self.peak,
+            staging_bytes=fill.staging_nbytes,
+            bytes_across_hosts=fill.nbytes_by_link[Link.NETWORK],
+            bytes_by_transport={name: sum(by_peer.values()) for name, by_peer in from_others.items()},
+            pairs_by_transport={name: len(by_peer) for name, by_peer in from_others.items()},
         )

@@ -24,107 +24,43 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.errors import LostRankError, PlanError, ReshardError, StateError
-from hybrid_engine.memory.elastic import Handle, is_elastic
-from hybrid_engine.memory.offloader import KINDS as KIND_ORDER
-from hybrid_engine.memory.offloader import MegatronOffloader, OffloadReport, Part
-from hybrid_engine.planning.plan import Link, ReshardPlan
-from hybrid_engine.planning.planner import plan
-from hybrid_engine.planning.release_schedule import release_schedule
-from hybrid_engine.ports import InferenceWeights, TrainingWeights
-from hybrid_engine.ranks.agreement import SHORT_PATIENCE, Agreement
-from hybrid_engine.ranks.hosts import host_id
-from hybrid_engine.ranks.process_groups import end_groups
-from hybrid_engine.records.layout import BufferId, Layout
+from hybrid_engine.errors import LostRankError, ReshardError, StateError
+from hybrid_engine.memory.offloader import KINDS, Kind, MegatronOffloader, OffloadReport, Part
+from hybrid_engine.planning.plan import ReshardPlan
+from hybrid_engine.ports import BucketFollower, InferenceCaches, InferenceWeights, Trainer
+from hybrid_engine.ranks.agreement import SHORT_PATIENCE
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.release_fence import ReleaseFence
-from hybrid_engine.switch.report import ReshardReport
-from hybrid_engine.switch.states import KINDS, NEEDED_KINDS, State, require
-from hybrid_engine.switch.weight_container import BucketFollower, FillReport, WeightContainer
-from hybrid_engine.transports import LocalTransport, RelayBuffers, TransportSet, export_handles
+from hybrid_engine.switch.rendezvous import Connection, connect
+from hybrid_engine.switch.report import ReshardReport, SwitchTally
+from hybrid_engine.switch.states import NEEDED_KINDS, State, require
+from hybrid_engine.switch.weight_container import WeightContainer
+from hybrid_engine.transports import TransportSet
 
 logger = logging.getLogger("hybrid_engine")
 
-_GIB = 1024**3
-
-
-class InferenceCaches(Protocol):
-    """What the switch asks of an inference engine beside its weights."""
-
-    def wake_kv_cache(self) -> None:
-        """Take the KV cache's memory again where the release of the weights gave it back."""
-        ...
-
-    def reset_caches(self) -> None:
-        """Forget what was computed with older weights."""
-        ...
-
-
-@dataclass
-class _Tally:
-    """What a running switch has done so far."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    received: int = 0
-    own: int = 0
-    across_hosts: int = 0
-    staging: int = 0
-    by_peer: Mapping[str, Mapping[int, int]] = field(default_factory=dict)  # of other ranks, by transport
-    offloaded: int = 0
-    onloaded: int = 0
-    peak: int = 0
-
-    def add_fill(self, report: FillReport) -> None:
-        self.seconds.update(report.seconds)
-        self.received = report.received_nbytes
-        self.own = report.nbytes_by_link[Link.SELF]
-        self.across_hosts = report.nbytes_by_link[Link.NETWORK]
-        self.staging = report.staging_nbytes
-        self.by_peer = {
-            name: by_peer for name, by_peer in report.nbytes_by_peer.items() if by_peer and name != LocalTransport.name
-        }
-
-
-@dataclass(frozen=True)
-class _RankSetup:
-    """What the ranks tell each other before planning."""
-
-    host: str
-    training: Layout
-    inference: Layout
-    handles: Mapping[BufferId, Handle]
-    can_relay: bool
-
-
-@dataclass(frozen=True)
-class _RankPlan:
-    """What the ranks tell each other after planning."""
-
-    fingerprint: str
-    handles: Mapping[BufferId, Handle]  # of relay buffers
+_ALL_KINDS = frozenset(KINDS)
 
 
 class ShardingManager:
     """Moves one set of devices between training and inference. All methods are collective.
 
     Args:
-        training: the weights that are read.
+        trainer: whose weights are read, and whose state leaves the device.
         inference: the weights that are written.
         caches: the inference engine's caches.
-        offloader: takes training state off the device and back.
-        version: gives the number of optimizer steps the training weights have taken.
-        config: which kinds to offload, transport, bucket size, timeout.
-        agreement: of all ranks; made here when there is none.
-        unserved: canonical tensors that training holds and the inference engine does not read.
+        offloader: takes the trainer's state off the device and back.
+        config: which kinds to offload, transport, bucket size.
+        job: of all ranks; outlives this object.
+        training_layouts: of all ranks, where they are known (`rendezvous.gather_layouts`).
 
     Knows neither Megatron nor vLLM. The plan is made once, here; a later switch that finds the training weights
     elsewhere raises (`TrainingWeights.prepare`).
@@ -132,72 +68,61 @@ class ShardingManager:
 
     def __init__(
         self,
-        training: TrainingWeights,
+        trainer: Trainer,
         inference: InferenceWeights,
         caches: InferenceCaches,
         offloader: MegatronOffloader,
-        version: Callable[[], int],
         config: GenerateConfig,
-        agreement: Agreement | None = None,
-        unserved: Iterable[str] = (),
+        job: Job,
+        training_layouts: Sequence[Layout] | None = None,
     ) -> None:
-        self.training = training
+        self.trainer = trainer
+        self.training = trainer.weights
         self.inference = inference
         self.caches = caches
         self.offloader = offloader
-        self.version = version
         self.config = config
-        self.unserved = frozenset(unserved)
-        self.agreement = agreement or Agreement(config.timeout_seconds)
-        self._owns_agreement = agreement is None
-        self._groups: list[dist.ProcessGroup] = []
-        self._is_closed = False
+        self.job = job
         self.state = State.TRAIN
         self.last_report: ReshardReport | None = None
         self._start_hooks: list[Callable[[State, State], None]] = []
         self._end_hooks: list[Callable[[ReshardReport], None]] = []
         self._context_state: State | None = None
-        self._tally = _Tally()
+        self._tally = SwitchTally()
         self._num_prefetched = 0  # bytes, for the report of the next switch
-        self.rank = dist.get_rank()
-        try:
-            self._set_up()
-        except BaseException:
-            self.close()
-            raise
-
-    def _set_up(self) -> None:
-        """Agree on a plan with all ranks, and connect."""
-        training, inference, config = self.training, self.inference, self.config
-        devices = [tensor.device for tensor in training.buffers().values()]
-        self._device = next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
-        self.transfer_group = self._new_group("nccl" if self._device.type == "cuda" else "gloo")
-        self._fence_group = self._new_group("gloo")
-        with self._phase("layout"):
-            handles = export_handles(self.rank, training.buffers())
-            can_relay = config.transport == "auto" and is_elastic(self._device)
-            setup = _RankSetup(host_id(), training.layout(), inference.layout(), handles, can_relay)
-        setups = self.agreement.gather(setup)
-        with self._phase("plan"):
-            self.plan = self._make_plan(setups)
-            relays = RelayBuffers(self.rank, self.plan.relays, self._device)
-            self._releases = release_schedule(setup.training.shards, self.plan.buckets)
-        settings = f"{config.bucket_mb} MiB, {config.transport}"
-        plans = self.agreement.gather(_RankPlan(f"{self.plan.fingerprint} {settings}", relays.handles()))
-        if len({made.fingerprint for made in plans}) > 1:
-            raise PlanError(["the ranks made different plans: they do not run the same code or configuration"])
-        relaying = any(made.handles for made in plans)
-        tell_group = self._new_group("gloo") if relaying else None
-        with self._phase("plan"):
-            self.router = self._connect(setups, plans, relays, tell_group)
-            # On CUDA releasing training memory waits for the device, so for messages on their way: a peer that hangs.
-            ahead = self._device.type == "cpu"
-            self.container = WeightContainer(self.inference, self.plan, self.router, sends_ahead=ahead)
-        with self._phase("release"):
-            self.inference.release()
-        with self._phase("onload"):
-            self.offloader.onload(KINDS)
+        self._connection: Connection | None = None
+        with ExitStack() as undo:
+            connection = connect(
+                job,
+                self.training,
+                inference,
+                config,
+                undo,
+                may_stay_unread=trainer.unserved,
+                source_layouts=training_layouts,
+                phase=self._phase,
+            )
+            with self._phase("release"):
+                inference.release()
+            with self._phase("onload"):
+                offloader.onload(KINDS)
+            self._connection, self._ends = connection, undo.pop_all()
         self._setup_seconds = dict(self._tally.seconds)
+
+    @property
+    def plan(self) -> ReshardPlan:
+        """Of this rank. Raises StateError when closed, as do `router` and `container`."""
+        return self._require_open().plan
+
+    @property
+    def router(self) -> TransportSet:
+        """The transports."""
+        return self._require_open().router
+
+    @property
+    def container(self) -> WeightContainer:
+        """The inference weights, as the switch fills them."""
+        return self._require_open().container
 
     def on_reshard_start(self, hook: Callable[[State, State], None]) -> Callable[[State, State], None]:
         """Call `hook(from_state, to_state)` before every switch; usable as a decorator."""
@@ -238,11 +163,11 @@ class ShardingManager:
             return None
         before, started = self.state, time.perf_counter()
         setup = self._setup_seconds if self.last_report is None else {}  # the first report tells what planning took
-        self._tally = _Tally(seconds=dict(setup), onloaded=self._num_prefetched)
+        self._tally = SwitchTally(seconds=dict(setup), onloaded=self._num_prefetched)
         self._num_prefetched = 0
         with self._phase("start hooks"):
-            for hook in self._start_hooks:
-                hook(before, target)
+            for start_hook in self._start_hooks:
+                start_hook(before, target)
         try:
             self._switch(before, target)
         except LostRankError:
@@ -252,14 +177,16 @@ class ShardingManager:
             self._restore(before, target, error)
             raise
         self.state = target
-        report = self._report(f"{before.value}->{target.value}", time.perf_counter() - started)
+        direction, count = f"{before.value}->{target.value}", self.plan.bytes_by_rank.get(self.job.rank)
+        seconds, lower_bound = time.perf_counter() - started, count.lower_bound if count else 0
+        self.last_report = report = self._tally.report(direction, self.trainer.version, seconds, lower_bound)
         logger.info("%s", report)
         with self._phase("end hooks"):
-            for hook in self._end_hooks:
-                hook(report)
+            for end_hook in self._end_hooks:
+                end_hook(report)
         return report
 
-    def prefetch(self, kinds: Iterable[str] = KIND_ORDER) -> None:
+    def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
         """Begin to bring training state back while the last completions are generated, in state INFER.
 
         The switch to TRAIN finds these kinds there; a switch to another state takes off again what that does not need.
@@ -269,7 +196,7 @@ class ShardingManager:
         self._require_open()
         if self.state is not State.INFER:
             raise StateError(f"training state is prefetched while vLLM generates; the state is {self.state.value}")
-        with self.agreement.phase("prefetch"):
+        with self.job.agreement.phase("prefetch"):
             self._num_prefetched += _total(self.offloader.onload(kinds, read_only=True, wait=False))
 
     def require(self, *states: State) -> None:
@@ -290,7 +217,7 @@ class ShardingManager:
         elif before is State.TRAIN:  # what is pending would write parameters that count as unchanged from here on
             self._prepare()
         wanted = self._resident_kinds(target)
-        self._offload(KINDS - wanted)
+        self._offload(_ALL_KINDS - wanted)
         self._onload(wanted, read_only=target is not State.TRAIN)
         if target is State.INFER:
             with self._phase("resume"):
@@ -298,7 +225,7 @@ class ShardingManager:
                 self.caches.reset_caches()
 
     def _fill_inference(self) -> None:
-        self._offload(KINDS - self._resident_kinds(State.INFER) - {"param"})
+        self._offload(_ALL_KINDS - self._resident_kinds(State.INFER) - {"param"})
         self._onload({"param"}, read_only=True)
         self._prepare()
         with self._phase("check"):
@@ -318,40 +245,46 @@ class ShardingManager:
         """Lets parameters go bucket by bucket during a fill, and notes the peak; None where they are to stay."""
         if not self.config.offload_train_param:
             return None
-        on_device = _resident_nbytes(self.offloader)
+        total = _resident_nbytes(self.offloader) + self._tally.offloaded
+        return ReleaseFence(
+            self.job.rank,
+            self._require_open().fence_group,
+            len(self.plan.buckets),
+            partial(self._free_bucket, buffers, total),
+            self.job.timeout_seconds,
+        )
 
-        def give_back(index: int) -> None:
-            nonlocal on_device
-            self._note_peak(on_device)
-            parts = [
-                Part(buffers[name], extent.start, extent.stop)
-                for name, extents in self._releases[index].items()
-                for extent in extents
-            ]
-            nbytes = self.offloader.offload_parts("param", parts)
-            self._tally.offloaded += nbytes
-            on_device -= nbytes
+    def _free_bucket(self, buffers: Mapping[str, torch.Tensor], total: int, index: int) -> None:
+        """Take off the device what every rank has read: called by the fence of bucket `index`.
 
-        return ReleaseFence(self._fence_group, len(self.plan.buckets), give_back, self.config.timeout_seconds)
+        `total`: bytes of training state on the device and those that this switch took off it.
+        """
+        self._note_peak(total - self._tally.offloaded)
+        parts = [
+            Part(buffers[name], extent.start, extent.stop)
+            for name, extents in self._require_open().releases[index].items()
+            for extent in extents
+        ]
+        self._tally.offloaded += self.offloader.offload_parts("param", parts)
 
     def _release_inference(self) -> None:
         with self._phase("release"):
             self.container.release()
 
-    def _resident_kinds(self, state: State) -> set[str]:
+    def _resident_kinds(self, state: State) -> set[Kind]:
         """Kinds of training state on the device in `state`: those it needs, and those never offloaded."""
-        flags = {
+        flags: dict[Kind, bool] = {
             "param": self.config.offload_train_param,
             "grad": self.config.offload_train_grad,
             "optimizer": self.config.offload_train_optimizer,
         }
         return {kind for kind, offloads in flags.items() if kind in NEEDED_KINDS[state] or not offloads}
 
-    def _offload(self, kinds: set[str]) -> None:
+    def _offload(self, kinds: Collection[Kind]) -> None:
         with self._phase("offload"):
             self._tally.offloaded += _total(self.offloader.offload(kinds))
 
-    def _onload(self, kinds: set[str], *, read_only: bool) -> None:
+    def _onload(self, kinds: Collection[Kind], *, read_only: bool) -> None:
         with self._phase("onload"):
             self._tally.onloaded += _total(self.offloader.onload(kinds, read_only=read_only))
             self._note_peak()
@@ -364,15 +297,15 @@ class ShardingManager:
         self.state = State.IDLE
         restored = State.IDLE if before is State.INFER else before
         try:
-            with self.agreement.phase("restore"):
+            with self.job.agreement.phase("restore"):
                 self.container.release()
                 wanted = self._resident_kinds(restored)
-                self.offloader.offload(KINDS - wanted)
+                self.offloader.offload(_ALL_KINDS - wanted)
                 self.offloader.onload(wanted)
         except LostRankError as lost:
             raise LostRankError(f"{error}\nThe state before could not be restored: {lost}") from error
         except Exception as restore_error:
-            away = [kind for kind in KIND_ORDER if self.offloader.is_offloaded(kind)]
+            away = [kind for kind in KINDS if self.offloader.is_offloaded(kind)]
             raise ReshardError(
                 f"switch {before.value}->{target.value} failed ({error}) and so did the way back ({restore_error}); "
                 f"in host memory: {', '.join(away) or 'nothing'}; the state is idle, and the next switch starts from it"
@@ -384,9 +317,9 @@ class ShardingManager:
     def _phase(self, name: str, patience: float | None = None) -> Iterator[None]:
         """Time a phase and end it with all ranks agreeing that it succeeded; see `Agreement.phase`."""
         started = time.perf_counter()
-        with self.agreement.phase(name, patience):
+        with self.job.agreement.phase(name, patience):
             yield
-        self._tally.seconds[name] = self._tally.seconds.get(name, 0.0) + time.perf_counter() - started
+        self._tally.add_seconds(name, time.perf_counter() - started)
 
     def _note_peak(self, training: int | None = None) -> None:
         """Look at what is on the device; `training`: bytes of training state there, if they are known."""
@@ -394,87 +327,15 @@ class ShardingManager:
             training = _resident_nbytes(self.offloader)
         self._tally.peak = max(self._tally.peak, training + self.inference.resident_nbytes())
 
-    def _new_group(self, backend: str) -> dist.ProcessGroup:
-        """A group for one purpose only: after a timeout it is dead."""
-        group = dist.new_group(backend=backend, timeout=timedelta(seconds=self.config.timeout_seconds))
-        self._groups.append(group)
-        return group
+    def _require_open(self) -> Connection:
+        if self._connection is None:
+            raise StateError("the switch was closed; build the engine anew")
+        return self._connection
 
     def close(self) -> None:
         """No switch any more: give back the transports' mappings and memory, and end the process groups. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        if "router" in vars(self):
-            self.router.close()
-        for owner in ("router", "container", "transfer_group", "_fence_group"):
-            vars(self).pop(owner, None)
-        groups, self._groups = self._groups, []
-        end_groups(*groups)
-        if self._owns_agreement:
-            self.agreement.close()
-
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise StateError("the switch was closed; build the engine anew")
-
-    def _make_plan(self, setups: Sequence[_RankSetup]) -> ReshardPlan:
-        """Plan, from what all ranks told each other. A host relays where all of its ranks can."""
-        hosts = [setup.host for setup in setups]
-        return plan(
-            Layout.merge(setup.training for setup in setups),
-            Layout.merge(setup.inference for setup in setups),
-            hosts,
-            self.config.bucket_mb * 1024**2,
-            self.unserved,
-            rank=self.rank,
-            relaying_hosts=set(hosts) - {setup.host for setup in setups if not setup.can_relay},
-        )
-
-    def _connect(
-        self,
-        setups: Sequence[_RankSetup],
-        plans: Sequence[_RankPlan],
-        relays: RelayBuffers,
-        tell_group: dist.ProcessGroup | None,
-    ) -> TransportSet:
-        """The transports for the plan."""
-        handles = {buffer: handle for made in (*setups, *plans) for buffer, handle in made.handles.items()}
-        router = TransportSet.connect(
-            self.rank,
-            {key: buffer for setup in setups for key, buffer in setup.training.buffers.items()},
-            handles,
-            self.transfer_group,
-            destination_buffers={key: buffer for setup in setups for key, buffer in setup.inference.buffers.items()},
-            relays=relays,
-            tell_group=tell_group,
-            preference=self.config.transport,
-            timeout=self.config.timeout_seconds,
-        )
-        router.check(self.plan, exported=handles)
-        return router
-
-    def _report(self, direction: str, seconds: float) -> ReshardReport:
-        tally, filled = self._tally, direction.endswith(State.INFER.value)
-        bytes_of_rank = self.plan.bytes_by_rank.get(self.rank) if filled else None
-        report = ReshardReport(
-            direction=direction,
-            version=self.version(),
-            seconds=seconds,
-            seconds_by_phase=dict(tally.seconds),
-            bytes_received=tally.received,
-            bytes_own=tally.own,
-            bytes_least=bytes_of_rank.lower_bound if bytes_of_rank else 0,
-            bytes_offloaded=tally.offloaded,
-            bytes_onloaded=tally.onloaded,
-            peak_bytes=tally.peak,
-            staging_bytes=tally.staging,
-            bytes_across_hosts=tally.across_hosts,
-            bytes_by_transport={name: sum(by_peer.values()) for name, by_peer in tally.by_peer.items()},
-            pairs_by_transport={name: len(by_peer) for name, by_peer in tally.by_peer.items()},
-        )
-        self.last_report = report
-        return report
+        self._connection = None
+        self._ends.close()
 
 
 def _total(report: OffloadReport) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 
 from hybrid_engine.errors import StateError
-from hybrid_engine.memory.offloader import KINDS as KIND_ORDER
+from hybrid_engine.memory.offload_items import KINDS, Kind
 
 
 class State(StrEnum):
@@ -18,10 +18,8 @@ class State(StrEnum):
     IDLE = "idle"
 
 
-KINDS = frozenset(KIND_ORDER)
-
-NEEDED_KINDS = {
-    State.TRAIN: KINDS,
+NEEDED_KINDS: Mapping[State, frozenset[Kind]] = {
+    State.TRAIN: frozenset(KINDS),
     State.FORWARD: frozenset({"param"}),
     State.INFER: frozenset(),
     State.IDLE: frozenset(),

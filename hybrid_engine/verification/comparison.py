@@ -49,7 +49,7 @@ class Comparison:
     def _change_weights(self, version: int, checkpoint: Path) -> torch.Tensor | None:
         """Give Megatron new weights and save them to `checkpoint`; return its logits where it computes them."""
         if version == 0 or not self.trains:
-            with self.worker.sharding.agreement.phase("writing a random checkpoint"):
+            with self.worker.job.agreement.phase("writing a random checkpoint"):
                 if self.rank == 0:
                     model_dir, dtype = self.worker.config.model, self.verdict.dtype
                     write_random_checkpoint(checkpoint, model_dir, self.table, dtype, version)
@@ -87,7 +87,7 @@ class Comparison:
             self.verdict.num_parameters += len(native)
             del native
             self._note("vllm", expected[:, :-1], self._served_logits())
-        report, agreement = self.worker.sharding.last_report, self.worker.sharding.agreement
+        report, agreement = self.worker.sharding.last_report, self.worker.job.agreement
         assert report is not None, "there was a switch"
         self.verdict.bytes_received = agreement.total(report.bytes_received)
         self.verdict.bytes_least = agreement.total(report.bytes_least)
@@ -112,7 +112,7 @@ class Comparison:
 
         tokens = self._tokens()
         expected = torch.empty(*tokens.shape, self.table.dims.vocab_size)
-        with self.worker.sharding.agreement.phase("logits by transformers"):
+        with self.worker.job.agreement.phase("logits by transformers"):
             if self.rank == 0:
                 expected.copy_(self.reference.log_probs(checkpoint, tokens))
         dist.broadcast(expected, src=0)

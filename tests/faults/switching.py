@@ -93,7 +93,7 @@ def _points(worker: ActorHybridWorker) -> dict[str, tuple[Any, str]]:
     objects = {
         "training": (sharding.training, ("prepare", "check_values", "buffers")),
         "offloader": (sharding.offloader, ("offload", "onload", "offload_parts")),
-        "inference": (sharding.inference, ("allocate", "commit", "settle", "release")),
+        "inference": (sharding.inference, ("allocate", "commit", "finish_fill", "release")),
         "router": (sharding.router, ("prepare", "run", "trim")),
         "caches": (sharding.caches, ("wake_kv_cache", "reset_caches")),
     }
@@ -134,7 +134,7 @@ def _attempt(worker: ActorHybridWorker, target: State) -> str | None:
 
 def _disagreements(worker: ActorHybridWorker, what: str, error: str | None) -> list[str]:
     """What the ranks do not have in common after a switch: whether it failed, and the state."""
-    seen = worker.sharding.agreement.gather((error is None, worker.sharding.state))
+    seen = worker.job.agreement.gather((error is None, worker.sharding.state))
     return [] if len(set(seen)) == 1 else [f"{what}: {seen}, {error}"]
 
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_engine import ActorHybridWorker, ReferenceModel, assembly
+from hybrid_engine import ActorHybridWorker, ReferenceModel
 from hybrid_engine.errors import ConfigError, HybridEngineError, StateError, Violation
 from hybrid_engine.planning.relays import staging_nbytes
-from hybrid_engine.switch import sharding_manager
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.switch import rendezvous
 from hybrid_engine.worker import share_of
 from tests.harness.launch import Ranks, remembered
 from tests.zoo import workers
@@ -142,15 +143,9 @@ def test_training_is_bitwise_the_same_with_switches(outcomes: Callable[[int], An
 def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> dict[str, Any]:
     """A pipeline stage on two ranks each, whole models for generation; `hosts` is where each rank takes itself to be.
     What vLLM holds after a switch, an update and another switch, and what that switch moved."""
-    modules = sharding_manager, assembly
-    host_ids = [module.host_id for module in modules]
-    for module in modules:
-        module.host_id = lambda: hosts[int(os.environ["RANK"])]
-    try:
-        worker = workers.build_worker(model, {**TP2PP2, **BF16}, {"bucket_mb": 1})
-    finally:
-        for module, host_id in zip(modules, host_ids, strict=True):
-            module.host_id = host_id
+    config = workers.configuration(model, {**TP2PP2, **BF16}, {"bucket_mb": 1})
+    job = Job.join(config.generate_config.timeout_seconds, host=hosts[int(os.environ["RANK"])])
+    worker = ActorHybridWorker(config, job=job)
     digests: list[dict[str, str]] = [{}, {}]
     for seed, seen in enumerate(digests):
         worker.inference.adaptor.observer = lambda name, tensor, seen=seen: seen.update({name: _digest([tensor])})
@@ -172,6 +167,7 @@ def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> dict[str, Any]:
         "staging planned": staging_nbytes(plan.buckets, plan.relays, worker.rank),
     }
     worker.shutdown()
+    job.close()
     return found
 
 
@@ -352,7 +348,7 @@ def fail_while_building(model: Path) -> list[tuple[str, bool]]:
         raise ConfigError([Violation("actor_config", "it does not fit", "Take another")])
 
     outcomes = []
-    for owner, name in ((build, "build_actor"), (sharding_manager, "plan")):
+    for owner, name in ((build, "build_actor"), (rendezvous, "plan")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as error:
             patch.setattr(owner, name, fail)
             workers.build_worker(model, TP2)

@@ -1,6 +1,6 @@
 """vLLM in the processes that train: built on their process group, fed by an adaptor, asked for completions.
 
-    engine = InferenceEngine(settings, tensors={hf name: shape}, rank=dist.get_rank())     # collective
+    engine = InferenceEngine(settings, tensors={hf name: shape}, job=Job.join(timeout))     # collective
     plan(training.layout(), engine.adaptor.layout())                                       # once
     ... allocate, fill, commit through engine.adaptor; engine.reset_caches() ...            # every switch
     completions = engine.generate(prompts_of_this_replica, Sampling(n=8, max_tokens=32))   # all ranks together
@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.backends.vllm.arguments import check_arguments, is_eager, is_sleepy, llm_arguments
 from hybrid_engine.backends.vllm.engine_settings import AdapterConfig, Completion, InferenceSettings, Sampling
@@ -47,9 +46,8 @@ from hybrid_engine.backends.vllm.requests import (
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.errors import ConfigError, ModelError, StateError, Violation
-from hybrid_engine.ranks.agreement import SHORT_PATIENCE, Agreement
-
-_SECONDS_TO_BUILD = 1800.0
+from hybrid_engine.ranks.agreement import SHORT_PATIENCE
+from hybrid_engine.ranks.job import Job
 
 
 class InferenceEngine:
@@ -63,33 +61,27 @@ class InferenceEngine:
         self,
         settings: InferenceSettings,
         tensors: Mapping[str, tuple[int, ...]],
-        rank: int,
-        agreement: Agreement | None = None,
+        job: Job,
         dtypes: Mapping[str, str] | None = None,
     ) -> None:
-        """Build vLLM; every rank calls this at the same time, with an initialised default process group.
+        """Build vLLM; every rank of the job calls this at the same time.
 
         Args:
             settings: the same on every rank.
             tensors: canonical names and shapes of the whole model.
-            rank: global rank.
-            agreement: of all ranks; made here when there is none.
+            job: whose ranks generate; outlives this object.
             dtypes: canonical name -> dtype, where it is not that of the weights (`ModelTable.dtypes`).
 
         Weights are zero and `generate` refuses until all groups were committed once. The process's random state and
         its process groups are as before. Raises DependencyError, ConfigError, ModelError or ParameterMismatchError.
         """
-        if not dist.is_initialized():
-            raise StateError("no process group: call torch.distributed.init_process_group (or Megatron's) first")
-        self._agreement = agreement or Agreement(_SECONDS_TO_BUILD)
-        self._owns_agreement = agreement is None
+        self.job = job
+        self._agreement = job.agreement
         self.settings = settings
-        self.rank = rank
+        self.rank = rank = job.rank
         self._adaptor: VllmAdaptor | None = None
         self._kv_cache_asleep = False
         with contextlib.ExitStack() as undo:
-            if self._owns_agreement:
-                undo.callback(self._agreement.close)
             with self._agreement.phase("checking vLLM and the model"):
                 check_world(settings, rank)
                 self._place = settings.place_of(rank)
@@ -275,8 +267,6 @@ class InferenceEngine:
         del core, llm
         gc.unfreeze()  # vLLM froze the collector's generations at start-up
         destroy_groups()
-        if self._owns_agreement:
-            self._agreement.close()
         gc.collect()
 
     # -- inside -------------------------------------------------------------------------------------------------------

@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
 from hybrid_engine.megatron_script import script_engine as engine
+from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.megatron_script.test_script_engine import Timers
 from tests.hybrid_engine.ranks.test_agreement import outcome_of
-from tests.hybrid_engine.switch.fakes import FakeInference, FakeTraining, Rig
+from tests.hybrid_engine.switch.fakes import FakeInference, FakeTraining, Rig, Script
 
 SILENCE_SECONDS = 2.0  # of the agreement whose peer has left
 PATIENCE_SECONDS = 60.0  # of all others
@@ -28,6 +29,10 @@ class FakeVllm(FakeInference):
     """Also what a script asks of an `InferenceEngine` beside its weights."""
 
     settings = SimpleNamespace(data_parallel_size=1)
+
+    def __init__(self, script: Script, job: Job) -> None:
+        super().__init__(script, job.rank)
+        self.job = job
 
     @property
     def adaptor(self) -> FakeVllm:
@@ -41,21 +46,6 @@ class FakeVllm(FakeInference):
         return [[Completion((4,), (-1.0,), "stop")] for _ in prompts]
 
     def shutdown(self) -> None: ...
-
-
-class FakeModel:
-    """What a script asks of a `LiveModel`."""
-
-    def __init__(self, training: FakeTraining) -> None:
-        self.weights = training
-        self.offload_items = training.items
-        self.reachable_tensors = lambda: iter(())
-        self.unserved: list[str] = []
-        self.chunks = ["chunk"]
-
-    @property
-    def version(self) -> int:
-        return self.weights.version
 
 
 class Engine(engine.ScriptEngine):
@@ -83,14 +73,15 @@ class Engine(engine.ScriptEngine):
     def _at(self, point: str) -> Any:
         return self.failures.get(point, lambda: None)()
 
-    def _live_model(self, *_: Any) -> FakeModel:
+    def _live_model(self, *_: Any) -> FakeTraining:
         self._at("model")
-        return FakeModel(self.rig.training)
+        self.rig.training.chunks = ["chunk"]
+        return self.rig.training
 
     def build(self) -> None:
-        def vllm(*_: Any) -> FakeVllm:
+        def vllm(config: Any, table: Any, layouts: Any, job: Job) -> FakeVllm:
             self._at("vllm")
-            return FakeVllm(self.rig.script, dist.get_rank())
+            return FakeVllm(self.rig.script, job)
 
         with mock.patch.object(engine, "build_inference_engine", vllm):
             self.attach(["chunk"], None, 0)
@@ -143,8 +134,8 @@ def fail_on_one_rank() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(ranks: Ranks) -> list[dict[str, str]]:
-    return ranks.launch(fail_on_one_rank, 2, timeout=120)
+def outcomes(engines: Ranks) -> list[dict[str, str]]:
+    return engines.launch(fail_on_one_rank, 2, timeout=120)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,6 @@ from hybrid_engine.megatron_script.matching import _DEFAULTS, model_mismatches, 
 from hybrid_engine.megatron_script.script_settings import actor_values, read_settings
 from hybrid_engine.models import table_for
 from hybrid_engine.ports import InferenceWeights
-from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.sharding_manager import ShardingManager, State
 from megatron_patches.arguments import ReshardingOptions
@@ -291,14 +290,14 @@ def test_the_padded_vocabulary_must_hold_the_models() -> None:
 
 
 def checked(rig: Rig) -> tuple[CheckedWeights, ShardingManager]:
-    weights = CheckedWeights(rig.inference, Agreement(60))
+    weights = CheckedWeights(rig.inference, rig.job.agreement)
     manager = ShardingManager(
-        training=rig.training,
+        trainer=rig.training,
         inference=weights,
         caches=rig.inference,
         offloader=rig.offloader,
-        version=lambda: rig.training.version,
         config=rig.config,
+        job=rig.job,
     )
     return weights, manager
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import RemoteError, ReshardError, StateError, WeightError
 from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
 
 SILENCE_SECONDS = 1.0  # of the agreement whose peer says nothing
@@ -28,7 +29,7 @@ def outcome_of(call: Callable[[], object]) -> str:
 def alone() -> Iterator[Agreement]:
     """The agreement of a job with one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Agreement(timeout_seconds=30)
+    yield Job.join(30).agreement
     dist.destroy_process_group()
 
 
@@ -36,7 +37,7 @@ def test_a_phase_that_succeeds_goes_on(alone: Agreement):
     done = []
     with alone.phase("first"):
         done.append("first")
-    alone.settle("second", None)
+    alone.conclude("second")
     assert done == ["first"]
     assert alone.gather({"rank": 0}) == [{"rank": 0}]
     assert alone.total(-7) == -7
@@ -45,7 +46,7 @@ def test_a_phase_that_succeeds_goes_on(alone: Agreement):
 def test_a_closed_one_says_so(alone: Agreement):
     alone.close()
     alone.close()
-    for call in (lambda: alone.total(1), lambda: alone.gather(1), lambda: alone.settle("phase", None)):
+    for call in (lambda: alone.total(1), lambda: alone.gather(1), lambda: alone.conclude("phase")):
         with pytest.raises(StateError, match="nothing to agree on any more"):
             call()
 
@@ -54,9 +55,9 @@ def test_a_closed_one_says_so(alone: Agreement):
 def test_errors_of_the_engine_pass_as_they_are(alone: Agreement, error: Exception):
     with pytest.raises(type(error)) as by_phase, alone.phase("check"):
         raise error
-    with pytest.raises(type(error)) as by_settle:
-        alone.settle("check", error)
-    assert by_phase.value is error and by_settle.value is error
+    with pytest.raises(type(error)) as by_conclude:
+        alone.conclude("check", error)
+    assert by_phase.value is error and by_conclude.value is error
 
 
 def test_foreign_errors_become_reshard_errors_where_they_happen(alone: Agreement):
@@ -91,13 +92,13 @@ def fail_on_rank() -> dict[str, object]:
     """Every way in which one rank or both fail; the agreement stays usable each time."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    agreement = Agreement(timeout_seconds=60)
+    agreement = Job.join(60).agreement
     foreign, own = OSError("disk on fire"), StateError("not now")
     results: dict[str, object] = {"both well": _phase(agreement, None)}
     results["rank 0, foreign"] = _phase(agreement, foreign if rank == 0 else None)
     results["rank 1, own"] = _phase(agreement, own if rank == 1 else None)
     results["both"] = _phase(agreement, foreign if rank == 0 else own)
-    results["settle"] = outcome_of(lambda: agreement.settle("fill", own if rank == 0 else None))
+    results["conclude"] = outcome_of(lambda: agreement.conclude("fill", own if rank == 0 else None))
     results["long text"] = len(_phase(agreement, ValueError("x" * 100_000) if rank == 1 else None)) >= 100_000
     results["gather"] = agreement.gather({"rank": rank, "payload": "y" * (10 + 1000 * rank)})
     results["total"] = [agreement.total(rank + 1), agreement.total(2**40)]
@@ -123,8 +124,8 @@ def test_all_ranks_raise_when_one_fails(failures: list[dict[str, object]]):
     assert of_rank_1["rank 1, own"] == "StateError: not now"
     assert of_rank_0["rank 1, own"].startswith("RemoteError: ")
     assert "rank 1: StateError: not now" in of_rank_0["rank 1, own"]
-    assert of_rank_0["settle"] == "StateError: not now"
-    assert "fill" in of_rank_1["settle"] and "rank 0: StateError: not now" in of_rank_1["settle"]
+    assert of_rank_0["conclude"] == "StateError: not now"
+    assert "fill" in of_rank_1["conclude"] and "rank 0: StateError: not now" in of_rank_1["conclude"]
 
 
 def test_each_rank_raises_its_own_error_when_both_fail(failures: list[dict[str, object]]):
@@ -141,8 +142,8 @@ def test_gather_and_total(failures: list[dict[str, object]]):
 
 
 LOST_CALLS: dict[str, Callable[[Agreement], object]] = {
-    "settle": lambda agreement: agreement.settle("fill", None),
-    "settle with an error": lambda agreement: agreement.settle("fill", OSError("disk on fire")),
+    "conclude": lambda agreement: agreement.conclude("fill"),
+    "conclude with an error": lambda agreement: agreement.conclude("fill", OSError("disk on fire")),
     "gather": lambda agreement: agreement.gather("here"),
     "total": lambda agreement: agreement.total(1),
 }
@@ -151,13 +152,13 @@ LOST_CALLS: dict[str, Callable[[Agreement], object]] = {
 def lose_rank_1() -> dict[str, tuple[str, float]]:
     """Rank 1 says nothing for a while, then leaves; rank 0 returns what each call gave, and after how many seconds."""
     dist.init_process_group("gloo")
-    silent = Agreement(timeout_seconds=SILENCE_SECONDS)
-    agreements = {name: Agreement(timeout_seconds=LOST_SECONDS) for name in LOST_CALLS}  # one each: a loss is final
+    silent = Job.join(SILENCE_SECONDS).agreement
+    agreements = {name: Job.join(LOST_SECONDS).agreement for name in LOST_CALLS}  # one each: a loss is final
     if dist.get_rank() == 1:
         time.sleep(3 * SILENCE_SECONDS)
         dist.destroy_process_group()
         return {}
-    calls = {"silent": lambda: silent.settle("fill", None)}
+    calls = {"silent": lambda: silent.conclude("fill")}
     calls |= {name: lambda name=name: LOST_CALLS[name](agreements[name]) for name in LOST_CALLS}
     results = {}
     for name, call in calls.items():
@@ -174,6 +175,6 @@ def test_a_lost_rank_ends_every_wait(ranks: Ranks):
         assert outcome.startswith("LostRankError: "), (name, outcome)
         assert "gloo" not in outcome and "GLHF" not in outcome, outcome
         assert seconds < LOST_SECONDS / 2, (name, seconds)
-    assert "fill: OSError: disk on fire" in results["settle with an error"][0]
+    assert "fill: OSError: disk on fire" in results["conclude with an error"][0]
     assert f"{SILENCE_SECONDS:g} s" in results["silent"][0] and "fill" in results["silent"][0]
     assert results["silent"][1] >= 0.9 * SILENCE_SECONDS

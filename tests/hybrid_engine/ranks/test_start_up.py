@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import LostRankError
 from hybrid_engine.ranks.agreement import SECONDS_TO_BUILD
-from hybrid_engine.worker import _initialize_process_group, _meet
+from hybrid_engine.ranks.start_up import _meet, join_process_group
 
 
 def test_missing_ranks_are_named() -> None:
@@ -31,6 +31,6 @@ def test_importing_may_take_longer_than_the_timeout(monkeypatch: pytest.MonkeyPa
         yield dist.HashStore(), 0, 1
 
     monkeypatch.setattr(dist, "rendezvous", rendezvous)
-    assert _initialize_process_group(timeout_seconds=5.0)
+    assert join_process_group(timeout_seconds=5.0)
     dist.destroy_process_group()
     assert asked == [SECONDS_TO_BUILD]

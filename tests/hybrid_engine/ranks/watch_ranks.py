@@ -21,6 +21,7 @@ import torch.distributed as dist
 from hybrid_engine.errors import LostRankError
 from hybrid_engine.ranks import failure_watch
 from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ranks.job import Job
 from tests.hybrid_engine.ranks.test_agreement import outcome_of
 
 FOR_EVER = 600.0
@@ -36,7 +37,7 @@ def main(scenario: str) -> None:
     place = {} if store is None else {"rank": int(os.environ["RANK"]), "world_size": 3}
     dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=FOR_EVER), **place)
     rank = dist.get_rank()
-    agreement = Agreement(SILENCE if scenario == "stopped" else FOR_EVER)
+    agreement = Job.join(SILENCE if scenario == "stopped" else FOR_EVER).agreement
     print(f"rank {rank}", outcome_of(lambda: ENDING[scenario](rank, agreement)), flush=True)
     os._exit(3)
 
@@ -47,7 +48,7 @@ def all_survived() -> dict[str, str]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=FOR_EVER))
     found = {}
     for name, (timeout, scenario) in SURVIVED.items():
-        agreement = Agreement(timeout)
+        agreement = Job.join(timeout).agreement
         found[name] = outcome_of(lambda run=scenario, one=agreement: run(dist.get_rank(), one))
         agreement.close()
         dist.barrier()

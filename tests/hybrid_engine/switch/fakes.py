@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offloader import KINDS, MegatronOffloader, OffloadItem, OffloadReport
+from hybrid_engine.memory.offloader import KINDS, MegatronOffloader, OffloadItem, OffloadReport, Reached
+from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
-from hybrid_engine.switch.sharding_manager import ShardingManager, State
+from hybrid_engine.switch.sharding_manager import ShardingManager
+from hybrid_engine.switch.states import State
 from hybrid_engine.switch.weight_container import ContainerState
 
 TRAIN, FORWARD, INFER, IDLE = State.TRAIN, State.FORWARD, State.INFER, State.IDLE
@@ -48,11 +49,15 @@ class Script:
 
 
 class FakeTraining:
-    """Rank r of n holds the r-th part of the rows of every tensor, in one flat buffer, and as much beside it."""
+    """A trainer, and its weights: rank r of n holds the r-th part of the rows of every tensor, in one flat buffer, and
+    gradients and optimizer state beside it."""
+
+    unserved: Sequence[str] = ()
 
     def __init__(self, script: Script, rank: int, num_ranks: int, *, elastic: bool) -> None:
         self.script, self.rank, self.num_ranks = script, rank, num_ranks
         self.version = 0
+        self.guard: Callable[[Iterable[str]], object] = lambda kinds: None
         self.tensors = dict(SHAPES)
         numel = NUMEL // num_ranks
         self.param, self.grad = (
@@ -63,6 +68,10 @@ class FakeTraining:
         self.main, self.moment = self.param.clone(), torch.full((numel,), 0.25)
         self.moment[:2] = torch.tensor([float("nan"), -0.0])  # bits must survive, not only values
         self._remember()
+
+    @property
+    def weights(self) -> FakeTraining:
+        return self
 
     def layout(self) -> Layout:
         self.script.reach("layout")
@@ -94,13 +103,16 @@ class FakeTraining:
     def check_values(self) -> None:
         self.script.reach("check")
 
-    def items(self) -> list[OffloadItem]:
+    def offload_items(self) -> list[OffloadItem]:
         return [
             OffloadItem("param", "param", self.param),
             OffloadItem("grad", "grad", self.grad, "drop"),
             OffloadItem("main", "optimizer", self.main),
             OffloadItem("moment", "optimizer", self.moment),
         ]
+
+    def reachable_tensors(self) -> Iterable[Reached]:
+        return ()
 
     def step(self) -> None:
         """What an optimizer does; gradients are left from it."""
@@ -201,28 +213,37 @@ class ScriptedOffloader(MegatronOffloader):
 
 
 class Rig:
-    """A rank: fakes of both engines and the manager between them."""
+    """A rank: fakes of both engines and the manager between them.
 
-    def __init__(self, *, elastic: bool = False, build: bool = True, **settings: object) -> None:
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        self.script = Script()
-        self.training = FakeTraining(self.script, rank, num_ranks, elastic=elastic)
-        self.inference = FakeInference(self.script, rank)
-        self.offloader = ScriptedOffloader(self.script, self.training.items)
+    `host`, `device`: as in `Job.join`; the fakes themselves are on the CPU.
+    """
+
+    def __init__(
+        self, *, elastic: bool = False, build: bool = True, host: str = "here", device: str = "cpu", **settings: object
+    ) -> None:
         self.config = GenerateConfig(**{"bucket_mb": 1, "timeout_seconds": 60, **settings})
+        self.job = Job.join(self.config.timeout_seconds, host=host, device=torch.device(device))
+        self.script = Script()
+        self.training = FakeTraining(self.script, self.job.rank, self.job.world_size, elastic=elastic)
+        self.inference = FakeInference(self.script, self.job.rank)
+        self.offloader = ScriptedOffloader(self.script, self.training.offload_items)
         if build:
             self.build()
 
     def build(self) -> None:
         self.manager = ShardingManager(
-            training=self.training,
+            trainer=self.training,
             inference=self.inference,
             caches=self.inference,
             offloader=self.offloader,
-            version=lambda: self.training.version,
             config=self.config,
+            job=self.job,
         )
         self.script.take()
+
+    def close(self) -> None:
+        self.manager.close()
+        self.job.close()
 
     def resident(self) -> set[str]:
         """Kinds on the device; of the others, not a byte is there."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
 
 from hybrid_engine.errors import OffloadError, PlanError, RemoteError, ReshardError
-from hybrid_engine.switch import sharding_manager
 from hybrid_engine.transports import CollectiveTransport, SharedMemoryTransport
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.switch.fakes import IDLE, INFER, NBYTES, SHAPES, TRAIN, Rig
@@ -65,13 +63,7 @@ def layout_fails_on_rank_1() -> dict[str, object]:
 
 @scenario
 def other_plan_on_rank_1() -> dict[str, object]:
-    rig, plan = Rig(build=False), sharding_manager.plan
-    if rig.training.rank == 1:
-        sharding_manager.plan = lambda *args, **kwargs: dataclasses.replace(plan(*args, **kwargs), fingerprint="other")
-    try:
-        return error_of(rig.build)
-    finally:
-        sharding_manager.plan = plan
+    return error_of(Rig(build=False, bucket_mb=1 + dist.get_rank()).build)
 
 
 @scenario
@@ -106,8 +98,8 @@ def transports() -> dict[str, object]:
         for end in restore:
             end()
         assert_goes_on(rig)
-        rig.manager.close()
-        rig.manager.close()
+        rig.close()
+        rig.close()
         results[f"{transport}, {'elastic' if elastic else 'plain'}"] = {
             "received": report.bytes_received,
             "least": report.bytes_least,

@@ -25,7 +25,7 @@ class Failure(Exception):
 def fill(group: dist.ProcessGroup, failing: dict[int, tuple[int, str]]) -> tuple[str, list[int]]:
     """What the weight container does with a follower; `failing`: rank -> (bucket, before or after it was sent)."""
     given_back: list[int] = []
-    fence = ReleaseFence(group, NUM_BUCKETS, given_back.append, TIMEOUT)
+    fence = ReleaseFence(dist.get_rank(), group, NUM_BUCKETS, given_back.append, TIMEOUT)
     bucket, moment = failing.get(dist.get_rank(), (None, ""))
     try:
         for index in range(NUM_BUCKETS):
@@ -80,7 +80,7 @@ def test_every_failure_leaves_the_next_switch_alone(ranks: Ranks) -> None:
 def wait_for_a_rank_that_sleeps() -> str:
     dist.init_process_group("gloo")
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-    fence = ReleaseFence(group, 2, lambda _: None, timeout=0.5)
+    fence = ReleaseFence(dist.get_rank(), group, 2, lambda _: None, timeout=0.5)
     if dist.get_rank() == 1:
         time.sleep(3)
         return ""

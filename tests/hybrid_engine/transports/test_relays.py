@@ -22,7 +22,6 @@ from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
-from hybrid_engine.switch import sharding_manager
 from hybrid_engine.transports import CollectiveTransport, RelayBuffers, TransportSet, export_handles
 from hybrid_engine.transports.registry import REGISTRY, RegisteredTransport
 from tests.harness.launch import Ranks
@@ -179,23 +178,18 @@ def run_job(make: Callable[[], Job]) -> dict[str, object]:
 
 def switch_with_manager() -> dict[str, object]:
     """The manager between fakes of both engines, its ranks on two hosts, then with host a without shared memory."""
-    host_id, is_elastic = sharding_manager.host_id, sharding_manager.is_elastic
-    sharding_manager.host_id = lambda: HOSTS[dist.get_rank()]
-    found = {}
-    try:
-        for case in ("relayed", "host a cannot", "collective"):
-            if case == "host a cannot":
-                sharding_manager.is_elastic = lambda _device: HOSTS[dist.get_rank()] == "b"
-            rig = Rig(elastic=True, transport="collective" if case == "collective" else "auto")
-            for _ in range(2):
-                rig.training.step()
-                report = rig.manager.enter(INFER)
-                rig.assert_is(INFER)
-                rig.manager.enter(TRAIN)
-            rig.manager.close()
-            found[case] = report.as_dict()
-    finally:
-        sharding_manager.host_id, sharding_manager.is_elastic = host_id, is_elastic
+    host, found = HOSTS[dist.get_rank()], {}
+    for case in ("relayed", "host a cannot", "collective"):
+        transport = "collective" if case == "collective" else "auto"
+        device = "meta" if case == "host a cannot" and host == "a" else "cpu"  # it has no memory that others can read
+        rig = Rig(elastic=True, host=host, device=device, transport=transport)
+        for _ in range(2):
+            rig.training.step()
+            report = rig.manager.enter(INFER)
+            rig.assert_is(INFER)
+            rig.manager.enter(TRAIN)
+        rig.close()
+        found[case] = report.as_dict()
     return found
 
 

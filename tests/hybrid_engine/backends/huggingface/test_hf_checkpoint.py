@@ -18,7 +18,7 @@ from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_check
 from hybrid_engine.backends.huggingface import safetensors_files as files
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, HybridEngineError, ParameterMismatchError
-from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
 from tests.harness.small_disks import file_size_limit
 from tests.zoo.tiny_models import (
@@ -100,7 +100,7 @@ def load_and_save(paths: dict[str, Path], out: Path) -> dict[str, dict[str, Any]
     results = {}
     for name, case in CASES.items():
         with running(paths[name], ActorConfig(**{**DENSE_FLOAT32, **case.actor})) as run:
-            agreement, weights = Agreement(60), run.engine.weights
+            agreement, weights = Job.join(60).agreement, run.engine.weights
             for tensor in weights.buffers().values():
                 tensor.fill_(7)
             load_hf_checkpoint(paths[name], weights, run.table, agreement)
@@ -216,7 +216,7 @@ def load_what_is_wrong(model: Path, broken: dict[str, Path]) -> dict[str, tuple[
         before = [tensor.clone() for tensor in run.engine.weights.buffers().values()]
         for name, path in broken.items():
             with pytest.raises((ConfigError, ParameterMismatchError)) as caught:
-                load_hf_checkpoint(path, run.engine.weights, run.table, Agreement(60))
+                load_hf_checkpoint(path, run.engine.weights, run.table, Job.join(60).agreement)
             kept = all(map(torch.equal, before, run.engine.weights.buffers().values()))
             results[name] = (type(caught.value).__name__, str(caught.value), kept)
     return results
@@ -235,7 +235,7 @@ def load_what_is_damaged(model: Path, directory: Path) -> dict[str, tuple[str, s
     """(error, its message, are the weights as before) for every way to damage one of several files."""
     results = {}
     with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
-        agreement = Agreement(60)
+        agreement = Job.join(60).agreement
         save_hf_checkpoint(directory, run.engine.weights, run.table, agreement, model, file_nbytes=SMALL_FILES)
         path = sorted(directory.glob("*.safetensors"))[-1]
         whole = path.read_bytes()
@@ -272,7 +272,7 @@ def save_where_it_cannot_be(model: Path, other: Path) -> dict[str, tuple[str, st
     """(error, its message, is the directory as before) for every place."""
     results = {}
     with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
-        agreement = Agreement(60)
+        agreement = Job.join(60).agreement
         before = {path: path.read_bytes() for path in other.iterdir()}
         for name, path in (("below a file", other / "config.json" / "below"), ("another model", other)):
             with pytest.raises(HybridEngineError) as caught:

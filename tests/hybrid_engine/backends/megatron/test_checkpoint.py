@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, HybridEngineError, StateError
 from hybrid_engine.memory.offloader import MegatronOffloader
-from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ranks.job import Job
 from hybrid_engine.worker import share_of
 from tests.harness.kills import kill_at_every_step
 from tests.harness.launch import Ranks
@@ -130,7 +130,7 @@ def load_what_is_wrong(model: Path, root: Path) -> dict[str, tuple[str, str, boo
     results = {}
     config = ActorConfig(**{**DENSE_FLOAT32, **BFLOAT16, "optimizer": {"lr": 1e-2}})
     with running(model, config) as run:
-        agreement = Agreement(60)
+        agreement = Job.join(60).agreement
 
         def outcome(action: Callable[[], None]) -> tuple[str, str, bool]:
             with pytest.raises(HybridEngineError) as caught:
@@ -184,7 +184,7 @@ def round_trip(path: Path, settings: dict[str, Any], root: Path) -> dict[str, An
     config = ActorConfig(**{**DENSE_FLOAT32, **settings, "optimizer": {"lr": 1e-2}})
     result: dict[str, Any] = {}
     with running(path, config) as run:
-        agreement = Agreement(timeout_seconds=60)
+        agreement = Job.join(60).agreement
         from hybrid_engine.backends.megatron.rank_checkpoint import load_checkpoint, save_checkpoint
 
         save_checkpoint(root / "untrained", run.actor, agreement)

@@ -125,10 +125,10 @@ def save_and_load(path: Path, out: Path) -> dict[str, Any]:
     from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
     from hybrid_engine.backends.megatron.build import build_reference
     from hybrid_engine.backends.megatron.train_engine import TrainEngine
-    from hybrid_engine.ranks.agreement import Agreement
+    from hybrid_engine.ranks.job import Job
 
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **LORA})) as run:
-        weights, agreement = run.engine.weights, Agreement(60)
+        weights, agreement = run.engine.weights, Job.join(60).agreement
         batch = token_batch(0, 4, 12)
         for _ in range(3):
             run.engine.train_step(batch, negative_log_likelihood)

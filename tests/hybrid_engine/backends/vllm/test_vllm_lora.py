@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm import vllm_support as support
 from tests.hybrid_engine.backends.vllm.vllm_models import GPT2, QWEN3, QWEN3_MOE
@@ -83,7 +84,7 @@ def _engine(path: str, num_tp: int, **settings: Any) -> Any:
         kv_cache_bytes=16 << 20,
         **settings,
     )
-    return InferenceEngine(chosen, support.checkpoint_shapes(CONFIG), dist.get_rank())
+    return InferenceEngine(chosen, support.checkpoint_shapes(CONFIG), Job.join(600))
 
 
 def adapters(directory: str, num_tp: int) -> dict[str, Any]:

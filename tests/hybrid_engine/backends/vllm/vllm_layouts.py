@@ -25,7 +25,7 @@ from hybrid_engine.backends.vllm.process.names import ENGINE_TOKEN
 from hybrid_engine.backends.vllm.process.shm_cleanup import unnamed_shared_memory
 from hybrid_engine.layouts.inference import InferenceParallelism, inference_layout
 from hybrid_engine.models import table_for
-from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.regions import Region, subtract_all, union
 from tests.hybrid_engine.backends.vllm import vllm_models, vllm_support
@@ -98,7 +98,7 @@ def vllm_groups(settings: InferenceSettings) -> Iterator[Host]:
 
     arguments = llm_arguments(settings, "cpu")
     del arguments["worker_cls"], arguments["load_format"]
-    agreement = Agreement(timeout_seconds=120)
+    agreement = Job.join(120).agreement
     try:
         with unnamed_shared_memory(agreement), placed(settings, rank):
             config = EngineArgs(**arguments).create_engine_config()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.ranks.job import Job
 from tests.hybrid_engine.backends.vllm import vllm_support as support
 from tests.hybrid_engine.backends.vllm.vllm_models import FAMILIES, checkpoint_dtypes
 
@@ -42,7 +43,7 @@ def _engine(directory: str, config: dict[str, Any], **settings: Any) -> Any:
 
     chosen = InferenceSettings(directory, max_model_len=64, max_num_seqs=8, kv_cache_bytes=16 << 20, **settings)
     dtypes = checkpoint_dtypes(config)
-    return InferenceEngine(chosen, support.checkpoint_shapes(config), dist.get_rank(), dtypes=dtypes)
+    return InferenceEngine(chosen, support.checkpoint_shapes(config), Job.join(600), dtypes=dtypes)
 
 
 def native_answers(directory: str, checkpoint: str, num_tp: int) -> tuple[list[Any], list[Any]]:
@@ -309,7 +310,8 @@ def replicas(directory: str) -> dict[str, Any]:
     from hybrid_engine.errors import HybridEngineError
 
     support.join_group()
-    rank, config = dist.get_rank(), support.LLAMA
+    job, config = Job.join(600), support.LLAMA
+    rank = job.rank
     path = support.write_config(Path(directory) / "llama", config)
     shapes = support.checkpoint_shapes(config)
     lacking = {name: shape for name, shape in shapes.items() if "layers.1.self_attn.k_proj" not in name}
@@ -319,7 +321,7 @@ def replicas(directory: str) -> dict[str, Any]:
 
     def attempt(name: str, where: str, tensors: Any, **settings: Any) -> None:
         try:
-            InferenceEngine(InferenceSettings(where, max_model_len=64, **settings), tensors, rank)
+            InferenceEngine(InferenceSettings(where, max_model_len=64, **settings), tensors, job)
         except HybridEngineError as error:
             result["errors"][name] = (type(error).__name__, str(error))
 

@@ -1,0 +1,88 @@
+"""`Job`: what one rank knows of the job it belongs to, handed down to all that asks who is who.
+
+    job = Job.join(timeout)      1. torchrun's process group, unless there is one          (ranks/start_up.py)
+                                 2. an agreement of all ranks                              (ranks/agreement.py)
+                                 3. the ranks tell each other their hosts, once
+    InferenceEngine(..., job), HybridEngine(...), save_checkpoint(..., job) ...
+    job.close()                  ends the agreement, and the process group if it was made here
+
+Nothing below the entry points asks torch.distributed for a rank or looks for its host: tests say what the hosts are.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ranks.hosts import host_id
+from hybrid_engine.ranks.process_groups import end_groups
+from hybrid_engine.ranks.start_up import join_process_group
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One rank's place among all ranks of a job.
+
+    Attributes:
+        rank: global rank of this process.
+        hosts: of all ranks, by rank; equal for two of them exactly when they can read each other's memory.
+        device: this rank's.
+        timeout_seconds: longest wait for another rank, in the agreement and in groups.
+        agreement: of all ranks.
+    """
+
+    rank: int
+    hosts: tuple[str, ...]
+    device: torch.device
+    timeout_seconds: float
+    agreement: Agreement
+    _ends: ExitStack = field(repr=False)
+
+    @classmethod
+    def join(cls, timeout_seconds: float, *, host: str | None = None, device: torch.device | None = None) -> Job:
+        """Take part in the job; in the process group that is there, else under torchrun. Collective.
+
+        Args:
+            timeout_seconds: longest wait for another rank; for the start, at least `agreement.SECONDS_TO_BUILD`.
+            host: where this rank is; default: what /proc says.
+            device: default: the current GPU, without one the CPU.
+
+        Raises ConfigError where there is neither a process group nor torchrun, LostRankError when a rank is missing.
+        """
+        with ExitStack() as undo:
+            if join_process_group(timeout_seconds):
+                undo.callback(_end_process_group)
+            rank = dist.get_rank()
+            agreement = Agreement(rank, dist.get_world_size(), timeout_seconds)
+            undo.callback(agreement.close)
+            hosts = agreement.gather(host or host_id(), "exchange of hosts")
+            return cls(rank, tuple(hosts), device or _own_device(), timeout_seconds, agreement, undo.pop_all())
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.hosts)
+
+    def new_group(self, backend: str, owner: ExitStack) -> dist.ProcessGroup:
+        """A group of all ranks, for one purpose only: after a timeout it is dead. It ends with `owner`. Collective."""
+        group = dist.new_group(backend=backend, timeout=timedelta(seconds=self.timeout_seconds))
+        owner.callback(end_groups, group)
+        return group
+
+    def close(self) -> None:
+        """End what `join` made, the last first; idempotent. Close what uses the job before."""
+        self._ends.close()
+
+
+def _own_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _end_process_group() -> None:
+    if dist.is_initialized():  # the caller may have ended it
+        dist.destroy_process_group()

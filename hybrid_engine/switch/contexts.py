@@ -1,0 +1,41 @@
+"""What owners of a switch offer their users: its contexts and hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+
+from hybrid_engine.memory.offload_items import KINDS, Kind
+from hybrid_engine.switch.report import ReshardReport
+from hybrid_engine.switch.sharding_manager import ShardingManager
+from hybrid_engine.switch.states import State
+
+
+class SwitchContexts:
+    """Base of what has a `sharding`. All methods but the hooks' are collective."""
+
+    sharding: ShardingManager
+
+    def rollout_context(self) -> AbstractContextManager[None]:
+        """Generate inside: weights are resharded into vLLM, training state is off the device as configured."""
+        return self.sharding.entered(State.INFER)
+
+    def train_context(self) -> AbstractContextManager[None]:
+        """Train inside: parameters, gradients and optimizer state are on the device, vLLM's weights are released."""
+        return self.sharding.entered(State.TRAIN)
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Score inside: only parameters need to be on the device."""
+        return self.sharding.entered(State.FORWARD)
+
+    def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
+        """In a rollout: begin to bring training state back; see `ShardingManager.prefetch`."""
+        self.sharding.prefetch(kinds)
+
+    def on_reshard_start(self, hook: Callable[[State, State], None]) -> Callable[[State, State], None]:
+        """Decorator: call `hook(from_state, to_state)` before every switch."""
+        return self.sharding.on_reshard_start(hook)
+
+    def on_reshard_end(self, hook: Callable[[ReshardReport], None]) -> Callable[[ReshardReport], None]:
+        """Decorator: call `hook(report)` after every successful switch."""
+        return self.sharding.on_reshard_end(hook)

@@ -1,0 +1,69 @@
+"""What a rank knows of its job, and what it ends."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.errors import ConfigError, StateError
+from hybrid_engine.ranks.hosts import host_id
+from hybrid_engine.ranks.job import Job
+from tests.harness.launch import Ranks
+
+
+def num_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def test_a_job_is_joined_in_the_process_group_that_is_there(job: None) -> None:
+    joined = Job.join(30, device=torch.device("meta"))
+    assert (joined.rank, joined.world_size, joined.hosts) == (0, 1, (host_id(),))
+    assert (joined.device.type, joined.timeout_seconds) == ("meta", 30)
+    joined.close()
+    joined.close()
+    assert dist.is_initialized()
+    with pytest.raises(StateError, match="nothing to agree on any more"):
+        joined.agreement.conclude("phase")
+
+
+def test_groups_end_with_their_owner(job: None) -> None:
+    joined, before = Job.join(30), num_groups()
+    with ExitStack() as owner:
+        joined.new_group("gloo", owner)
+        joined.new_group("gloo", owner)
+        assert num_groups() == before + 2
+    assert num_groups() == before
+
+
+def test_nothing_is_left_of_a_job_that_cannot_be_joined(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise OSError("no /proc")
+
+    monkeypatch.setattr("hybrid_engine.ranks.job.host_id", fail)
+    before = num_groups()
+    with pytest.raises(OSError, match="no /proc"):
+        Job.join(30)
+    assert num_groups() == before
+
+
+def test_without_torchrun_and_a_process_group_there_is_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError, match=r"RANK.*not set.*Start the script with torchrun"):
+        Job.join(30)
+
+
+def join_on_two_hosts() -> tuple[object, ...]:
+    """Without a process group: the job makes one, and ends it."""
+    job = Job.join(60, host=f"host {os.environ['RANK']}")
+    found = (job.rank, job.hosts, dist.is_initialized())
+    job.close()
+    return (*found, dist.is_initialized())
+
+
+def test_hosts_are_exchanged_and_a_process_group_of_its_own_ends_with_the_job(ranks: Ranks) -> None:
+    hosts = ("host 0", "host 1")
+    assert ranks.launch(join_on_two_hosts, 2) == [(0, hosts, True, False), (1, hosts, True, False)]
