@@ -14,16 +14,32 @@
             +---------------------- switch/sharding_manager.py ------------------+
                        states train / forward / infer / idle; offload; agreement of all ranks (ranks/)
                                               |
-                      hybrid_engine.py (both engines given), worker.py (both built from a configuration)
+                      hybrid_engine.py, worker.py
 
-A canonical tensor is a Hugging Face checkpoint tensor; nothing but the adaptors and layouts/ knows a parallel axis.
-backends/huggingface/ puts checkpoints at either end of the same planner. layouts/ computes what both engines would hold
-without them: for the order of ranks, for config/constraints.py, and for advisor/ (`python -m hybrid_engine plan`);
-verification/ tries a switch with both engines (`python -m hybrid_engine verify`).
+A canonical tensor is a tensor of a Hugging Face checkpoint. Nothing but backends/ and layouts/ knows a parallel axis.
 
-To change: how a model is named or packed, models/. What moves, planning/. How bytes move, transports/. What is on the
-device when, switch/ and memory/offloader.py. What an engine does with its weights, backends/. Configuration keys and
-their rules, config/.
+    worker.py          ActorHybridWorker: both engines from a configuration
+    hybrid_engine.py   HybridEngine: both engines given
+    assembly.py        an inference engine beside a live training model
+    ports.py           what the engine asks of a trainer, an inference engine and a transport, and who calls what
+    errors.py          every exception
+    switch/            the state machine: what is on the device when, and the order of a switch
+    planning/          who sends what to whom
+    transports/        how bytes move
+    records/           regions, places and layouts
+    layouts/           what both engines would hold, computed without them
+    backends/          Megatron, vLLM, Hugging Face checkpoints
+    models/            name tables of model families
+    memory/            elastic buffers, offloading
+    ranks/             the ranks of a job: start, agreement, failures
+    config/            configuration keys and their rules
+    files/             reading users' files, writing durable ones
+    megatron_script/   --enable-resharding on Megatron-LM's own scripts
+    advisor/           `python -m hybrid_engine plan`
+    verification/      `python -m hybrid_engine verify`
+    cli/               both commands' options and output; __main__.py starts it
+
+docs/architecture.md follows one weight through all of it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,9 @@ import pytest
 
 from tests.harness.launch import REPO_ROOT
 
-PAGES = ["README.md", *(str(path.relative_to(REPO_ROOT)) for path in sorted(REPO_ROOT.glob("[deph]*/**/*.md")))]
+PAGES = [
+    str(path.relative_to(REPO_ROOT)) for glob in ("*.md", "[deph]*/**/*.md") for path in sorted(REPO_ROOT.glob(glob))
+]
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
