@@ -23,7 +23,7 @@ from hybrid_engine.switch import rendezvous
 from hybrid_engine.worker import share_of
 from tests.harness.launch import Ranks, remembered
 from tests.zoo import workers
-from tests.zoo.tiny_models import running
+from tests.zoo.megatron_models import running
 
 TP2 = {"tensor_model_parallel_size": 2}
 TP2PP2 = {**TP2, "pipeline_model_parallel_size": 2}

@@ -1,80 +1,35 @@
-"""Tiny Hugging Face models on disk, and Megatron actors of the same architecture on real ranks.
+"""Tiny Hugging Face models, as transformers writes and computes them.
 
-path = save_model(directory, "qwen3", tie_word_embeddings=True)      # here: transformers writes a checkpoint
-with running(path, ActorConfig(...)) as run:                         # on the ranks of tests.harness.launch.launch
-    load_canonical(run, path)                                        # Megatron holds the checkpoint's weights
+path = save_model(directory, "qwen3", tie_word_embeddings=True)
+path = save_model(directory, "deepseek_v3", mtp_layers=1)   # transformers writes all but the mtp layers, which it
+                                                            # does not have; their tensors are random
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from hybrid_engine.config import ActorConfig
-from hybrid_engine.models import ModelTable, table_for
-from hybrid_engine.records.layout import Shard
-
-if TYPE_CHECKING:
-    from hybrid_engine.backends.megatron.build import Actor
-    from hybrid_engine.backends.megatron.train_engine import TrainEngine
-
-# 130 tokens: not a multiple of anything Megatron pads to. head_dim is not hidden_size / num_attention_heads.
-SIZES: dict[str, Any] = {
-    "vocab_size": 130,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-DENSE_FLOAT32: dict[str, Any] = {"params_dtype": "float32", "make_vocab_size_divisible_by": 8, "seq_length": 12}
+from hybrid_engine.models import table_for
+from tests.zoo.families import FAMILIES, SIZES, read_config, tiny_config
 
 
-# What a family's config has instead of SIZES, or besides them. At their real values soft caps and windows would not
-# show at this size.
-GEMMA: dict[str, Any] = {"sliding_window": 5, "query_pre_attn_scalar": 6, "pad_token_id": None}
-GPT2: dict[str, Any] = {
-    "vocab_size": 130,
-    "n_embd": 32,
-    "n_inner": 40,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2": ("Gemma2", {**SIZES, **GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}),
-    "gemma3": ("Gemma3Text", {**SIZES, **GEMMA, "layer_types": ["sliding_attention", "full_attention"]}),
-    "glm": ("Glm", {**SIZES, "pad_token_id": None}),
-    "glm4": ("Glm4", {**SIZES, "pad_token_id": None}),
-    "gpt2": ("GPT2", GPT2),
-    "llama": ("Llama", SIZES),
-    "qwen2": ("Qwen2", {**{k: v for k, v in SIZES.items() if k != "head_dim"}, "hidden_size": 32}),  # knows no head_dim
-    "qwen3": ("Qwen3", SIZES),
-}
-"""Family -> (name of its classes in transformers, sizes)."""
+def build_hf_model(family: str, mtp_layers: int = 0, **overrides: Any) -> torch.nn.Module:
+    """A transformers model of one of FAMILIES, fp32, in which every parameter and router bias is random and matters.
 
-
-def build_hf_model(family: str, **overrides: Any) -> torch.nn.Module:
-    """A transformers model of one of FAMILIES, fp32, in which every parameter is random and matters."""
+    Its config has `mtp_layers`; transformers makes the layers before them only.
+    """
     import transformers
 
-    name, sizes = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**sizes, **overrides})
+    if mtp_layers:
+        overrides["num_nextn_predict_layers"] = mtp_layers
+
+    name = FAMILIES[family].transformers
+    config = getattr(transformers, f"{name}Config").from_dict(tiny_config(family, **overrides))
     suffix = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
     # other implementations of attention leave out soft caps
     config._attn_implementation = "eager"
@@ -84,6 +39,9 @@ def build_hf_model(family: str, **overrides: Any) -> torch.nn.Module:
         for parameter_name, parameter in model.named_parameters():
             base = norm_base(family, parameter_name)
             parameter.copy_(base + 0.2 * torch.randn(parameter.shape, generator=generator))
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -91,6 +49,38 @@ def norm_base(family: str, name: str) -> float:
     """What the weights of a norm lie around: 1, or 0 where the model adds 1; 0 for everything that is no norm."""
     is_norm = name.endswith("weight") and ("norm" in name or ".ln_" in name)
     return 1.0 if is_norm and not family.startswith("gemma") else 0.0
+
+
+def save_model(directory: Path, family: str, mtp_layers: int = 0, **overrides: Any) -> Path:
+    """Write such a model, with random tensors for the layers that transformers leaves out; returns the directory."""
+    build_hf_model(family, mtp_layers, **overrides).save_pretrained(directory)
+    if mtp_layers:
+        table = table_for(read_config(directory))
+        generator = torch.Generator().manual_seed(8)
+        rest = {
+            name: norm_base(family, name) + 0.2 * torch.randn(shape, generator=generator)
+            for name, shape in table.shapes.items()
+            if not table.is_served(name)
+        }
+        save_file(rest, directory / "multi_token_prediction.safetensors")
+    return directory
+
+
+def read_canonical(path: Path) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors by name."""
+    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def token_batch(seed: int, num_sequences: int, length: int) -> dict[str, torch.Tensor]:
+    """Random tokens and the labels that follow them, [num_sequences, length]; the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(SIZES["vocab_size"], (num_sequences, length + 1), generator=generator)
+    return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
+
+
+def label_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Log-probability of each label."""
+    return logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
 
 
 def train_hf_model(
@@ -120,100 +110,55 @@ def train_hf_model(
         return losses, norms, label_log_probs(model(batch["tokens"]).logits, batch["labels"])
 
 
-def label_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Log-probability of each label."""
-    return logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+def build_mtp_layer(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], layer: int) -> torch.nn.Module:
+    """transformers' own layer for multi-token prediction, with the checkpoint tensors of layer number `layer`.
+
+    Args:
+        model: the DeepSeek-V3 model the layer belongs to.
+        tensors: the checkpoint.
+    """
+    from transformers.modeling_layers import MtpLayer
+
+    decoder_layer = model.model.layers[-1]
+    result = MtpLayer(model.config, type(decoder_layer), type(decoder_layer.input_layernorm), layer).eval()
+    prefix = f"model.layers.{layer}."
+    own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    state = {name: own.pop(f"{name}.weight") for name in ("enorm", "hnorm", "eh_proj")}
+    state = {f"{name}.weight": tensor for name, tensor in state.items()}
+    state["post_norm.weight"] = own.pop("shared_head.norm.weight")
+    experts = range(model.config.n_routed_experts)
+
+    def stacked(projection: str) -> torch.Tensor:
+        return torch.stack([own.pop(f"mlp.experts.{expert}.{projection}_proj.weight") for expert in experts])
+
+    state["mtp_block.mlp.experts.gate_up_proj"] = torch.cat([stacked("gate"), stacked("up")], dim=1)
+    state["mtp_block.mlp.experts.down_proj"] = stacked("down")
+    state |= {f"mtp_block.{name}": tensor for name, tensor in own.items()}
+    result.load_state_dict(state)
+    return result
 
 
-def save_model(directory: Path, family: str, **overrides: Any) -> Path:
-    """Write such a model as transformers does; returns the directory."""
-    build_hf_model(family, **overrides).save_pretrained(directory)
-    return directory
+def mtp_losses(path: Path, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> list[float]:
+    """Mean loss of each layer for multi-token prediction, computed with transformers' layers.
 
-
-def read_config(path: Path) -> dict[str, Any]:
-    return json.loads((path / "config.json").read_text())
-
-
-def read_canonical(path: Path) -> dict[str, torch.Tensor]:
-    """The checkpoint's tensors by name."""
-    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
-
-
-@dataclass(frozen=True)
-class Run:
-    """What `running` gives."""
-
-    actor: Actor
-    table: ModelTable
-    config: ActorConfig
-    engine: TrainEngine
-
-
-@contextlib.contextmanager
-def running(path: Path, config: ActorConfig) -> Iterator[Run]:
-    """Megatron's parallel state, model, DDP and optimizer on this rank. Several may follow one another."""
-    with parallel_state_of(config):
-        from hybrid_engine.backends.megatron.build import build_actor, end_training
-        from hybrid_engine.backends.megatron.train_engine import TrainEngine
-
-        table = table_for(read_config(path))
-        actor = build_actor(config, table, read_config(path))
-        try:
-            yield Run(actor, table, config, TrainEngine(actor, table, config.micro_batch_size))
-        finally:
-            end_training(actor)
-
-
-@contextlib.contextmanager
-def parallel_state_of(config: ActorConfig) -> Iterator[None]:
-    """The patches, a gloo process group (kept for the next one), and Megatron's parallel state."""
-    import megatron_patches
-
-    megatron_patches.apply()
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    from hybrid_engine.backends.megatron.build import destroy_parallel_state, initialize_parallel_state
-
-    initialize_parallel_state(config, timeout_seconds=120)
-    try:
-        yield
-    finally:
-        destroy_parallel_state()
-
-
-def load_canonical(run: Run, path: Path) -> None:
-    """Write the checkpoint into Megatron's parameters through the adaptor's records."""
-    canonical, buffers = read_canonical(path), run.engine.weights.base.buffers()
+    Layer k sees at token t the embedding of token t + k + 1, and predicts the label after it; what would lie past the
+    end counts as token 0, is masked in the loss, and is seen by no token before it. A `mask` in the batch has the same
+    number of ones in every sequence.
+    """
+    mask = batch.get("mask", torch.ones(batch["tokens"].shape))
+    tensors, num_layers = read_canonical(path), model.config.num_hidden_layers
+    tokens, labels, losses = batch["tokens"], batch["labels"], []
+    length = tokens.shape[1]
     with torch.no_grad():
-        for shard in run.engine.weights.base.layout().shards:
-            view_of(buffers, shard).copy_(canonical[shard.region.tensor][region_slices(shard)])
-    if run.actor.optimizer is not None:
-        run.actor.optimizer.reload_model_params()
-
-
-def view_of(buffers: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor:
-    """The part of a flat buffer that a record speaks of."""
-    flat, place = buffers[shard.place.buffer.name], shard.place
-    assert flat.dim() == 1 and flat.is_contiguous()
-    return flat.as_strided(shard.region.lengths, place.strides, flat.storage_offset() + place.offset)
-
-
-def region_slices(shard: Shard) -> tuple[slice, ...]:
-    """The record's region, to index the canonical tensor with."""
-    return tuple(slice(low, high) for low, high in zip(shard.region.offsets, shard.region.ends, strict=True))
-
-
-def token_batch(seed: int, num_sequences: int, length: int) -> dict[str, torch.Tensor]:
-    """Random tokens and the labels that follow them, [num_sequences, length]; the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(SIZES["vocab_size"], (num_sequences, length + 1), generator=generator)
-    return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
-
-
-def negative_log_likelihood(
-    _batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The report shares the loss's memory, as an unsuspecting user's would."""
-    loss = -log_probs.mean()
-    return loss, {"loss": loss.detach()}
+        hidden = model.model(tokens).last_hidden_state
+        positions = torch.arange(length)[None]
+        angles = model.model.rotary_emb(hidden, positions)
+        future = torch.full((length, length), float("-inf")).triu(1)[None, None]
+        for index in range(model.config.num_nextn_predict_layers):
+            tokens, labels = (torch.cat([row[:, 1:], torch.zeros_like(row[:, :1])], 1) for row in (tokens, labels))
+            layer = build_mtp_layer(model, tensors, num_layers + index)
+            embedded = model.model.embed_tokens(tokens)
+            hidden = layer(embedded, hidden, angles, future, positions, None)
+            losses_here = -label_log_probs(model.lm_head(hidden), labels)[:, : length - index - 1]
+            losses.append(losses_here[mask[:, index + 1 :] == 1].mean().item())
+    return losses

@@ -10,24 +10,17 @@ from typing import Any
 import torch
 
 from hybrid_engine import ActorHybridWorker, HybridConfig, Sampling, load_config
-from tests.hybrid_engine.backends.vllm import vllm_support
+from tests.zoo.families import served_config, write_config
 from tests.zoo.tiny_models import token_batch
 
 SEQ_LENGTH = 32
 GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3": vllm_support.QWEN3,
-    "qwen2": {**vllm_support.QWEN2, "tie_word_embeddings": True},
-    "llama": vllm_support.LLAMA,
-}
-
 
 def write_model(directory: Path, family: str, **changes: Any) -> Path:
     """A directory with the config.json of a small model: 4 layers, 4 heads over 2 KV heads, a vocabulary to pad."""
     sizes = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "torch_dtype": "float32"}
-    vllm_support.write_config(directory, {**FAMILIES[family], **sizes, **changes})
-    return directory
+    return write_config(directory, served_config(family, **{**sizes, **changes}))
 
 
 def configuration(model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None) -> HybridConfig:

@@ -18,8 +18,8 @@ from hybrid_engine.models import table_for
 from hybrid_engine.records.holdings import regions_by_tensor
 from hybrid_engine.records.regions import Region
 from tests.harness.launch import Ranks
-from tests.hybrid_engine.backends.vllm.vllm_models import FAMILIES
-from tests.zoo.tiny_models import DENSE_FLOAT32, parallel_state_of
+from tests.zoo.families import served_config
+from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -52,11 +52,11 @@ LIVE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama", {"num_hidden_layers": 5}, {**PP2, "pipeline_model_parallel_layout": "Et*2|(t|)*2tL"}),
     ("llama", {"num_hidden_layers": 3}, {**PP2, **TP2, "noop_layers": (1,)}),
     ("mixtral", {}, {**TP2, **EP2, **ETP1}),
-    ("qwen3 moe", {}, {**TP2, **EP2}),
-    ("qwen3 moe", {"num_hidden_layers": 4}, {**PP2, **EP2, "virtual_pipeline_model_parallel_size": 2}),
-    ("deepseek v2", {"num_hidden_layers": 4}, {**TP2, **PP2, **EP2, **ETP1}),
-    ("deepseek v3", {}, {**TP2, **EP2}),
-    ("deepseek v3", {"num_hidden_layers": 3}, {**PP2, **EP2, "num_layers_in_first_pipeline_stage": 2}),
+    ("qwen3_moe", {}, {**TP2, **EP2}),
+    ("qwen3_moe", {"num_hidden_layers": 4}, {**PP2, **EP2, "virtual_pipeline_model_parallel_size": 2}),
+    ("deepseek_v2", {"num_hidden_layers": 4}, {**TP2, **PP2, **EP2, **ETP1}),
+    ("deepseek_v3", {}, {**TP2, **EP2}),
+    ("deepseek_v3", {"num_hidden_layers": 3}, {**PP2, **EP2, "num_layers_in_first_pipeline_stage": 2}),
     ("glm", {}, {**TP2, **PP2}),
     ("glm4", {}, TP2),
     ("gemma2", {}, {**TP2, **PP2}),
@@ -74,7 +74,7 @@ def live_regions(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> lis
             from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
             from hybrid_engine.backends.megatron.build import build_model
 
-            config = {**FAMILIES[family], **changes}
+            config = {**served_config(family), **changes}
             chunks, _ = build_model(actor, table_for(config), config, weights_only=True)
             layout = MegatronAdaptor(chunks, table_for(config), actor.noop_layers).layout()
             found.append(regions_by_tensor(layout))
@@ -86,7 +86,7 @@ def test_every_rank_holds_what_the_live_model_does(engines: Ranks) -> None:
     for number, (family, changes, settings) in enumerate(LIVE):
         actor = ActorConfig(**{**DENSE_FLOAT32, **settings})
         parallelism = train_parallelism(actor, world_size=4, cuts_whole_projections=True)
-        table = table_for({**FAMILIES[family], **changes})
+        table = table_for({**served_config(family), **changes})
         for rank in range(4):
             found = regions_by_tensor(training_layout(table, parallelism, rank))
             assert found == by_rank[rank][number], (family, settings, rank)

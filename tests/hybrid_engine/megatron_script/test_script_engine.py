@@ -24,8 +24,10 @@ from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.sharding_manager import ShardingManager, State
 from megatron_patches.arguments import ReshardingOptions
 from tests.harness.small_disks import file_size_limit
-from tests.hybrid_engine.backends.vllm.vllm_models import LLAMA, QWEN3_MOE
 from tests.hybrid_engine.switch.fakes import Rig
+from tests.zoo.families import served_config
+
+LLAMA = served_config("llama")
 
 # -- arguments of Megatron that describe LLAMA ------------------------------------------------------------------------
 
@@ -262,7 +264,7 @@ def test_fused_bias_and_gelu_is_the_approximation_by_tanh() -> None:
 
 
 def test_balancing_of_experts_is_trainings_own_affair() -> None:
-    table = table_for(QWEN3_MOE)
+    table = table_for(served_config("qwen3_moe"))
     values = {**_DEFAULTS, **table.transformer, "activation_func": silu, "bias_activation_fusion": True}
     own = {"moe_router_load_balancing_type": "aux_loss", "moe_router_dtype": None, "ffn_hidden_size": 7}
     args = Namespace(**{**ARGS, "rotary_base": table.gpt["rotary_base"]})

@@ -10,7 +10,8 @@ import pytest
 from hybrid_engine.models import table_for
 from hybrid_engine.models.blocks import POST_NORM_NAMES
 from hybrid_engine.models.variants import RotaryScaling
-from tests.zoo.tiny_models import FAMILIES, SIZES, read_canonical, read_config, save_model
+from tests.zoo.families import SIZES, read_config, tiny_config
+from tests.zoo.tiny_models import read_canonical, save_model
 
 KEYS_OF_SIZES = ("num_hidden_layers", "num_key_value_heads")
 UNTIED = {"tie_word_embeddings": False}
@@ -130,7 +131,7 @@ def test_post_norms_go_by_the_names_of_the_field(architecture: str, canonical: t
 
 
 def test_layer_norms_with_biases_go_by_both_specs() -> None:
-    table = table_for({"architectures": ["GPT2LMHeadModel"], **FAMILIES["gpt2"][1]})
+    table = table_for(tiny_config("gpt2"))
     for kind in ("weight", "bias"):
         for local, transformer_engine in (
             ("input_layernorm", "self_attention.linear_qkv.layer_norm"),
@@ -252,7 +253,7 @@ def test_published_defaults() -> None:
 )
 def test_what_is_not_built_is_said(architecture: str, keys: dict[str, Any], sentence: str) -> None:
     """And nothing else; Megatron's names do not depend on it."""
-    sizes = FAMILIES["gpt2"][1] if architecture.startswith("GPT2") else SIZES
+    sizes = tiny_config("gpt2") if architecture.startswith("GPT2") else SIZES
     plain = table_for({"architectures": [architecture], **sizes})
     table = table_for({"architectures": [architecture], **sizes, **keys})
     assert len(table.not_built) == 1 and sentence in table.not_built[0]

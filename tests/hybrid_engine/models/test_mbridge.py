@@ -26,8 +26,9 @@ from hybrid_engine.models import ModelTable, table_for
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.megatron import mock_transformer_engine
 from tests.hybrid_engine.ranks.fake_ranks import fake_rank
-from tests.zoo.moe_models import FAMILIES, save_moe_model
-from tests.zoo.tiny_models import DENSE_FLOAT32, read_config, save_model, view_of
+from tests.zoo.families import read_config
+from tests.zoo.megatron_models import DENSE_FLOAT32, view_of
+from tests.zoo.tiny_models import save_model
 
 
 @dataclass(frozen=True)
@@ -185,10 +186,7 @@ def mock_constructed_bridge(config: ActorConfig, table: ModelTable, path: Path) 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
-        name: (save_moe_model if case.family in FAMILIES else save_model)(
-            tmp_path_factory.mktemp("model"), case.family, **case.model
-        )
-        for name, case in CASES.items()
+        name: save_model(tmp_path_factory.mktemp("model"), case.family, **case.model) for name, case in CASES.items()
     }
 
 

@@ -11,8 +11,8 @@ import pytest
 from hybrid_engine.models import ModelTable, table_for
 from hybrid_engine.models.packing import Over
 from tests.zoo import published_configs
-from tests.zoo.moe_models import FAMILIES, YARN, save_moe_model
-from tests.zoo.tiny_models import read_canonical, read_config
+from tests.zoo.families import YARN, read_config, tiny_config
+from tests.zoo.tiny_models import read_canonical, save_model
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
@@ -35,7 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.fixture(scope="module", params=MODELS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     family, overrides = MODELS[request.param]
-    return save_moe_model(tmp_path_factory.mktemp("model"), family, **overrides)
+    return save_model(tmp_path_factory.mktemp("model"), family, **overrides)
 
 
 def test_names_and_shapes_are_those_on_disk(checkpoint: Path) -> None:
@@ -88,38 +88,6 @@ PUBLISHED = {
     "DEEPSEEK_V2_LITE": 15.7,
     "DEEPSEEK_V3": 671.0,
 }
-QWEN_1_5_MOE = {
-    **published_configs.QWEN3_8B,
-    "architectures": ["Qwen2MoeForCausalLM"],
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "moe_intermediate_size": 1408,
-    "shared_expert_intermediate_size": 5632,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-}
-DEEPSEEK_V2 = {
-    **published_configs.DEEPSEEK_V3,
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "hidden_size": 5120,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 60,
-    "vocab_size": 102400,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 1536,
-    "n_routed_experts": 160,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 6,
-    "topk_group": 3,
-    "topk_method": "group_limited_greedy",
-    "scoring_func": "softmax",
-    "norm_topk_prob": False,
-    "routed_scaling_factor": 16.0,
-    "num_nextn_predict_layers": 0,
-}
 
 
 def billions(table: ModelTable, served: bool = True) -> float:
@@ -136,8 +104,8 @@ def test_sizes_are_the_published_ones(model: str) -> None:
 def test_sizes_of_further_models() -> None:
     """Qwen1.5-MoE-A2.7B; DeepSeek-V2; and the multi-token prediction of DeepSeek-V3, 14 billion with the embedding and
     the head that its checkpoint repeats."""
-    assert billions(table_for({**QWEN_1_5_MOE, "head_dim": None})) == pytest.approx(14.3, abs=0.06)
-    assert billions(table_for(DEEPSEEK_V2)) == pytest.approx(235.7, abs=0.1)
+    assert billions(table_for(published_configs.QWEN_1_5_MOE)) == pytest.approx(14.3, abs=0.06)
+    assert billions(table_for(published_configs.DEEPSEEK_V2)) == pytest.approx(235.7, abs=0.1)
     table = table_for(published_configs.DEEPSEEK_V3)
     copied = sum(math.prod(table.shapes[original]) for original in table.copies.values()) / 1e9
     assert billions(table, served=False) + copied == pytest.approx(13.5, abs=0.5)
@@ -163,7 +131,7 @@ def test_multi_token_prediction_of_deepseek_v3() -> None:
 
 def test_routing_is_that_of_the_models() -> None:
     """Where megatron-core has the setting; groups of experts are ranked by our own rule."""
-    v3, v2 = table_for(published_configs.DEEPSEEK_V3), table_for(DEEPSEEK_V2)
+    v3, v2 = table_for(published_configs.DEEPSEEK_V3), table_for(published_configs.DEEPSEEK_V2)
     assert v3.transformer["moe_router_num_groups"] == 8 and v3.transformer["moe_router_group_topk"] == 4
     assert v3.transformer["moe_router_topk_scaling_factor"] == 2.5
     assert v3.transformer["moe_layer_freq"] == [0, 0, 0] + [1] * 58
@@ -191,7 +159,5 @@ def test_routing_is_that_of_the_models() -> None:
     ],
 )
 def test_what_would_not_be_computed_is_named(family: str, changes: dict[str, Any], what: str) -> None:
-    name, sizes = FAMILIES[family]
-    config = {"architectures": [f"{name}ForCausalLM"], **sizes}
-    assert table_for(config).not_built == ()
-    assert what in "; ".join(table_for({**config, **changes}).not_built)
+    assert table_for(tiny_config(family)).not_built == ()
+    assert what in "; ".join(table_for(tiny_config(family, **changes)).not_built)

@@ -10,7 +10,7 @@ import pytest
 from hybrid_engine.errors import UnknownModelError
 from hybrid_engine.models import TABLES, ModelTable, table_for
 from tests.harness.launch import REPO_ROOT
-from tests.zoo.tiny_models import SIZES
+from tests.zoo.families import SIZES
 
 
 @pytest.mark.parametrize("architectures", [[], None, ["OPTForCausalLM", "BertModel"]])

@@ -25,7 +25,8 @@ from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.verification.cases import Case, case_of
 from hybrid_engine.verification.verdict import Verdict
 from hybrid_engine.verification.verify import run_cases
-from tests.zoo import published_configs
+from tests.zoo.families import write_config
+from tests.zoo.published_configs import PUBLISHED
 
 _TRAIN_FLAGS: dict[str, dict[str, Any]] = {
     "sp": {"sequence_parallel": True},
@@ -63,7 +64,7 @@ class Combination:
 
     def case(self, directory: Path) -> Case:
         """The case for `verify`, with its small model below `directory`."""
-        published = published_configs.write(directory / "published", self.family, **self.model)
+        published = write_config(directory / "published", {**PUBLISHED[self.family], **self.model})
         train, infer = (_sizes(words) for words in (self.train, self.infer))
         sides = parse_job(train, infer, None, self.num_ranks)
         case = case_of(self.name, published, directory / "model", *sides, self.num_layers, "auto", "float32")

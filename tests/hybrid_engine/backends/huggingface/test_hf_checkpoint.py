@@ -21,14 +21,8 @@ from hybrid_engine.errors import ConfigError, HybridEngineError, ParameterMismat
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
 from tests.harness.small_disks import file_size_limit
-from tests.zoo.tiny_models import (
-    DENSE_FLOAT32,
-    read_canonical,
-    region_slices,
-    running,
-    save_model,
-    view_of,
-)
+from tests.zoo.megatron_models import DENSE_FLOAT32, region_slices, running, view_of
+from tests.zoo.tiny_models import read_canonical, save_model
 
 TP2 = {"tensor_model_parallel_size": 2}
 SMALL_FILES = 20_000  # bytes: several files

@@ -19,15 +19,9 @@ from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.validation import layout_faults
 from tests.harness.core_versions import without
 from tests.harness.launch import Ranks, remembered
-from tests.zoo.moe_models import FAMILIES, save_moe_model
-from tests.zoo.tiny_models import (
-    DENSE_FLOAT32,
-    parallel_state_of,
-    read_config,
-    region_slices,
-    running,
-    save_model,
-)
+from tests.zoo.families import read_config
+from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of, region_slices, running
+from tests.zoo.tiny_models import save_model
 
 
 @dataclass(frozen=True)
@@ -147,9 +141,7 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Launch
     def launch_on(num_ranks: int) -> tuple[dict[str, Path], dict[str, list[Any]]]:
         cases = ALL_CASES[num_ranks]
         paths = {
-            name: (save_moe_model if case.family in FAMILIES else save_model)(
-                tmp_path_factory.mktemp("model"), case.family, **case.model
-            )
+            name: save_model(tmp_path_factory.mktemp("model"), case.family, **case.model)
             for name, case in cases.items()
         }
         calls: dict[str, Any] = {"views": (views_of_rank, (cases, paths))}

@@ -22,13 +22,8 @@ from hybrid_engine.worker import share_of
 from tests.harness.kills import kill_at_every_step
 from tests.harness.launch import Ranks
 from tests.harness.small_disks import file_size_limit
-from tests.zoo.tiny_models import (
-    DENSE_FLOAT32,
-    negative_log_likelihood,
-    running,
-    save_model,
-    token_batch,
-)
+from tests.zoo.megatron_models import DENSE_FLOAT32, negative_log_likelihood, running
+from tests.zoo.tiny_models import save_model, token_batch
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}

@@ -18,19 +18,9 @@ from hybrid_engine.models.variants import RotaryScaling
 from hybrid_engine.worker import share_of
 from tests.harness.core_versions import IS_0_16
 from tests.harness.launch import Ranks
-from tests.zoo.tiny_models import (
-    DENSE_FLOAT32,
-    SIZES,
-    build_hf_model,
-    label_log_probs,
-    load_canonical,
-    negative_log_likelihood,
-    read_config,
-    running,
-    save_model,
-    token_batch,
-    train_hf_model,
-)
+from tests.zoo.families import SIZES, read_config
+from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running
+from tests.zoo.tiny_models import build_hf_model, label_log_probs, save_model, token_batch, train_hf_model
 
 # fp32: sums in another order only. Logits reach about 4.
 ATOL = 1e-5

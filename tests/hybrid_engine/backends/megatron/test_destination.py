@@ -16,8 +16,8 @@ from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.weight_container import ContainerState, WeightContainer
 from hybrid_engine.transports import TransportSet, export_handles
 from tests.harness.launch import Ranks
-from tests.zoo.moe_models import save_moe_model
-from tests.zoo.tiny_models import DENSE_FLOAT32, Run, load_canonical, running, save_model
+from tests.zoo.megatron_models import DENSE_FLOAT32, Run, load_canonical, running
+from tests.zoo.tiny_models import save_model
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
@@ -127,7 +127,7 @@ def refusals(path: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     dense = save_model(tmp_path_factory.mktemp("dense"), "qwen2", tie_word_embeddings=True)
-    experts = save_moe_model(tmp_path_factory.mktemp("experts"), "qwen3_moe")
+    experts = save_model(tmp_path_factory.mktemp("experts"), "qwen3_moe")
     return {name: experts if name == "experts" else dense for name in CASES}
 
 

@@ -19,20 +19,16 @@ from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.worker import share_of
 from tests.harness.launch import Ranks, remembered
-from tests.zoo.moe_models import YARN, build_moe_model, mtp_losses, save_moe_model, whole_weights
-from tests.zoo.tiny_models import (
+from tests.zoo.families import YARN, read_config
+from tests.zoo.megatron_models import (
     DENSE_FLOAT32,
-    build_hf_model,
     load_canonical,
     negative_log_likelihood,
     parallel_state_of,
-    read_canonical,
-    read_config,
     running,
-    save_model,
-    token_batch,
-    train_hf_model,
+    whole_weights,
 )
+from tests.zoo.tiny_models import build_hf_model, mtp_losses, read_canonical, save_model, token_batch, train_hf_model
 
 # fp32: sums in another order only. Logits reach about 4, losses 5.
 ATOL = 2e-5
@@ -140,17 +136,12 @@ MASK = torch.tensor([0, 1, 1, 0, 1, 1, 1, 1, 0, 1, 1, 0])[None]
 
 def reference_model(model: str) -> torch.nn.Module:
     family, changes = MODELS[model]
-    if family == "qwen3":
-        return build_hf_model(family, **changes)
-    changes = dict(changes)
-    if mtp_layers := changes.pop("mtp_layers", 0):
-        changes["num_mtp_layers"] = mtp_layers
-    return build_moe_model(family, **changes)
+    return build_hf_model(family, **changes)
 
 
 def save_reference(directory: Path, model: str) -> Path:
     family, changes = MODELS[model]
-    return (save_model if family == "qwen3" else save_moe_model)(directory, family, **changes)
+    return save_model(directory, family, **changes)
 
 
 def make_batch() -> dict[str, torch.Tensor]:

@@ -12,15 +12,9 @@ import torch
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, WeightError
 from tests.harness.launch import Ranks
-from tests.zoo.tiny_models import (
-    DENSE_FLOAT32,
-    load_canonical,
-    negative_log_likelihood,
-    read_config,
-    running,
-    save_model,
-    token_batch,
-)
+from tests.zoo.families import read_config
+from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running
+from tests.zoo.tiny_models import save_model, token_batch
 
 LORA = {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"lr": 1e-2}}
 TP2 = {"tensor_model_parallel_size": 2}

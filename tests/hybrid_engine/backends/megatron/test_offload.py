@@ -14,15 +14,8 @@ from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.memory.offloader import KINDS, UNACCOUNTED, MegatronOffloader, Part
 from hybrid_engine.worker import share_of
 from tests.harness.launch import Ranks
-from tests.zoo.moe_models import save_moe_model
-from tests.zoo.tiny_models import (
-    DENSE_FLOAT32,
-    load_canonical,
-    negative_log_likelihood,
-    running,
-    save_model,
-    token_batch,
-)
+from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running
+from tests.zoo.tiny_models import save_model, token_batch
 
 BF16, REPLICATED = {"params_dtype": "bfloat16"}, {"use_distributed_optimizer": False}
 # name -> (model, actor settings, members of the chained optimizer)
@@ -118,7 +111,7 @@ def outcomes(
 ) -> list[dict[str, tuple[dict[str, Any], dict[str, Any]]]]:
     paths = {
         "dense": save_model(tmp_path_factory.mktemp("dense"), "qwen3"),
-        "experts": save_moe_model(tmp_path_factory.mktemp("experts"), "qwen3_moe"),
+        "experts": save_model(tmp_path_factory.mktemp("experts"), "qwen3_moe"),
     }
     return engines.launch(run_cases, 2, paths)
 

@@ -13,23 +13,14 @@ from hybrid_engine.config import ActorConfig
 from hybrid_engine.worker import share_of
 from tests.harness.core_versions import without
 from tests.harness.launch import Ranks
-from tests.zoo.tiny_models import (
-    DENSE_FLOAT32,
-    build_hf_model,
-    label_log_probs,
-    load_canonical,
-    negative_log_likelihood,
-    running,
-    save_model,
-    token_batch,
-    train_hf_model,
-)
+from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running
+from tests.zoo.tiny_models import build_hf_model, label_log_probs, save_model, token_batch, train_hf_model
 
 # fp32: sums in another order only. Logits reach about 5, log-probabilities about -10.
 ATOL = 1e-4
 BATCH, LENGTH = 4, 12
 
-# name -> (family, what differs from tests.zoo.tiny_models.SIZES)
+# name -> (family, what differs from tests.zoo.families.SIZES)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama, biases, other rotary base": (
@@ -206,7 +197,7 @@ def edge_cases(path: Path) -> dict[str, Any]:
     """On both ranks: a reference, bfloat16, float16 with an overflow, and batches that do not fit."""
     from hybrid_engine.backends.megatron.build import build_reference
     from hybrid_engine.backends.megatron.train_engine import TrainEngine
-    from tests.zoo.tiny_models import read_config
+    from tests.zoo.families import read_config
 
     found: dict[str, Any] = {}
     batch = make_batch()

@@ -25,9 +25,9 @@ from hybrid_engine.records.validation import layout_faults
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.megatron import mock_transformer_engine
 from tests.hybrid_engine.ranks.fake_ranks import fake_rank
-from tests.zoo import moe_models, tiny_models
-from tests.zoo.moe_models import save_moe_model
-from tests.zoo.tiny_models import DENSE_FLOAT32, read_config, save_model
+from tests.zoo.families import FAMILIES, read_config
+from tests.zoo.megatron_models import DENSE_FLOAT32
+from tests.zoo.tiny_models import save_model
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EP2 = {"expert_model_parallel_size": 2}
@@ -114,10 +114,9 @@ def view_of(case: Case, path: Path, rank: int) -> RankView:
 @pytest.fixture(scope="module")
 def views(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelTable, list[RankView]]]:
     """Case -> its table, and what each rank has."""
-    paths = {}
-    for name, case in CASES.items():
-        save = save_moe_model if case.family in moe_models.FAMILIES else save_model
-        paths[name] = save(tmp_path_factory.mktemp("model"), case.family, **case.model)
+    paths = {
+        name: save_model(tmp_path_factory.mktemp("model"), case.family, **case.model) for name, case in CASES.items()
+    }
     found = engines.launch(views_of_ranks, 1, CASES, paths)[0]
     return {name: (table_for(read_config(path)), found[name]) for name, path in paths.items()}
 
@@ -126,8 +125,7 @@ Views = dict[str, tuple[ModelTable, list[RankView]]]
 
 
 def test_every_family_is_here() -> None:
-    families = tiny_models.FAMILIES | moe_models.FAMILIES
-    architectures = {f"{families[case.family][0].removesuffix('Text')}" for case in CASES.values()}
+    architectures = {FAMILIES[case.family].transformers.removesuffix("Text") for case in CASES.values()}
     found = {name for name in TABLES if name.removesuffix("ForCausalLM").removesuffix("LMHeadModel") in architectures}
     assert found == set(TABLES)
 

@@ -12,7 +12,7 @@ from tests.hybrid_engine.backends.vllm import vllm_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-DECODED = ("gemma2", "deepseek v2", "deepseek v3")
+DECODED = ("gemma2", "deepseek_v2", "deepseek_v3")
 """Families whose attention vLLM computes with other kernels than the rest; all are in the matrix."""
 
 

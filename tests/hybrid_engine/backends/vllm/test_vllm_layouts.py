@@ -13,11 +13,11 @@ import pytest
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm import vllm_layouts
 from tests.hybrid_engine.backends.vllm.vllm_layouts import Case
-from tests.hybrid_engine.backends.vllm.vllm_models import FAMILIES
+from tests.zoo.families import SERVED_VARIANTS
 
-WITH_EXPERTS = ("qwen3 moe", "mixtral", "deepseek v2", "deepseek v3")
+WITH_EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3")
 STAGED = ("llama", "llama tied", "qwen3", "glm", "glm4", "gemma2", "gpt2", *WITH_EXPERTS)
-WHOLE = ("llama", "llama vocabulary without padding", "qwen2 tied", "glm", "gemma3", "gpt2", "deepseek v3")
+WHOLE = ("llama", "llama vocabulary without padding", "qwen2 tied", "glm", "gemma3", "gpt2", "deepseek_v3")
 FIVE_LAYERS = {"num_hidden_layers": 5}
 SIX_HEADS = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 SIX_LATENT_HEADS = {**SIX_HEADS, "num_key_value_heads": 6, "moe_intermediate_size": 48}
@@ -25,33 +25,33 @@ SIX_LATENT_HEADS = {**SIX_HEADS, "num_key_value_heads": 6, "moe_intermediate_siz
 CASES = {
     2: [
         *(Case(family, dp=2) for family in WHOLE),
-        *(Case(family, tp=2) for family in FAMILIES),
+        *(Case(family, tp=2) for family in SERVED_VARIANTS),
         *(Case(family, pp=2) for family in STAGED),
         *(Case(family, tp=2, ep=2) for family in WITH_EXPERTS),
         *(Case(family, dp=2, ep=2) for family in WITH_EXPERTS),
         Case("llama tied", pp=2, config=FIVE_LAYERS),
-        Case("deepseek v3", pp=2, config=FIVE_LAYERS),
-        Case("deepseek v3", dp=2, ep=2, config={"n_routed_experts": 6, "n_group": 1}),
-        Case("qwen3 moe", tp=2, ep=2, config={"num_experts": 5}),
+        Case("deepseek_v3", pp=2, config=FIVE_LAYERS),
+        Case("deepseek_v3", dp=2, ep=2, config={"n_routed_experts": 6, "n_group": 1}),
+        Case("qwen3_moe", tp=2, ep=2, config={"num_experts": 5}),
         Case("gpt2", tp=2, order=(1, 0)),
         Case("llama tied", pp=2, config=FIVE_LAYERS, order=(1, 0)),
-        Case("deepseek v3", dp=2, ep=2, order=(1, 0)),
+        Case("deepseek_v3", dp=2, ep=2, order=(1, 0)),
     ],
     3: [
         Case("llama", tp=3, config=SIX_HEADS),
-        Case("qwen3 moe", tp=3, config={**SIX_HEADS, "moe_intermediate_size": 48}),
-        Case("deepseek v3", tp=3, config=SIX_LATENT_HEADS),
+        Case("qwen3_moe", tp=3, config={**SIX_HEADS, "moe_intermediate_size": 48}),
+        Case("deepseek_v3", tp=3, config=SIX_LATENT_HEADS),
         Case("llama tied", pp=3, config=FIVE_LAYERS),
     ],
     4: [
-        *(Case(family, tp=4) for family in ("llama", "qwen2 tied", "deepseek v3", "gpt2")),
-        *(Case(family, tp=2, dp=2, ep=4) for family in ("qwen3 moe", "deepseek v3")),
-        Case("qwen3 moe", dp=4, ep=2),
-        Case("deepseek v3", tp=2, pp=2, ep=2),
+        *(Case(family, tp=4) for family in ("llama", "qwen2 tied", "deepseek_v3", "gpt2")),
+        *(Case(family, tp=2, dp=2, ep=4) for family in ("qwen3_moe", "deepseek_v3")),
+        Case("qwen3_moe", dp=4, ep=2),
+        Case("deepseek_v3", tp=2, pp=2, ep=2),
         Case("gemma2", tp=2, pp=2),
         Case("llama", tp=4, order=(2, 0, 3, 1)),
-        Case("qwen3 moe", tp=2, dp=2, ep=4, order=(2, 0, 3, 1)),
-        Case("qwen3 moe", dp=4, ep=2, order=(0, 2, 1, 3)),
+        Case("qwen3_moe", tp=2, dp=2, ep=4, order=(2, 0, 3, 1)),
+        Case("qwen3_moe", dp=4, ep=2, order=(0, 2, 1, 3)),
         Case("gemma2", tp=2, pp=2, order=(1, 3, 0, 2)),
     ],
 }
@@ -100,7 +100,7 @@ def test_what_is_never_read_belongs_to_others_or_to_nobody(runs: tuple[list[Case
     for case in cases:
         unread = set.intersection(*(set(result[case.name]["unread"]) for result in by_rank))
         assert all(name.startswith(f"model.layers.{case.model['num_hidden_layers']}.") for name in unread), case.name
-        assert bool(unread) == ("deepseek v3" in case.family), case.name
+        assert bool(unread) == ("deepseek_v3" in case.family), case.name
 
 
 @pytest.mark.parametrize("runs", [2], indirect=True)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm import vllm_support as support
-from tests.hybrid_engine.backends.vllm.vllm_models import GPT2, QWEN3, QWEN3_MOE
+from tests.zoo.families import served_config
 
-CONFIG = {**QWEN3, "torch_dtype": "float32"}
+CONFIG = served_config("qwen3", torch_dtype="float32")
 PROMPTS = [[2, 3, 4, 5, 6, 7, 8], [9, 10, 11]]
 EVERYWHERE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ATOL = 5e-5  # float32; log-probabilities are around -5
@@ -124,7 +124,7 @@ def adapters(directory: str, num_tp: int) -> dict[str, Any]:
     plain = _engine(path, num_tp)
     result["errors"]["off"] = _error_of(lambda: plain.set_adapter("policy", wide, first))
     plain.shutdown()
-    for name, config in (("experts", QWEN3_MOE), ("gpt2", GPT2)):
+    for name, config in (("experts", served_config("qwen3_moe")), ("gpt2", served_config("gpt2"))):
         other_path = support.write_config(Path(directory) / name, config)
         result["errors"][name] = _error_of(lambda path=other_path: _engine(path, num_tp, max_loras=1))
     dist.destroy_process_group()

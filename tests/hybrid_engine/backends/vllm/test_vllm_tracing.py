@@ -12,7 +12,7 @@ from hybrid_engine.backends.vllm.weights.traced_layout import STAGED, build_layo
 from hybrid_engine.backends.vllm.weights.tracing import Trace, trace_loader
 from hybrid_engine.errors import ModelError, ParameterMismatchError
 from hybrid_engine.records.layout import Extent, Layout
-from tests.zoo.tiny_models import region_slices, view_of
+from tests.zoo.megatron_models import region_slices, view_of
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 SHAPES = {"a": (4, 6), "b": (4, 6)}

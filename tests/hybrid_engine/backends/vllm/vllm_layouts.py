@@ -1,6 +1,6 @@
 """vLLM's models in any of its layouts, without an engine around them: groups, models, native loads, on real ranks.
 
-A case is a family of vllm_models.py with changes, in the groups of some settings. Nothing is computed, so a launch
+A case is a model of the zoo with changes, in the groups of some settings. Nothing is computed, so a launch
 goes through dozens of cases.
 """
 
@@ -28,7 +28,8 @@ from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.regions import Region, subtract_all, union
-from tests.hybrid_engine.backends.vllm import vllm_models, vllm_support
+from tests.hybrid_engine.backends.vllm import vllm_support
+from tests.zoo.families import served_config
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Case:
     """One model in one layout.
 
     Attributes:
-        family: of `vllm_models.FAMILIES`; `config`: keys of it that change.
+        family: of `SERVED_VARIANTS`; `config`: keys of it that change.
         tp, pp, dp, ep: sizes; `order`: position -> rank.
     """
 
@@ -55,7 +56,7 @@ class Case:
 
     @property
     def model(self) -> dict[str, Any]:
-        return {**vllm_models.FAMILIES[self.family], **self.config}
+        return served_config(self.family, **self.config)
 
     def is_reordered(self, other: Case) -> bool:
         """Whether `other` is this case in another order than the sequential one."""
@@ -117,7 +118,7 @@ def run_cases(directory: str, cases: Sequence[Case]) -> dict[str, dict[str, Any]
     dist.init_process_group("gloo")
     base = Path(directory)
     # With experts, so that vLLM makes a group for them; 12 heads are a multiple of every size here.
-    host_config = {**vllm_models.QWEN3_MOE, "num_attention_heads": 12, "num_key_value_heads": 12}
+    host_config = served_config("qwen3_moe", num_attention_heads=12, num_key_value_heads=12)
     host_model = vllm_support.write_config(base / "host", host_config)
     results: dict[str, dict[str, Any]] = {}
     for layout in dict.fromkeys(case.layout_key() for case in cases):

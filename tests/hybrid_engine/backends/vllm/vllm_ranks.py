@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from hybrid_engine.ranks.job import Job
 from tests.hybrid_engine.backends.vllm import vllm_support as support
-from tests.hybrid_engine.backends.vllm.vllm_models import FAMILIES, checkpoint_dtypes
+from tests.zoo.checkpoint_shapes import checkpoint_dtypes
+from tests.zoo.families import served_config
 
 # What vLLM's CPU kernels for latent attention compute: heads of 512 + 64, rotary scaling as in published configs.
 COMPUTABLE = {
@@ -525,7 +526,7 @@ def transformers_oracle(directory: str, num_tp: int, families: Sequence[str]) ->
     support.join_group()
     result: dict[str, float] = {}
     for name in families:
-        config = {**FAMILIES[name], **(COMPUTABLE if "deepseek" in name else {}), "torch_dtype": "float32"}
+        config = {**served_config(name), **(COMPUTABLE if "deepseek" in name else {}), "torch_dtype": "float32"}
         weights = [support.random_weights(config, seed, torch.float32) for seed in range(2)]
         places = [Path(directory, f"{name} {seed}") for seed in range(2)]
         paths = [support.write_checkpoint(*each) for each in zip(places, (config, config), weights, strict=True)]

@@ -11,18 +11,13 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.vllm.native_load import native_parameters, second_model
-from tests.hybrid_engine.backends.vllm.vllm_models import (
-    LLAMA,
-    MIXTRAL,
-    QWEN2,
-    QWEN3,
-    QWEN3_MOE,
-    checkpoint_dtypes,
-    checkpoint_shapes,
-)
-from tests.zoo.tiny_models import region_slices, view_of
+from tests.zoo.checkpoint_shapes import checkpoint_dtypes, checkpoint_shapes
+from tests.zoo.families import served_config
+from tests.zoo.megatron_models import region_slices, view_of
 
 __all__ = ["LLAMA", "MIXTRAL", "QWEN2", "QWEN3", "QWEN3_MOE", "checkpoint_shapes", "native_parameters"]
+
+LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE = map(served_config, ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe"))
 
 
 def join_group() -> None:

@@ -1,0 +1,119 @@
+"""Megatron actors of the models in `tiny_models`, on real ranks.
+
+with running(path, ActorConfig(...)) as run:      # in a function that `engines.launch` runs
+    load_canonical(run, path)                     # Megatron holds the checkpoint's weights
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.config import ActorConfig
+from hybrid_engine.models import ModelTable, table_for
+from hybrid_engine.records.layout import Layout, Shard
+from tests.zoo.families import read_config
+from tests.zoo.tiny_models import read_canonical
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.megatron.build import Actor
+    from hybrid_engine.backends.megatron.train_engine import TrainEngine
+
+DENSE_FLOAT32: dict[str, Any] = {"params_dtype": "float32", "make_vocab_size_divisible_by": 8, "seq_length": 12}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What `running` gives."""
+
+    actor: Actor
+    table: ModelTable
+    config: ActorConfig
+    engine: TrainEngine
+
+
+@contextlib.contextmanager
+def running(path: Path, config: ActorConfig) -> Iterator[Run]:
+    """Megatron's parallel state, model, DDP and optimizer on this rank. Several may follow one another."""
+    with parallel_state_of(config):
+        from hybrid_engine.backends.megatron.build import build_actor, end_training
+        from hybrid_engine.backends.megatron.train_engine import TrainEngine
+
+        table = table_for(read_config(path))
+        actor = build_actor(config, table, read_config(path))
+        try:
+            yield Run(actor, table, config, TrainEngine(actor, table, config.micro_batch_size))
+        finally:
+            end_training(actor)
+
+
+@contextlib.contextmanager
+def parallel_state_of(config: ActorConfig) -> Iterator[None]:
+    """The patches, a gloo process group (kept for the next one), and Megatron's parallel state."""
+    import megatron_patches
+
+    megatron_patches.apply()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    from hybrid_engine.backends.megatron.build import destroy_parallel_state, initialize_parallel_state
+
+    initialize_parallel_state(config, timeout_seconds=120)
+    try:
+        yield
+    finally:
+        destroy_parallel_state()
+
+
+def load_canonical(run: Run, path: Path) -> None:
+    """Write the checkpoint into Megatron's parameters through the adaptor's records."""
+    canonical, buffers = read_canonical(path), run.engine.weights.base.buffers()
+    with torch.no_grad():
+        for shard in run.engine.weights.base.layout().shards:
+            view_of(buffers, shard).copy_(canonical[shard.region.tensor][region_slices(shard)])
+    if run.actor.optimizer is not None:
+        run.actor.optimizer.reload_model_params()
+
+
+def whole_weights(weights: Any) -> dict[str, torch.Tensor]:
+    """The checkpoint tensors that the ranks' training weights hold together, read through the records; on every rank.
+
+    A region that several ranks hold must be the same on all of them.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    own = (weights.layout(), {name: flat.clone() for name, flat in weights.buffers().items()})
+    dist.all_gather_object(everyone, own)
+    layout = Layout.merge(rank_layout for rank_layout, _ in everyone)
+    found = {name: torch.full(shape, torch.nan) for name, shape in layout.tensors.items()}
+    for shard in layout.shards:
+        values = view_of(everyone[shard.place.buffer.rank][1], shard).float()
+        target = found[shard.region.tensor][region_slices(shard)]
+        assert torch.all(target.isnan() | (target == values)), f"ranks differ in {shard.region}"
+        target.copy_(values)
+    return found
+
+
+def view_of(buffers: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor:
+    """The part of a flat buffer that a record speaks of."""
+    flat, place = buffers[shard.place.buffer.name], shard.place
+    assert flat.dim() == 1 and flat.is_contiguous()
+    return flat.as_strided(shard.region.lengths, place.strides, flat.storage_offset() + place.offset)
+
+
+def region_slices(shard: Shard) -> tuple[slice, ...]:
+    """The record's region, to index the canonical tensor with."""
+    return tuple(slice(low, high) for low, high in zip(shard.region.offsets, shard.region.ends, strict=True))
+
+
+def negative_log_likelihood(
+    _batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The report shares the loss's memory, as an unsuspecting user's would."""
+    loss = -log_probs.mean()
+    return loss, {"loss": loss.detach()}
