@@ -12,6 +12,7 @@ OUT    ?= runs/gpt_rl
 STOP_SECONDS ?= 600
 
 PYTEST_ARGS ?=
+FAULTS_JSON ?= runs/faults.jsonl
 MEGATRON    ?= $(lastword $(CORE_VERSIONS))
 UV          ?= uv
 
@@ -74,7 +75,8 @@ test-fast: $(ENV_READY) ## Run the tests that start no ranks and take seconds: t
 	$(PY) -m pytest -q -m 'not ranks and not slow' $(PYTEST_ARGS)
 
 test-faults: $(ENV_READY) ## Break real jobs on purpose: kills, stalls, full disks, random failures (FAULTS_JSON=file)
-	FAULTS_JSON='$(or $(FAULTS_JSON),runs/faults.json)' $(PY) -m pytest -m faults $(PYTEST_ARGS) \
+	@mkdir -p '$(dir $(FAULTS_JSON))' && rm -f '$(FAULTS_JSON)'
+	FAULTS_JSON='$(FAULTS_JSON)' $(PY) -m pytest -m faults --numprocesses 2 --dist loadfile $(PYTEST_ARGS) \
 	    tests/faults tests/hybrid_engine/ranks/test_failure_watch.py
 
 # The environment is the locked one with that megatron-core and without vLLM.
