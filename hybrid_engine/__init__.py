@@ -54,8 +54,10 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.megatron.train_engine import TrainEngine
     from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling
     from hybrid_engine.hybrid_engine import HybridEngine
+    from hybrid_engine.ranks.job import Job
     from hybrid_engine.switch.report import ReshardReport
-    from hybrid_engine.switch.sharding_manager import ShardingManager, State
+    from hybrid_engine.switch.sharding_manager import ShardingManager
+    from hybrid_engine.switch.states import State
     from hybrid_engine.worker import ActorHybridWorker, ReferenceModel
 
 # Names that need torch, Megatron or vLLM load with their first use.
@@ -64,11 +66,12 @@ _LAZY = {
     "Completion": "hybrid_engine.backends.vllm",
     "HybridEngine": "hybrid_engine.hybrid_engine",
     "InferenceEngine": "hybrid_engine.backends.vllm",
+    "Job": "hybrid_engine.ranks.job",
     "ReferenceModel": "hybrid_engine.worker",
     "ReshardReport": "hybrid_engine.switch.report",
     "Sampling": "hybrid_engine.backends.vllm",
     "ShardingManager": "hybrid_engine.switch.sharding_manager",
-    "State": "hybrid_engine.switch.sharding_manager",
+    "State": "hybrid_engine.switch.states",
     "TrainEngine": "hybrid_engine.backends.megatron.train_engine",
 }
 
@@ -81,6 +84,7 @@ __all__ = [
     "HybridEngine",
     "HybridEngineError",
     "InferenceEngine",
+    "Job",
     "ReferenceModel",
     "ReshardReport",
     "Sampling",

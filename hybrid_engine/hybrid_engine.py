@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ports import InferenceWeights, Trainer
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.contexts import SwitchContexts
@@ -48,7 +48,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         train: TrainerT,
         inference: InferenceEngine,
         config: HybridConfig,
-        offloader: MegatronOffloader | None = None,
+        offloader: Offloader | None = None,
         weights: InferenceWeights | None = None,
         training_layouts: Sequence[Layout] | None = None,
     ) -> None:
@@ -58,7 +58,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
             trainer=train,
             inference=weights or inference.adaptor,
             caches=inference,
-            offloader=offloader or MegatronOffloader(train.offload_items, reachable=train.reachable_tensors),
+            offloader=offloader or Offloader(train.offload_items, reachable=train.reachable_tensors),
             config=config.generate_config,
             job=inference.job,
             training_layouts=training_layouts,

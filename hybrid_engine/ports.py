@@ -138,7 +138,7 @@ class InferenceWeights(WeightAdaptor, Protocol):
         ...
 
     def resident_nbytes(self) -> int:
-        """Bytes of device memory that the weights take now, those on their way and memory kept for them included."""
+        """Bytes of device memory that the weights take now, those in flight and memory kept for them included."""
         ...
 
 

@@ -14,7 +14,7 @@ from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.config import HybridConfig, LoraConfig
 from hybrid_engine.errors import DependencyError
 from hybrid_engine.hybrid_engine import HybridEngine
-from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
 from hybrid_engine.models.lora_tensors import adapted_modules, adapter_shapes
 from hybrid_engine.ports import InferenceWeights
@@ -72,7 +72,7 @@ class ActorHybridWorker(SwitchContexts):
             undo.callback(build.end_training, self.actor)
             adapters_apart = self.config.generate_config.lora_delivery == "adapter"
             self.train: TrainEngine = TrainEngine(self.actor, self.table, actor_config.micro_batch_size, adapters_apart)
-            offloader = MegatronOffloader(self.train.offload_items, reachable=self.train.reachable_tensors)
+            offloader = Offloader(self.train.offload_items, reachable=self.train.reachable_tensors)
             offloader.offload()  # vLLM looks at the memory that is free while it starts
         layouts = gather_layouts(job, self.train.weights)
         self.inference: InferenceEngine = build_inference_engine(self.config, self.table, layouts, job)
@@ -196,7 +196,7 @@ class ReferenceModel:
         self.engine = TrainEngine(model, worker.table, actor_config.micro_batch_size)
         self.engine.copy_weights_from(worker.train)
         self._agreement = worker.job.agreement
-        self._offloader = MegatronOffloader(self.engine.offload_items)
+        self._offloader = Offloader(self.engine.offload_items)
         self._offloader.offload({"param"})
 
     def compute_log_probs(self, batch: Batch) -> torch.Tensor:

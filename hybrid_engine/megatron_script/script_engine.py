@@ -16,7 +16,7 @@ from hybrid_engine.megatron_script.checked_weights import CheckedWeights
 from hybrid_engine.megatron_script.journal import TIMERS, Journal
 from hybrid_engine.megatron_script.matching import vocabulary_mismatches
 from hybrid_engine.megatron_script.script_settings import Prompt, ScriptSettings, read_settings
-from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.rendezvous import gather_layouts
 from hybrid_engine.switch.report import ReshardReport
@@ -78,7 +78,7 @@ class ScriptEngine:
         config = self.settings.config
         with job.agreement.phase("looking at Megatron's model"):
             live = self._live_model(model_chunks, optimizer, num_steps)
-            offloader = MegatronOffloader(live.offload_items, reachable=live.reachable_tensors)
+            offloader = Offloader(live.offload_items, reachable=live.reachable_tensors)
             offloader.offload()  # vLLM looks at the memory that is free while it starts
         layouts = gather_layouts(job, live.weights)
         self.inference: InferenceEngine = build_inference_engine(config, self.settings.table, layouts, job)

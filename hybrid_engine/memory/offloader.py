@@ -53,6 +53,7 @@ __all__ = [
     "MegatronOffloader",
     "OffloadItem",
     "OffloadReport",
+    "Offloader",
     "Part",
     "Reached",
 ]
@@ -60,7 +61,7 @@ __all__ = [
 _ALIGNMENT = 16  # bytes; no element is larger
 
 
-class MegatronOffloader:
+class Offloader:
     """Offloads what an inventory lists, kind by kind.
 
     The inventory is queried at every offload, since optimizers create state at their first step. A storage that
@@ -335,6 +336,10 @@ class MegatronOffloader:
         """Complete queued copies of these kinds before they are touched."""
         if self._pending & kinds:
             self.wait()
+
+
+MegatronOffloader = Offloader
+"""Its name in programs of others: Megatron's was the first trainer."""
 
 
 def _forget(caches: Iterable[OffloadItem], moved: Moved) -> None:

@@ -12,7 +12,7 @@ Set-up, once, on every rank:
 
     1  gather_layouts          training layouts of all ranks                             (by assembly.py, or in 2)
     2  rendezvous.connect      the other layouts and handles; plan; groups; transports; container
-    3  InferenceWeights.release, MegatronOffloader.onload                                state TRAIN
+    3  InferenceWeights.release, Offloader.onload                                state TRAIN
 
 A switch to INFER, each step a phase that all ranks leave together; on the device afterwards:
 
@@ -27,7 +27,7 @@ A switch to INFER, each step a phase that all ranks leave together; on the devic
     4  offload                 what is left of the parameters
     5  wake_kv_cache, reset_caches
 
-and back: WeightContainer.release, MegatronOffloader.onload. On failure: abandon and drain in step 3, then `restore`.
+and back: WeightContainer.release, Offloader.onload. On failure: abandon and drain in step 3, then `restore`.
 
 To change: what is on the device in a state, states.py; a phase of a switch, sharding_manager.py; how long a fence
 waits, `generate_config.timeout_seconds`; the text of the report's line, report.py.

@@ -32,7 +32,7 @@ import torch
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import LostRankError, ReshardError, StateError
-from hybrid_engine.memory.offloader import KINDS, Kind, MegatronOffloader, OffloadReport, Part
+from hybrid_engine.memory.offloader import KINDS, Kind, Offloader, OffloadReport, Part
 from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.ports import BucketFollower, InferenceCaches, InferenceWeights, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
@@ -71,7 +71,7 @@ class ShardingManager:
         trainer: Trainer,
         inference: InferenceWeights,
         caches: InferenceCaches,
-        offloader: MegatronOffloader,
+        offloader: Offloader,
         config: GenerateConfig,
         job: Job,
         training_layouts: Sequence[Layout] | None = None,
@@ -342,5 +342,5 @@ def _total(report: OffloadReport) -> int:
     return sum(report.nbytes.values())
 
 
-def _resident_nbytes(offloader: MegatronOffloader) -> int:
+def _resident_nbytes(offloader: Offloader) -> int:
     return sum(nbytes for by_owner in offloader.resident_nbytes().values() for nbytes in by_owner.values())

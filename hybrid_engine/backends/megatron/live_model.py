@@ -62,7 +62,7 @@ class LiveModel:
         return self._inventory.items()
 
     def reachable_tensors(self) -> Iterator[Reached]:
-        """Every tensor that model and optimizer refer to, for `MegatronOffloader.residual`."""
+        """Every tensor that model and optimizer refer to, for `Offloader.residual`."""
         return self._inventory.reachable()
 
     def take_up_weights(self) -> None:
