@@ -6,16 +6,19 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, PeerTransportError, RemoteError, TransportError
 from hybrid_engine.memory.elastic import ElasticBuffer, allocate_elastic
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.records.layout import Buffer, BufferId, Place
 from hybrid_engine.transports import (
+    PREFERENCES,
     SharedMemoryTransport,
     TransportSet,
     choose_transport,
@@ -258,6 +261,10 @@ def test_shared_memory_from_another_host():
 def test_choice(src_rank: int, link: Link, is_exported: bool, preference: str, expected: str):
     exported = {BufferId(src_rank, "src")} if is_exported else set()
     assert choose_transport(transfer_between(src_rank, 1, link), exported, preference) == expected
+
+
+def test_what_the_configuration_can_ask_for_is_in_the_registry():
+    assert get_args(GenerateConfig.model_fields["transport"].annotation) == PREFERENCES
 
 
 def test_unknown_preference():
