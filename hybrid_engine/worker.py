@@ -86,14 +86,14 @@ class ActorHybridWorker(SwitchContexts):
 
     def _weights_with_adapter(self, lora: LoraConfig) -> InferenceWeights:
         """vLLM's weights and the adapter beside them; completions use it from then on."""
-        from hybrid_engine.backends.vllm.engine_settings import AdapterConfig
-        from hybrid_engine.backends.vllm.lora.delivery import ACTOR_ADAPTER, WeightsWithAdapter
+        from hybrid_engine.backends.vllm.engine_settings import LoraSettings
+        from hybrid_engine.backends.vllm.lora.weights_with_lora import ACTOR_LORA, WeightsWithLora
 
         shapes = adapter_shapes(self.table, lora.target_modules, lora.rank)
-        adapter = AdapterConfig(lora.rank, lora.alpha, adapted_modules(shapes))
-        self.adapter = ACTOR_ADAPTER
+        settings = LoraSettings(lora.rank, lora.alpha, adapted_modules(shapes))
+        self.adapter = ACTOR_LORA
         dtype = getattr(torch, self.config.wire_dtype)
-        return WeightsWithAdapter(self.inference.adaptor, self.inference.adapters, shapes, adapter, dtype)
+        return WeightsWithLora(self.inference.adaptor, self.inference.loras, shapes, settings, dtype)
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks are here. Raises RemoteError with what failed on another; `phase` names the place."""

@@ -18,7 +18,9 @@ class LoaderTarget:
     Uses the adaptor's own means to get there, also private ones, so that all contenders write into the same memory.
     """
 
-    def __init__(self, worker: ActorHybridWorker) -> None:
+    def __init__(self, worker: ActorHybridWorker, keeps_memory: bool = False) -> None:
+        """`keeps_memory`: from one fill to the next."""
+        self._keeps_memory = keeps_memory
         self._adaptor = worker.inference.adaptor
         if self._adaptor.staged:
             raise ValueError(f"{len(self._adaptor.staged)} tensors only go through vLLM's own loader")
@@ -31,27 +33,31 @@ class LoaderTarget:
         return self._adaptor.model
 
     def release(self) -> None:
-        """Give up the weights and their memory."""
-        self._adaptor.release()
+        """Give up the weights and, unless it is kept, their memory."""
+        if self._keeps_memory:
+            self._adaptor.void()
+        else:
+            self._adaptor.release()
 
     def allocate(self, clock: Clock) -> dict[str, torch.Tensor]:
         """Fresh parameters, bound in the model; their flat buffers by name. Timed as the allocation."""
         with clock.phase(ALLOCATE):
             flats = dict(self._adaptor.allocate(self._groups))
-            for name, tensor in self._adaptor._filling.items():
-                self._adaptor._bind(self._adaptor._storages[name].bindings, tensor)
+            for group, tensors in self._adaptor._filling.items():
+                self._adaptor._commits[group].bind(tensors)
         return flats
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """vLLM's `load_weights`."""
-        with torch.no_grad(), self._adaptor.context():
+        with torch.no_grad(), self._adaptor._processed.context():
             self.model.load_weights(weights)
 
     def commit(self, clock: Clock) -> None:
         """vLLM's repacking of all that was written; timed as the commit."""
         with clock.phase(COMMIT):
             self._adaptor.commit(self._groups)
-            self._adaptor.finish_fill()
+            if not self._keeps_memory:
+                self._adaptor.finish_fill()
 
     def digesting(self) -> AbstractContextManager[Digests]:
         return digesting_vllm(self._adaptor)

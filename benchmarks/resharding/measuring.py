@@ -146,11 +146,8 @@ def digest(tensor: torch.Tensor) -> str:
 def digesting_vllm(adaptor: Any) -> Iterator[Digests]:
     """Digest every parameter of vLLM in loader layout, filled, before it is repacked."""
     digests: dict[str, str] = {}
-    before, adaptor.observer = adaptor.observer, lambda name, tensor: digests.update({name: digest(tensor)})
-    try:
+    with adaptor.observed(lambda name, tensor: digests.update({name: digest(tensor)})):
         yield digests
-    finally:
-        adaptor.observer = before
 
 
 def agreed(action: Callable[[], Any]) -> tuple[Any, str | None]:

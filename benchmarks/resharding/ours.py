@@ -62,10 +62,8 @@ class OursCopies:
 
     def __init__(self, worker: ActorHybridWorker) -> None:
         self._training, self._sharding = worker.sharding.training, worker.sharding
-        self._target = LoaderTarget(worker)
+        self._target = LoaderTarget(worker, keeps_memory=True)
         self._adaptor = worker.inference.adaptor
-        self._kept_before = self._adaptor.keeps_memory
-        self._adaptor.keeps_memory = True
         self._flats: Mapping[str, torch.Tensor] = {}
 
     def prepare(self) -> None:
@@ -86,7 +84,6 @@ class OursCopies:
         return self._target.digesting()
 
     def close(self) -> None:
-        """Keep or free memory as configured again."""
+        """Free the memory, unless it is configured to be kept."""
         self._flats = {}
-        self._adaptor.keeps_memory = self._kept_before
-        self._target.release()
+        self._adaptor.release()

@@ -74,9 +74,11 @@ class Comparison:
         from hybrid_engine.backends.vllm.native_load import native_parameters
 
         seen: dict[str, torch.Tensor] = {}
-        adaptor = self.worker.inference.adaptor
-        adaptor.observer = lambda name, tensor: seen.update({name: tensor.detach().clone()})
-        with self.worker.rollout_context():
+
+        def keep(name: str, tensor: torch.Tensor) -> None:
+            seen[name] = tensor.detach().clone()
+
+        with self.worker.inference.adaptor.observed(keep), self.worker.rollout_context():
             self._digests.add(float(expected.double().sum()) + sum(float(one.double().sum()) for one in seen.values()))
             # beside an adapter that is delivered apart, vLLM has the weights that training started from
             base = checkpoint if self.worker.adapter is None else checkpoint.with_name("version0")

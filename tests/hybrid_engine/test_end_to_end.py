@@ -148,8 +148,10 @@ def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> dict[str, Any]:
     worker = ActorHybridWorker(config, job=job)
     digests: list[dict[str, str]] = [{}, {}]
     for seed, seen in enumerate(digests):
-        worker.inference.adaptor.observer = lambda name, tensor, seen=seen: seen.update({name: _digest([tensor])})
-        with worker.rollout_context():
+        digested = worker.inference.adaptor.observed(
+            lambda name, tensor, seen=seen: seen.update({name: _digest([tensor])})
+        )
+        with digested, worker.rollout_context():
             completions = worker.inference.generate([[1, 2, 3]], workers.GREEDY)
             report = worker.sharding.last_report
         with worker.train_context():

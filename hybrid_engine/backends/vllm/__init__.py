@@ -1,6 +1,6 @@
 """vLLM as the inference side; the only package that imports vLLM, and only when an engine is built.
 
-engine_settings.py  InferenceSettings, Sampling, Completion, AdapterConfig: plain data
+engine_settings.py  InferenceSettings, Sampling, Completion, LoraSettings: plain data
 engine.py           InferenceEngine: vLLM colocated with training
 arguments.py        settings -> vLLM's arguments, looked at by vLLM before anything is built
 requests.py         requests to vLLM; none outlives the call that made it
@@ -11,16 +11,16 @@ process/            environment, shared memory, groups and random state in someb
 """
 
 from hybrid_engine.backends.vllm.engine import InferenceEngine
-from hybrid_engine.backends.vllm.engine_settings import AdapterConfig, Completion, InferenceSettings, Sampling
+from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, LoraSettings, Sampling
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 
 __all__ = [
     "TESTED_VERSION",
-    "AdapterConfig",
     "Completion",
     "InferenceEngine",
     "InferenceSettings",
+    "LoraSettings",
     "Sampling",
     "VllmAdaptor",
     "require_vllm",

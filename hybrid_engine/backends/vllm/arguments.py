@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pydantic import ValidationError
+
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.backends.vllm.process.group_placement import placed
+from hybrid_engine.backends.vllm.process.group_placement import rank_in_instance
+from hybrid_engine.backends.vllm.weights.loader import LOAD_FORMAT
 from hybrid_engine.backends.vllm.weights.quantization import check_quantization, config_overrides
 from hybrid_engine.errors import ConfigError, Violation
 
@@ -21,8 +25,6 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
         settings: the engine's.
         device_type: vLLM's name for the platform: "cpu" or "cuda".
     """
-    from hybrid_engine.backends.vllm.weights.loader import LOAD_FORMAT
-
     arguments: dict[str, Any] = {
         "model": settings.model_dir,
         "load_format": LOAD_FORMAT,
@@ -48,7 +50,7 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
     kv_cache_bytes = settings.kv_cache_bytes
     if device_type == "cpu":
         kv_cache_bytes = kv_cache_bytes or _DEFAULT_CPU_KV_CACHE
-        arguments["worker_cls"] = "hybrid_engine.backends.vllm.process.cpu_worker.GuestCPUWorker"
+        arguments["worker_cls"] = "hybrid_engine.backends.vllm.process.cpu_worker.IsolatedCPUWorker"
     if kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = kv_cache_bytes
     if settings.max_loras:
@@ -68,28 +70,23 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
 
 def check_arguments(settings: InferenceSettings, rank: int, device_type: str) -> None:
     """Have vLLM look at its configuration before anything is built. Raises ConfigError with its complaints."""
-    from pydantic import ValidationError
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.utils import get_model_architecture
-    from vllm.model_executor.models import supports_lora
-
     check_quantization(settings, device_type)
     arguments = {**llm_arguments(settings, device_type), "load_format": "dummy"}
     try:
-        with placed(settings, rank):
-            config = EngineArgs(**arguments).create_engine_config()
-        model_class, _ = get_model_architecture(config.model_config)
+        with rank_in_instance(settings, rank):
+            config = internals.ENGINE_ARGS.load()(**arguments).create_engine_config()
+        model_class, _ = internals.MODEL_ARCHITECTURE.load()(config.model_config)
     except (ValidationError, ValueError, NotImplementedError) as error:
         details = error.errors() if isinstance(error, ValidationError) else [{"msg": str(error)}]
         raise ConfigError([Violation("vLLM", detail["msg"], _REMEDY) for detail in details]) from error
     reason = ""
-    if not supports_lora(model_class):
-        reason = f"vLLM's {model_class.__name__} takes no adapters"
+    if not internals.SUPPORTS_LORA.load()(model_class):
+        reason = f"vLLM's {model_class.__name__} takes no LoRA"
     elif device_type == "cpu" and config.model_config.is_moe:
-        reason = "vLLM's kernels for experts beside adapters do not run on CPU"
+        reason = "vLLM's kernels for experts beside LoRA do not run on CPU"
     if settings.max_loras and reason:
         problem = f"{settings.max_loras}, but {reason}"
-        raise ConfigError([Violation("max_loras", problem, "Set it to 0 and merge adapters into the weights")])
+        raise ConfigError([Violation("max_loras", problem, "Set it to 0 and merge it into the weights")])
 
 
 def is_eager(settings: InferenceSettings, device_type: str) -> bool:

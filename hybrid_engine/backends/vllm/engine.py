@@ -19,14 +19,15 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.arguments import check_arguments, is_eager, is_sleepy, llm_arguments
-from hybrid_engine.backends.vllm.engine_settings import AdapterConfig, Completion, InferenceSettings, Sampling
-from hybrid_engine.backends.vllm.lora.from_memory import Adapters
-from hybrid_engine.backends.vllm.process.group_placement import placed
+from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, LoraSettings, Sampling
+from hybrid_engine.backends.vllm.lora.delivered_loras import DeliveredLoras
+from hybrid_engine.backends.vllm.process.group_placement import building_groups
 from hybrid_engine.backends.vllm.process.isolation import (
     check_world,
     destroy_groups,
@@ -34,7 +35,7 @@ from hybrid_engine.backends.vllm.process.isolation import (
     set_environment,
 )
 from hybrid_engine.backends.vllm.process.random_state import get_state, random_state_kept, seeded_state, set_state
-from hybrid_engine.backends.vllm.process.shm_cleanup import check_room, unnamed_shared_memory
+from hybrid_engine.backends.vllm.process.shm_cleanup import check_room
 from hybrid_engine.backends.vllm.requests import (
     abandon,
     completion_of,
@@ -45,9 +46,15 @@ from hybrid_engine.backends.vllm.requests import (
 )
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
+from hybrid_engine.backends.vllm.weights.loader import capturing
+from hybrid_engine.backends.vllm.weights.traced_model import ProcessedModel, TracedModel, trace_model
+from hybrid_engine.backends.vllm.weights.weight_memory import FixedMemory, HostMemory, SleepMode
 from hybrid_engine.errors import ConfigError, ModelError, StateError, Violation
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 
 class InferenceEngine:
@@ -79,8 +86,6 @@ class InferenceEngine:
         self._agreement = job.agreement
         self.settings = settings
         self.rank = rank = job.rank
-        self._adaptor: VllmAdaptor | None = None
-        self._kv_cache_asleep = False
         with contextlib.ExitStack() as undo:
             with self._agreement.phase("checking vLLM and the model"):
                 check_world(settings, rank)
@@ -89,42 +94,41 @@ class InferenceEngine:
             check_room(settings, self._device_type, self._agreement)
             undo.callback(destroy_groups)
             with random_state_kept():
-                self._llm: Any = self._build(tensors, dtypes)
+                self._llm, model = self._build(tensors, dtypes)
                 # At collection or exit vLLM would end the default process group, which is the caller's; see `shutdown`.
                 self._llm.llm_engine.engine_core._finalizer.detach()
                 self._generator_state = seeded_state(settings.seed + self.dp_rank)
+            self._loras: DeliveredLoras | None = DeliveredLoras(self._llm) if settings.max_loras else None
+            self._sleep_mode = SleepMode(lambda: self.llm) if is_sleepy(settings, self._device_type) else None
+            memory = self._sleep_mode or (HostMemory() if self._device_type == "cpu" else FixedMemory())
+            self._adaptor: VllmAdaptor | None = VllmAdaptor(model, memory, keeps_memory=not settings.release_weights)
             undo.pop_all()
-        self._adapters: Adapters | None = Adapters(self._llm) if settings.max_loras else None
-        if is_sleepy(settings, self._device_type):
-            self.adaptor.memory = _SleepMode(self)
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, adapter: str | None = None
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, lora: str | None = None
     ) -> list[list[Completion]]:
-        """Complete token-id prompts: per prompt, `sampling.n` completions; with a LoRA adapter, if one is named.
+        """Complete token-id prompts: per prompt, `sampling.n` completions; with a LoRA, if one is named.
 
         All ranks call together. Raises StateError while the weights are released or incomplete, or while vLLM has
         requests of somebody else, and ConfigError naming every prompt that is empty, too long or out of the vocabulary.
         """
         self.check_prompts(prompts, sampling.max_tokens)
-        outputs = self._run(prompts, sampling_params(sampling), adapter)
+        outputs = self._run(prompts, sampling_params(sampling), lora)
         return [[completion_of(choice) for choice in output.outputs] for output in outputs]
 
-    def prompt_logprobs(self, token_ids: Sequence[Sequence[int]], adapter: str | None = None) -> list[torch.Tensor]:
+    def prompt_logprobs(self, token_ids: Sequence[Sequence[int]], lora: str | None = None) -> list[torch.Tensor]:
         """Log-probability of each token after the tokens before it: per sequence a float32 tensor [length - 1]."""
         return [
             torch.tensor([position[token].logprob for position, token in zip(rows[1:], tokens[1:], strict=True)])
-            for rows, tokens in zip(self._score(token_ids, 0, adapter), token_ids, strict=True)
+            for rows, tokens in zip(self._score(token_ids, 0, lora), token_ids, strict=True)
         ]
 
-    def prompt_distributions(
-        self, token_ids: Sequence[Sequence[int]], adapter: str | None = None
-    ) -> list[torch.Tensor]:
+    def prompt_distributions(self, token_ids: Sequence[Sequence[int]], lora: str | None = None) -> list[torch.Tensor]:
         """Log-probabilities of the whole vocabulary: per sequence float32 [length - 1, vocabulary]. Slow; for tests."""
         distributions = []
-        for rows in self._score(token_ids, -1, adapter):
+        for rows in self._score(token_ids, -1, lora):
             table = torch.empty(len(rows) - 1, len(rows[1]))
             for index, position in enumerate(rows[1:]):
                 for token, entry in position.items():
@@ -133,20 +137,20 @@ class InferenceEngine:
         return distributions
 
     def generate_over_replicas(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, adapter: str | None = None
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, lora: str | None = None
     ) -> list[list[Completion]]:
         """Completions of all prompts, spread over the replicas; on every rank, in the order of `prompts`. Collective.
 
         Args:
             prompts: token ids, the same list on every rank.
             sampling: how; `sampling.n` completions a prompt.
-            adapter: name of a delivered adapter.
+            lora: name of a delivered one.
         """
         num_replicas, state = self.settings.data_parallel_size, self._generator_state
         try:
             with self._agreement.phase("generate", SHORT_PATIENCE, self.settings.ranks_in_step(self.rank)):
                 self.check_prompts(prompts, sampling.max_tokens)  # all of them everywhere: no replica starts in vain
-                completions = self.generate(prompts[self.dp_rank :: num_replicas], sampling, adapter)
+                completions = self.generate(prompts[self.dp_rank :: num_replicas], sampling, lora)
         except BaseException:
             self._generator_state = state  # also where this replica's part went well
             raise
@@ -167,33 +171,33 @@ class InferenceEngine:
         with random_state_kept():
             self._generator_state = seeded_state(seed + self.dp_rank)
 
-    # -- adapters -----------------------------------------------------------------------------------------------------
+    # -- LoRA ---------------------------------------------------------------------------------------------------------
 
-    def set_adapter(self, name: str, config: AdapterConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Deliver a LoRA adapter, or a new version of one; it stays through switches of the base weights.
+    def set_lora(self, name: str, settings: LoraSettings, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Deliver a LoRA, or a new version of one; it stays through switches of the base weights.
 
-        All ranks call, with the whole adapter; each keeps a copy on the host and its slice on the device.
+        All ranks call, with all of it; each keeps a copy on the host and its slice on the device.
 
         Args:
             name: to generate with.
-            config: rank, alpha and modules.
+            settings: rank, alpha and modules.
             tensors: by PEFT names: base_model.model.<module>.lora_A.weight [rank, in], lora_B [out, rank].
 
         Raises ConfigError with everything that does not fit, StateError when LoRA is off.
         """
-        self.adapters.set(name, config, tensors)
+        self.loras.deliver(name, settings, tensors)
 
-    def remove_adapter(self, name: str) -> None:
-        """Forget an adapter. Raises StateError when there is none of this name."""
-        self.adapters.remove(name)
+    def remove_lora(self, name: str) -> None:
+        """Forget a LoRA. Raises StateError when there is none of this name."""
+        self.loras.forget(name)
 
     @property
-    def adapters(self) -> Adapters:
+    def loras(self) -> DeliveredLoras:
         """Raises StateError when vLLM was built without LoRA, or after `shutdown`."""
         _ = self.llm  # raises after `shutdown`
-        if self._adapters is None:
-            raise StateError("vLLM was built without LoRA: set max_loras to the number of adapters in one batch")
-        return self._adapters
+        if self._loras is None:
+            raise StateError("vLLM was built without LoRA: set max_loras to the number of LoRAs in one batch")
+        return self._loras
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
@@ -234,33 +238,21 @@ class InferenceEngine:
     def release(self) -> None:
         """Give up the weights' memory and, on GPU with sleep mode, the KV cache's. Raises as `reset_caches`."""
         reset_prefix_cache(self.llm)
-        if self._adapters is not None:
-            self._adapters.drop_from_device()
+        if self._loras is not None:
+            self._loras.drop_from_device()
         self.adaptor.release()
 
     def wake_kv_cache(self) -> None:
         """Take the KV cache's memory again (GPU, after a release); call once the weights are committed."""
-        if self._kv_cache_asleep:
-            self.llm.wake_up(tags=["kv_cache"])
-            self._kv_cache_asleep = False
-
-    def memory_bytes(self) -> Mapping[str, int]:
-        """Bytes on this rank: `weights` in memory now, `weights_total` when all are, `kv_cache`."""
-        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        storages = [cache.untyped_storage() for cache in runner.kv_caches if isinstance(cache, torch.Tensor)]
-        kv_cache = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-        return {
-            "weights": self.adaptor.resident_nbytes(),
-            "weights_total": self.adaptor.nbytes,
-            "kv_cache": 0 if self._kv_cache_asleep else kv_cache,
-        }
+        if self._sleep_mode is not None:
+            self._sleep_mode.wake_kv_cache()
 
     def shutdown(self) -> None:
         """End vLLM and its process groups, not the caller's; idempotent. Another engine may be built afterwards."""
         if self._llm is None:
             return
-        llm, self._llm, self._adaptor, self._adapters = self._llm, None, None, None
-        core = llm.llm_engine.engine_core.engine_core
+        llm, self._llm, self._adaptor, self._loras, self._sleep_mode = self._llm, None, None, None, None
+        core = internals.core_of(llm)
         core.structured_output_manager.clear_backend()
         core.model_executor.shutdown()
         core.scheduler.shutdown()
@@ -276,32 +268,34 @@ class InferenceEngine:
         require_vllm()
         set_environment(self.settings, self.rank)
         register_model_class(self.settings.model_dir)
-        from vllm.platforms import current_platform
+        device_type: str = internals.PLATFORM.load().device_type
+        check_arguments(self.settings, self.rank, device_type)
+        return device_type
 
-        check_arguments(self.settings, self.rank, current_platform.device_type)
-        return current_platform.device_type
+    def _build(
+        self, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str] | None
+    ) -> tuple[LLM, ProcessedModel]:
+        """vLLM, and its model as it was before and after its post-load processing."""
+        names = dict.fromkeys(tensors, self.settings.dtype) | dict(dtypes or {})
+        torch_dtypes = {name: getattr(torch, dtype) for name, dtype in names.items()}
 
-    def _build(self, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str] | None) -> Any:
-        with unnamed_shared_memory(self._agreement), placed(self.settings, self.rank), self._stance():
+        def trace(model: torch.nn.Module) -> TracedModel:
+            with self._agreement.phase("tracing vLLM's loader"):
+                traced = trace_model(model, tensors, torch_dtypes, self.rank)
+                if self.settings.max_loras and traced.staged:
+                    raise ModelError(
+                        f"{', '.join(traced.staged)} can only be written by the model's own loader, which does "
+                        "not know the layers that LoRA wraps: set max_loras to 0"
+                    )
+            return traced
+
+        with building_groups(self.settings, self.rank, self._agreement), self._stance():
             from vllm import LLM
 
-            from hybrid_engine.backends.vllm.weights.loader import capturing
-
-            def capture(model: torch.nn.Module, model_config: Any) -> VllmAdaptor:
-                dtype = getattr(torch, self.settings.dtype)
-                with self._agreement.phase("tracing vLLM's loader"):
-                    adaptor = VllmAdaptor(model, tensors, dtype, self.rank, model_config.dtype, dtypes)
-                    adaptor.keeps_memory = not self.settings.release_weights
-                    if self.settings.max_loras and adaptor.staged:
-                        raise ModelError(
-                            f"{', '.join(adaptor.staged)} can only be written by the model's own loader, which does "
-                            "not know the layers that adapters wrap: set max_loras to 0"
-                        )
-                self._adaptor = adaptor
-                return adaptor
-
-            with capturing(capture):
-                return LLM(**llm_arguments(self.settings, self._device_type))
+            with capturing(trace) as capture:
+                llm = LLM(**llm_arguments(self.settings, self._device_type))
+        assert capture.model is not None, "vLLM loaded no model"
+        return llm, capture.model
 
     def _stance(self) -> contextlib.AbstractContextManager[Any]:
         """Eager on CPU means eager: vLLM's samplers carry `torch.compile` decorators that cost seconds at first use."""
@@ -309,12 +303,12 @@ class InferenceEngine:
             return torch.compiler.set_stance("force_eager")
         return contextlib.nullcontext()
 
-    def _run(self, prompts: Sequence[Sequence[int]], params: Any, adapter: str | None) -> list[Any]:
+    def _run(self, prompts: Sequence[Sequence[int]], params: Any, lora: str | None) -> list[Any]:
         llm = self.llm
-        lora_request = None if adapter is None else self.adapters.request(adapter)
+        lora_request = None if lora is None else self.loras.request(lora)
         self._check_can_generate()
         self.adaptor.require_ready()
-        if self._kv_cache_asleep:
+        if self._sleep_mode is not None and self._sleep_mode.is_kv_cache_asleep:
             raise StateError("the KV cache's memory is released: call wake_kv_cache() before generating")
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         with random_state_kept(), self._stance():
@@ -337,12 +331,12 @@ class InferenceEngine:
                 "use 1 and 1, and tensor or data parallelism instead"
             )
 
-    def _score(self, token_ids: Sequence[Sequence[int]], num_logprobs: int, adapter: str | None = None) -> list[Any]:
+    def _score(self, token_ids: Sequence[Sequence[int]], num_logprobs: int, lora: str | None = None) -> list[Any]:
         from vllm import SamplingParams
 
         self.check_prompts(token_ids, 1)
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=num_logprobs, detokenize=False)
-        return [output.prompt_logprobs for output in self._run(token_ids, params, adapter)]
+        return [output.prompt_logprobs for output in self._run(token_ids, params, lora)]
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         """Raise ConfigError naming every prompt that is empty, too long or out of the vocabulary."""
@@ -358,17 +352,3 @@ class InferenceEngine:
                 violations.append(Violation(f"prompts[{index}]", problem, "Use the model's tokenizer"))
         if violations:
             raise ConfigError(violations)
-
-
-class _SleepMode:
-    """vLLM's sleep mode as the adaptor's `DeviceMemory`: level 2 gives weights and KV cache back, addresses stay."""
-
-    def __init__(self, engine: InferenceEngine) -> None:
-        self._engine = engine
-
-    def free(self) -> None:
-        self._engine.llm.sleep(level=2)
-        self._engine._kv_cache_asleep = True
-
-    def restore(self) -> None:
-        self._engine.llm.wake_up(tags=["weights"])

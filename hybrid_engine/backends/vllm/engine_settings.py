@@ -9,7 +9,7 @@ from typing import Any
 from hybrid_engine.errors import ConfigError, Violation, shortened
 
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Modules of a layer that adapters usually change; a model need not have them all."""
+"""Modules of a layer that LoRA usually changes; a model need not have them all."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class InferenceSettings:
         rank_order: position -> global rank; None counts ranks in order.
         quantization: vLLM's name of a method that quantises while loading, e.g. "fp8_per_channel"; None for none,
             whatever the model's config says of its checkpoint.
-        max_loras: LoRA adapters that one batch may use; 0 builds vLLM without them.
-        lora_target_modules: last parts of the names of modules that adapters may change. Without the output head,
-            whose adapters vLLM cannot combine with log-probabilities of prompts.
-        max_lora_rank: largest rank of an adapter, one of vLLM's: 1, 8, 16, 32, 64, …
+        max_loras: LoRAs that one batch may use; 0 builds vLLM without them.
+        lora_target_modules: last parts of the names of modules that LoRA may change. Without the output head,
+            whose LoRA vLLM cannot combine with log-probabilities of prompts.
+        max_lora_rank: largest rank of a LoRA, one of vLLM's: 1, 8, 16, 32, 64, …
         max_model_len: longest prompt plus completion, in tokens; None takes the model's.
         max_num_seqs: sequences that are decoded together.
         seed: of the sampler; replica d draws with seed + d, all ranks of a replica alike.
@@ -146,12 +146,12 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterConfig:
-    """What a LoRA adapter's tensors mean: W + alpha / rank * B A.
+class LoraSettings:
+    """What a LoRA's tensors mean: W + alpha / rank * B A.
 
     Attributes:
         rank, alpha: as in the formula.
-        target_modules: last parts of the adapted modules' Hugging Face names, e.g. "q_proj".
+        target_modules: last parts of the changed modules' Hugging Face names, e.g. "q_proj".
     """
 
     rank: int

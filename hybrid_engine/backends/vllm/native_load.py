@@ -1,7 +1,7 @@
 """What vLLM itself would load: the ground truth for the weights that a switch brings.
 
 expected = native_parameters(engine, checkpoint_dir)      # a second model in this rank's groups, freed again
-... compare with what `engine.adaptor.observer` was shown during a switch of the same weights, bit by bit
+... compare with what an observer of `engine.adaptor` was shown during a switch of the same weights, bit by bit
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.arguments import llm_arguments
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.backends.vllm.process.group_placement import placed
+from hybrid_engine.backends.vllm.process.group_placement import rank_in_instance
 from hybrid_engine.backends.vllm.process.isolation import forget_models, register_model_class
 
 if TYPE_CHECKING:
@@ -41,15 +42,13 @@ def native_parameters(engine: InferenceEngine, checkpoint_dir: str, **changes: A
 
 
 def _load(engine: InferenceEngine, checkpoint_dir: str, changes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
     model, config = second_model(engine.settings, engine.rank, checkpoint_dir, **changes)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     buffers_before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with _building(config):
-        DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
+        internals.DEFAULT_LOADER.load()(config.load_config).load_weights(model, config.model_config)
     loaded = {name: parameter.data for name, parameter in model.named_parameters()}
     for name, buffer in model.named_buffers():
         if name in engine.adaptor.written_buffers or not torch.equal(buffer, buffers_before[name]):
@@ -66,26 +65,20 @@ def second_model(settings: InferenceSettings, rank: int, model_dir: str, **chang
         model_dir: directory with a `config.json`, which may be another model's.
         changes: arguments of vLLM's `EngineArgs` in place of those from the settings.
     """
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-    from vllm.platforms import current_platform
-
     register_model_class(model_dir)
-    arguments = llm_arguments(settings, current_platform.device_type)
+    arguments = llm_arguments(settings, internals.PLATFORM.load().device_type)
     arguments |= {"model": model_dir, "load_format": "safetensors", "quantization": None, **changes}
     arguments.pop("worker_cls", None)
-    with placed(settings, rank):
-        config = EngineArgs(**arguments).create_engine_config()
+    with rank_in_instance(settings, rank):
+        config = internals.ENGINE_ARGS.load()(**arguments).create_engine_config()
     with _building(config), torch.device(config.device_config.device):
-        model = DefaultModelLoader(config.load_config).create_model(config, config.model_config)
+        model = internals.DEFAULT_LOADER.load()(config.load_config).create_model(config, config.model_config)
     forget_models()
     return model, config
 
 
 @contextlib.contextmanager
 def _building(config: Any) -> Iterator[None]:
-    from vllm.config import set_current_vllm_config
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    with set_default_torch_dtype(config.model_config.dtype), set_current_vllm_config(config):
+    dtype = internals.DEFAULT_DTYPE.load()(config.model_config.dtype)
+    with dtype, internals.CURRENT_CONFIG.load()(config):
         yield

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
 from hybrid_engine.errors import ConfigError, StateError, Violation
 
@@ -72,7 +73,7 @@ def abandon(llm: Any) -> None:
     On this rank only: ranks of a replica, or of replicas that step together, must all do so or end.
     """
     engine = llm.llm_engine
-    core, outputs = engine.engine_core.engine_core, engine.output_processor
+    core, outputs = internals.core_of(llm), engine.output_processor
     # Not through the engine's own abort: after an interruption its tables may disagree, and then that raises.
     for table in (outputs.request_states, outputs.parent_requests, outputs.external_req_ids):
         table.clear()
@@ -80,7 +81,7 @@ def abandon(llm: Any) -> None:
     if core.batch_queue is not None:
         core.batch_queue.clear()
     engine.should_execute_dummy_batch = False
-    runner = core.model_executor.driver_worker.worker.model_runner
+    runner = internals.model_runner_of(llm)
     runner.execute_model_state = None  # a forward pass without its sampling, which vLLM would refuse to forget
     # A step that failed may have lost the word of earlier ends; the next one tells the runner of all that it holds.
     core.scheduler.finished_req_ids |= _requests_of_runner(runner)
@@ -93,7 +94,7 @@ def reset_prefix_cache(llm: Any) -> None:
     """Forget cached prefixes; StateError naming what is left when vLLM did not, or has requests."""
     _require_none(llm, "forget cached prefixes")
     if not llm.reset_prefix_cache():
-        pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        pool = internals.core_of(llm).scheduler.kv_cache_manager.block_pool
         num_used = pool.num_gpu_blocks - pool.get_num_free_blocks() - 1  # one is always taken
         raise StateError(
             f"vLLM did not forget its cached prefixes: {num_used} blocks of the KV cache are in use, though it has no "
@@ -119,8 +120,8 @@ def require_answers(outputs: Sequence[Any], prompts: Sequence[Sequence[int]], nu
 
 
 def _require_none(llm: Any, purpose: str) -> None:
-    engine = llm.llm_engine
-    left = sorted({*engine.output_processor.request_states, *engine.engine_core.engine_core.scheduler.requests})
+    requests = internals.core_of(llm).scheduler.requests
+    left = sorted({*llm.llm_engine.output_processor.request_states, *requests})
     if left:
         named = ", ".join(left[:_NUM_NAMED]) + (", …" if len(left) > _NUM_NAMED else "")
         raise StateError(

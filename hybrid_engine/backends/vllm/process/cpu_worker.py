@@ -1,4 +1,4 @@
-"""vLLM's workers, as guests of a process that somebody else set up. vLLM imports this module by the class's name."""
+"""vLLM's CPU worker, isolated from the process that it is in. vLLM imports this module by the class's name."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
-from vllm.v1.worker.cpu_worker import CPUWorker
 
-from hybrid_engine.backends.vllm.process.names import ENGINE_TOKEN
+from hybrid_engine.backends.vllm import internals, patches
+from hybrid_engine.backends.vllm.process.shm_cleanup import ENGINE_TOKEN
+
+_CPUWorker: Any = internals.CPU_WORKER.load()
 
 
-class GuestCPUWorker(CPUWorker):
+class IsolatedCPUWorker(_CPUWorker):
     """A CPU worker that leaves the process as it found it.
 
     vLLM names its shared memory after the init method, which is `env://` for every engine on the host, so two jobs
@@ -27,9 +28,11 @@ class GuestCPUWorker(CPUWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM's executor once."""
         super().load_model(*args, **kwargs)
+        rotary_embedding = internals.ROTARY_EMBEDDING.load()
         for module in self.model_runner.model.modules():
-            if isinstance(module, RotaryEmbedding):
-                module._forward_method = _on_rows(module._forward_method)
+            # vLLM keeps rotary embeddings, so this one may have been another engine's before.
+            if isinstance(module, rotary_embedding) and not patches.ROTATE.is_replaced(module):
+                patches.ROTATE.replace(_on_rows, owner=module)
 
     def init_device(self) -> None:
         """Called by vLLM's executor once."""
@@ -48,7 +51,8 @@ def _on_rows(rotate: Callable[..., Any]) -> Callable[..., Any]:
         rows = [None if tensor is None else tensor.flatten(1) for tensor in (query, key)]
         rotated = rotate(positions, *rows)
         return tuple(
-            out if out is None else out.view(tensor.shape) for out, tensor in zip(rotated, (query, key), strict=True)
+            None if tensor is None else out.view(tensor.shape)
+            for out, tensor in zip(rotated, (query, key), strict=True)
         )
 
     return forward

@@ -9,72 +9,46 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 
+from hybrid_engine.backends.vllm import patches
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
+from hybrid_engine.backends.vllm.process.shm_cleanup import unnamed_shared_memory
 from hybrid_engine.errors import StateError
+from hybrid_engine.ranks.agreement import Agreement
+
+
+def rank_in_instance(settings: InferenceSettings, rank: int) -> contextlib.AbstractContextManager[None]:
+    """Within this context RANK is what vLLM takes it for: needed wherever it makes groups or a configuration."""
+    ranks_per_instance = (
+        settings.tensor_parallel_size * settings.pipeline_parallel_size * settings.replicas_per_instance
+    )
+    return patches.RANK.replaced(lambda _: str(settings.place_of(rank).position % ranks_per_instance))
 
 
 @contextlib.contextmanager
-def placed(settings: InferenceSettings, rank: int) -> Iterator[None]:
-    """Within this context vLLM's groups and configurations are those of this rank's place.
+def building_groups(settings: InferenceSettings, rank: int, agreement: Agreement) -> Iterator[None]:
+    """Within this context vLLM's groups are those of this rank's place, and keep their order afterwards; what they
+    share in memory has no name. Collective."""
+    order = settings.rank_order or tuple(range(settings.num_ranks))
 
-    Needed wherever vLLM makes groups or a configuration; its groups keep their order afterwards.
-    """
-    with _groups_in_order(settings.rank_order), _rank_in_instance(settings, rank):
+    def build(make_group: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make_group)
+        def make_ordered_group(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+            kwargs["use_message_queue_broadcaster"] = False  # see shm_cleanup.py
+            with patches.NEW_GROUP.replaced(lambda new_group: functools.partial(new_group, sort_ranks=False)):
+                group = make_group([[order[position] for position in group] for group in group_ranks], *args, **kwargs)
+            if group.rank_in_group != dist.get_rank(group.device_group):
+                raise StateError(
+                    f"vLLM's group of ranks {group.ranks} is a process group in another order: rank_order needs groups "
+                    "that new_group made; unset VLLM_DISTRIBUTED_USE_SPLIT_GROUP, or leave rank_order out"
+                )
+            return group
+
+        return make_ordered_group
+
+    with unnamed_shared_memory(agreement), rank_in_instance(settings, rank), patches.MAKE_GROUP.replaced(build):
         yield
-
-
-@contextlib.contextmanager
-def _rank_in_instance(settings: InferenceSettings, rank: int) -> Iterator[None]:
-    """RANK is what vLLM takes it for: a number within one instance, of which the world may hold several."""
-    replica_size = settings.tensor_parallel_size * settings.pipeline_parallel_size
-    before = os.environ["RANK"]
-    os.environ["RANK"] = str(settings.place_of(rank).position % (replica_size * settings.replicas_per_instance))
-    try:
-        yield
-    finally:
-        os.environ["RANK"] = before
-
-
-@contextlib.contextmanager
-def _groups_in_order(order: Sequence[int] | None) -> Iterator[None]:
-    """vLLM's group lists hold positions; its groups are made of the ranks in these positions."""
-    if order is None or list(order) == sorted(order):
-        yield
-        return
-    from vllm.distributed import parallel_state
-
-    make_group = parallel_state.init_model_parallel_group
-
-    @functools.wraps(make_group)
-    def make_ordered_group(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
-        with _unsorted_process_groups():
-            group = make_group([[order[position] for position in group] for group in group_ranks], *args, **kwargs)
-        if group.rank_in_group != dist.get_rank(group.device_group):
-            raise StateError(
-                f"vLLM's group of ranks {group.ranks} is a process group in another order: rank_order needs groups "
-                "that new_group made; unset VLLM_DISTRIBUTED_USE_SPLIT_GROUP, or leave rank_order out"
-            )
-        return group
-
-    parallel_state.init_model_parallel_group = make_ordered_group
-    try:
-        yield
-    finally:
-        parallel_state.init_model_parallel_group = make_group
-
-
-@contextlib.contextmanager
-def _unsorted_process_groups() -> Iterator[None]:
-    """Process groups count their members as listed. By default torch sorts them, and gathers come in that order."""
-    new_group = dist.new_group
-    dist.new_group = functools.partial(new_group, sort_ranks=False)
-    try:
-        yield
-    finally:
-        dist.new_group = new_group

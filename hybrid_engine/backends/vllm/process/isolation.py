@@ -1,4 +1,4 @@
-"""Being a guest: vLLM in a process, on process groups and on a host that belong to somebody else."""
+"""vLLM in a process, on process groups and on a host that belong to somebody else."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.errors import ConfigError, UnknownModelError, Violation
@@ -78,18 +79,14 @@ def forget_models() -> None:
     Call it whenever a model was freed or a new one was made: a stage of a pipeline would take the layers that a former
     model lacked for its own.
     """
-    from vllm.model_executor.models import utils
-
-    utils._model_to_pp_missing_layer_names.clear()
+    internals.MISSING_LAYERS.load().clear()
 
 
 def destroy_groups() -> None:
     """End vLLM's process groups; its own way of doing this also ends the default group, which is the caller's."""
-    from vllm import envs
-    from vllm.distributed import parallel_state
-
     forget_models()
-    envs.disable_envs_cache()
+    internals.DISABLE_ENVS_CACHE.load()()
+    parallel_state = internals.PARALLEL_STATE.load()
     parallel_state.destroy_model_parallel()
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()

@@ -5,7 +5,8 @@ What has a name in /dev/shm stays there when everybody who knew the name is kill
 - the buffers through which the CPU ranks of a tensor or pipeline parallel group exchange tensors, 4 MiB a thread. Their
   names go as soon as the group has mapped them, here;
 - a queue of 24 MiB beside each tensor parallel group, for `broadcast_object`. Nothing calls that while vLLM generates
-  inside the ranks, and without the queue it goes through the process group, so no queue is made, nor its sockets;
+  inside the ranks, and without the queue it goes through the process group, so no queue is made, nor its sockets
+  (group_placement.py);
 - 128 bytes, for the milliseconds in which ranks find out whether they are on one host. vLLM removes these itself.
 
 So something stays only if all ranks are killed within those milliseconds, or between the making of a group's buffers
@@ -20,17 +21,20 @@ import glob
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from hybrid_engine.backends.vllm import patches
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.backends.vllm.process.names import ENGINE_TOKEN
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.hosts import host_id
+
+ENGINE_TOKEN = "HYBRID_ENGINE_VLLM_TOKEN"
+"""Environment variable with a name that all ranks of one engine share and no other engine on the host has."""
 
 _SHM = Path("/dev/shm")
 _BYTES_PER_THREAD = (4 << 20) + 256  # csrc/cpu/shm.cpp: two buffers of 2 MiB, and the state of who has written
@@ -44,30 +48,23 @@ def unnamed_shared_memory(agreement: Agreement) -> Iterator[None]:
 
     Collective.
     """
-    from vllm.distributed import parallel_state
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-
     os.environ[ENGINE_TOKEN] = agreement.gather(secrets.token_hex(8), "naming vLLM's shared memory")[0]
-    share, make_group = _CPUSHMDistributed._init_cpu_shm, parallel_state.init_model_parallel_group
 
-    @functools.wraps(share)
-    def share_unnamed(self: Any) -> int:
-        try:
-            return share(self)  # ends with a barrier of the group: all have mapped it
-        finally:
-            for path in _SHM.glob(f"*{glob.escape(self.group_name)}*"):
-                path.unlink(missing_ok=True)
+    def build(share: Callable[[Any], int]) -> Callable[[Any], int]:
+        @functools.wraps(share)
+        def share_unnamed(self: Any) -> int:
+            try:
+                return share(self)  # ends with a barrier of the group: all have mapped it
+            finally:
+                for path in _SHM.glob(f"*{glob.escape(self.group_name)}*"):
+                    path.unlink(missing_ok=True)
 
-    @functools.wraps(make_group)
-    def make_group_without_queue(*args: Any, **kwargs: Any) -> Any:
-        return make_group(*args, **{**kwargs, "use_message_queue_broadcaster": False})
+        return share_unnamed
 
-    _CPUSHMDistributed._init_cpu_shm = share_unnamed
-    parallel_state.init_model_parallel_group = make_group_without_queue
     try:
-        yield
+        with patches.SHARE_MEMORY.replaced(build):
+            yield
     finally:
-        _CPUSHMDistributed._init_cpu_shm, parallel_state.init_model_parallel_group = share, make_group
         del os.environ[ENGINE_TOKEN]
 
 

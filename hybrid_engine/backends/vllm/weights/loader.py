@@ -1,55 +1,66 @@
-"""The hook into vLLM's start-up: a load format whose loader reads no file but hands the fresh model to an adaptor.
+"""The hook into vLLM's start-up: a load format whose loader reads no file but traces the fresh model.
 
 vLLM makes loaders from a registry by name and passes them nothing of ours, so the caller says in a context variable
-what is to be done with the model that is built inside `capturing`.
+how the model that is built inside `capturing` is to be traced, and finds it there afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
+from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.weights.traced_model import ProcessedModel, TracedModel
 from hybrid_engine.errors import StateError
 
 LOAD_FORMAT = "hybrid_engine"
 
-Capture = Callable[[torch.nn.Module, Any], VllmAdaptor]
-"""Makes the adaptor from a model whose weights are not processed and vLLM's model configuration."""
+
+@dataclass
+class Capture:
+    """The model that vLLM loads inside `capturing`.
+
+    Attributes:
+        trace: called with the model, whose weights are not processed.
+        model: once vLLM has loaded it.
+    """
+
+    trace: Callable[[torch.nn.Module], TracedModel]
+    model: ProcessedModel | None = None
+
 
 _capture: ContextVar[Capture | None] = ContextVar("hybrid_engine_vllm_capture", default=None)
 
 
 @contextlib.contextmanager
-def capturing(capture: Capture) -> Iterator[None]:
-    """Within this context a model that vLLM loads with `LOAD_FORMAT` goes to `capture`."""
+def capturing(trace: Callable[[torch.nn.Module], TracedModel]) -> Iterator[Capture]:
+    """Within this context a model that vLLM loads with `LOAD_FORMAT` is traced and processed, not loaded."""
     _register()
+    capture = Capture(trace)
     token = _capture.set(capture)
     try:
-        yield
+        yield capture
     finally:
         _capture.reset(token)
 
 
 def _register() -> None:
-    from vllm.model_executor import model_loader
-
-    if LOAD_FORMAT not in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
-        model_loader.register_model_loader(LOAD_FORMAT)(_loader_class())
+    if LOAD_FORMAT not in internals.LOADERS.load():
+        internals.REGISTER_LOADER.load()(LOAD_FORMAT)(_loader_class())
 
 
 def _loader_class() -> type:
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    base: Any = internals.BASE_LOADER.load()
+    set_current_config = internals.CURRENT_CONFIG.load()
 
-    class CapturingLoader(BaseModelLoader):
+    class CapturingLoader(base):
         """Loads nothing: the weights come with the first reshard."""
-
-        adaptor: VllmAdaptor | None = None
 
         def download_model(self, model_config: Any) -> None:
             """There is nothing to download."""
@@ -59,14 +70,13 @@ def _loader_class() -> type:
             capture = _capture.get()
             if capture is None:
                 raise StateError(f"load format {LOAD_FORMAT!r} works only inside InferenceEngine")
-            self.adaptor = capture(model, model_config)
+            self._capture, self._traced = capture, capture.trace(model)
 
         def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
             """Called by vLLM; the post-load processing is over when the base class returns."""
             model = super().load_model(vllm_config, model_config, prefix)
-            assert self.adaptor is not None
-            self.adaptor.context = lambda: set_current_vllm_config(vllm_config)
-            self.adaptor.note_processed()
+            context = functools.partial(set_current_config, vllm_config)
+            self._capture.model = self._traced.processed(context, model_config.dtype)
             return model
 
     return CapturingLoader

@@ -8,32 +8,21 @@ and the quantisation method; a method that was not tried is an error, never a gu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hybrid_engine.backends.vllm.weights.quantization import ONLINE_METHODS
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.config.constraints import QUANTIZATIONS
 from hybrid_engine.errors import ModelError
 from hybrid_engine.records.layout import Extent
 
-DENSE_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "_GateLinearMethod")
-"""Methods whose weights stay live storage on GPU and whose processing can be repeated on CPU."""
-
-EXPERT_METHODS = ("UnquantizedFusedMoEMethod",)
-"""As above on CPU; on GPU only with a kernel that takes the loader's layout."""
-
-LOADER_LAYOUT_KERNELS = ("TRITON", "BATCHED_TRITON")
-"""Expert kernels on GPU that compute with the loader's layout."""
-
 
 def post_load_method(module: torch.nn.Module) -> Any | None:
     """The object whose `process_weights_after_loading(module)` vLLM calls, if the module has one."""
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-
     method = getattr(module, "quant_method", None)
-    return method if isinstance(method, QuantizeMethodBase) else None
+    return method if isinstance(method, internals.QUANTIZE_METHOD.load()) else None
 
 
 def is_repacked(name: str, module: torch.nn.Module, device: torch.device) -> bool:
@@ -45,21 +34,27 @@ def is_repacked(name: str, module: torch.nn.Module, device: torch.device) -> boo
     if method is None:
         return False
     kind = type(method).__name__
-    if kind in DENSE_METHODS:
+    if _is_one_of(internals.DENSE_METHODS, method):
         return device.type == "cpu"
-    if kind in ONLINE_METHODS.get(device.type, ()):
+    if _is_one_of(internals.ONLINE_METHODS.get(device.type, ()), method):
         return True
-    if kind in EXPERT_METHODS:
+    if _is_one_of(internals.EXPERT_METHODS, method):
         kernel = getattr(method.unquantized_backend, "name", str(method.unquantized_backend))
-        if device.type == "cpu" or kernel in LOADER_LAYOUT_KERNELS:
+        if device.type == "cpu" or kernel in internals.LOADER_LAYOUT_KERNELS:
             return device.type == "cpu"
         kind = f"{kind} with the {kernel} kernel"
+    unquantized = ", ".join(method.name for method in (*internals.DENSE_METHODS, *internals.EXPERT_METHODS))
+    kernels = ", ".join(internals.LOADER_LAYOUT_KERNELS).lower()
     raise ModelError(
         f"{name}: vLLM's {kind} on {device.type} may change the layout of weights after loading, and writing new ones "
-        f"was not tried. Use unquantised weights ({', '.join((*DENSE_METHODS, *EXPERT_METHODS))}), on GPU with "
-        f"moe_backend one of {', '.join(LOADER_LAYOUT_KERNELS).lower()}, or a quantization that was tried here: "
+        f"was not tried. Use unquantised weights ({unquantized}), on GPU with "
+        f"moe_backend one of {kernels}, or a quantization that was tried here: "
         f"{', '.join(QUANTIZATIONS.get(device.type, ())) or 'none'}, for models without experts"
     )
+
+
+def _is_one_of(kinds: Sequence[internals.Internal], method: object) -> bool:
+    return any(kind.is_type_of(method) for kind in kinds)
 
 
 def process(module: torch.nn.Module) -> None:
@@ -68,8 +63,8 @@ def process(module: torch.nn.Module) -> None:
     assert method is not None
     forget_kernel(method)
     method.process_weights_after_loading(module)
-    if hasattr(module, "update_param_tp_status"):
-        module.update_param_tp_status()
+    if (update := getattr(module, "update_param_tp_status", None)) is not None:
+        update()
 
 
 def forget_kernel(method: Any) -> None:
@@ -81,31 +76,30 @@ def forget_kernel(method: Any) -> None:
 
 def deriving_attention(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, list[str]]]:
     """Attention layers that derive something from weights of modules inside them (MLA): name, layer, those modules."""
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer
-
+    is_deferred = internals.IS_DEFERRED_ATTENTION.load()
     names = {id(module): name for name, module in model.named_modules()}
     for name, module in model.named_modules():
-        if is_deferred_attention_layer(module):
+        if is_deferred(module):
             inner = [names[id(child)] for child in module.modules() if child is not module and child._parameters]
             if inner:
                 yield name, module, inner
 
 
-def refuse_attention(name: str, module: torch.nn.Module, device: torch.device) -> None:
-    """Raise ModelError: what attention derives from weights is repeatable on CPU only."""
-    raise ModelError(
-        f"{name}: vLLM's {type(module).__name__} derives tensors from the weights inside it, and renewing them on "
-        f"{device.type} was not tried. Run this model's inference on CPU, or use a model without MLA"
-    )
+def require_repeatable(name: str, attention: torch.nn.Module, device: torch.device) -> None:
+    """Raise ModelError off CPU: what attention derives from weights is repeatable there only."""
+    if device.type != "cpu":
+        raise ModelError(
+            f"{name}: vLLM's {type(attention).__name__} derives tensors from the weights inside it, and renewing them "
+            f"on {device.type} was not tried. Run this model's inference on CPU, or use a model without MLA"
+        )
 
 
 def vocabulary_padding(model: torch.nn.Module) -> Mapping[str, tuple[Extent, ...]]:
     """Parameter name -> rows of it beyond the vocabulary, as element intervals of its (row-major) storage."""
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-
+    embedding = internals.VOCABULARY_EMBEDDING.load()
     padding = {}
     for module_name, module in model.named_modules():
-        if not isinstance(module, VocabParallelEmbedding):
+        if not isinstance(module, embedding):
             continue
         shard = module.shard_indices
         rows = (

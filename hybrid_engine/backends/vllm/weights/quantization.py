@@ -15,15 +15,13 @@ from typing import Any
 
 import torch
 
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.config.constraints import QUANTIZATIONS
 from hybrid_engine.errors import ConfigError, Violation
 
 logger = logging.getLogger(__name__)
-
-ONLINE_METHODS: dict[str, tuple[str, ...]] = {"cpu": ("Fp8PtpcOnlineLinearMethod",), "cuda": ()}
-"""Device type -> the classes behind `QUANTIZATIONS`."""
 
 
 def check_quantization(settings: InferenceSettings, device_type: str) -> None:
@@ -62,12 +60,10 @@ def materialize(model: torch.nn.Module) -> None:
 
     From then on vLLM takes these layers for loaded ones that wait for their post-load processing.
     """
-    from vllm.model_executor.model_loader.reload import layerwise, meta
-
     for module in model.modules():
         if is_online(module):
-            info = layerwise.get_layerwise_info(module)
-            meta.materialize_layer(module, info)
+            info = internals.LAYERWISE_INFO.load()(module)
+            internals.MATERIALIZE_LAYER.load()(module, info)
             for parameter in module.parameters(recurse=False):
-                parameter.weight_loader = layerwise._get_original_loader(parameter)
+                parameter.weight_loader = internals.ORIGINAL_LOADER.load()(parameter)  # type: ignore[attr-defined]
             info.reset()

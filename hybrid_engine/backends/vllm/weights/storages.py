@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.backends.vllm.weights.tracing import storage_key, view_of
+from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.internals import storage_key
+from hybrid_engine.backends.vllm.weights.tracing import view_of
 from hybrid_engine.errors import ParameterMismatchError
 from hybrid_engine.records.regions import StridedView, contiguous_strides
 
@@ -30,19 +32,28 @@ class Binding:
     def name(self) -> str:
         return f"{self.module}.{self.attribute}" if self.module else self.attribute
 
+    def find(self, modules: Mapping[str, torch.nn.Module]) -> torch.Tensor | None:
+        """What the module holds there now."""
+        return getattr(modules[self.module], self.attribute, None)
+
+    def put(self, modules: Mapping[str, torch.nn.Module], tensor: torch.Tensor) -> None:
+        """Let the module hold `tensor` there, past checks of types and shapes."""
+        module = modules[self.module]
+        table = module._parameters if self.is_parameter else module._buffers
+        table[self.attribute] = tensor  # type: ignore[assignment] # a subclass of Tensor that vLLM takes for a Parameter
+
 
 @dataclass(frozen=True)
 class WeightStorage:
     """A storage in loader layout.
 
     Attributes:
-        key: identity of the storage at capture; it lives at least as long as `tensor`.
+        key: identity of the storage at capture.
         bindings: every place the model has it at; the first one names it.
         view: shape, strides and offset of the parameter; dense, so the elements of the storage are its elements.
         numel: elements of the whole storage; more than the parameter's only where an allocator rounds up.
         kind: the parameter's class.
         dtype, device: of its elements.
-        tensor: the parameter itself; None once a repacked module has taken its place.
         attributes: what vLLM hung on the parameter (`weight_loader`, `output_dim`, …).
     """
 
@@ -53,7 +64,6 @@ class WeightStorage:
     kind: type
     dtype: torch.dtype
     device: torch.device
-    tensor: torch.Tensor | None
     attributes: Mapping[str, Any]
 
     @property
@@ -78,7 +88,7 @@ class WeightStorage:
         return self._wrap(torch.empty(0, dtype=self.dtype, device=self.device))
 
     def _wrap(self, data: torch.Tensor) -> torch.Tensor:
-        tensor = torch.Tensor._make_subclass(self.kind, data, False)
+        tensor: torch.Tensor = internals.MAKE_SUBCLASS.load()(self.kind, data, False)
         tensor.__dict__.update(self.attributes)
         return tensor
 
@@ -134,7 +144,6 @@ def _storage_of(key: int, places: list[tuple[Binding, torch.Tensor]]) -> WeightS
         type(tensor),
         tensor.dtype,
         tensor.device,
-        tensor,
         dict(tensor.__dict__),
     )
 

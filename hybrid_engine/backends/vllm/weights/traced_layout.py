@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from hybrid_engine.backends.vllm.weights.storages import WeightStorage, dense_order
 from hybrid_engine.backends.vllm.weights.tracing import Trace, TracedCopy
@@ -36,7 +38,7 @@ class _Write:
 def build_layout(
     rank: int,
     tensors: Mapping[str, tuple[int, ...]],
-    dtype_of: Callable[[str], str],
+    dtypes: Mapping[str, torch.dtype],
     storages: Sequence[WeightStorage],
     trace: Trace,
     padding: Mapping[str, tuple[Extent, ...]],
@@ -47,7 +49,7 @@ def build_layout(
     Args:
         rank: global rank.
         tensors: canonical name -> shape, as offered to the loader.
-        dtype_of: canonical name -> its dtype, e.g. "bfloat16"; staged buffers have it.
+        dtypes: canonical name -> its dtype; staged buffers have it.
         storages: the model's, see `take_inventory`.
         trace: what the loader does.
         padding: storage name -> intervals without a canonical tensor on purpose.
@@ -69,7 +71,7 @@ def build_layout(
         buffer_id = BufferId(rank, storage.name)
         buffers[buffer_id] = Buffer(
             storage.numel,
-            str(storage.dtype).removeprefix("torch."),
+            _name_of(storage.dtype),
             group_of[storage.name],
             _all_padding(storage, pads),
         )
@@ -77,13 +79,17 @@ def build_layout(
             shards += _shards_of(write.copy, tensors[write.copy.tensor], buffer_id)
     for name in trace.staged:
         buffer_id, shape = BufferId(rank, STAGED + name), tensors[name]
-        buffers[buffer_id] = Buffer(math.prod(shape), dtype_of(name), group_of[STAGED + name])
+        buffers[buffer_id] = Buffer(math.prod(shape), _name_of(dtypes[name]), group_of[STAGED + name])
         if math.prod(shape):
             region = Region(name, (0,) * len(shape), shape)
             shards.append(Shard(region, Place(buffer_id, 0, contiguous_strides(shape))))
     if findings:
         raise ParameterMismatchError(findings)
     return Layout(dict(tensors), buffers, tuple(shards))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _shards_of(copy: TracedCopy, shape: tuple[int, ...], buffer_id: BufferId) -> list[Shard]:

@@ -19,11 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.internals import storage_key
 from hybrid_engine.errors import ModelError
 from hybrid_engine.records.regions import StridedView
+
+_DispatchMode: Any = internals.DISPATCH_MODE.load()
+tree_leaves = internals.TREE_LEAVES.load()
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
@@ -65,16 +68,14 @@ class Trace:
 def trace_loader(
     load_weights: LoadWeights,
     tensors: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    dtypes: Mapping[str, torch.dtype] | None = None,
+    dtypes: Mapping[str, torch.dtype],
 ) -> Trace:
     """Run `load_weights` once on meta tensors of these names and shapes and return what it would write.
 
     Args:
         load_weights: the loader.
         tensors: canonical names and shapes.
-        dtype: of the tensors.
-        dtypes: of those whose dtype is another.
+        dtypes: of all of them.
 
     The tensors are offered in the order of `tensors`. Parameters are not changed, except that constants the loader
     itself writes (zeros into padding) are. Raises ModelError, naming the tensor being read, when the loader fails.
@@ -84,7 +85,7 @@ def trace_loader(
 
     def offer() -> Iterator[tuple[str, torch.Tensor]]:
         for name, shape in tensors.items():
-            tensor = torch.empty(shape, dtype=(dtypes or {}).get(name, dtype), device="meta")
+            tensor = torch.empty(shape, dtype=dtypes[name], device="meta")
             recorder.declare(name, tensor)
             offered.append(name)
             yield name, tensor
@@ -101,21 +102,16 @@ def trace_loader(
     return recorder.trace()
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's storage while it lives; equal for all views, also on the meta device."""
-    return tensor.untyped_storage()._cdata
-
-
 def view_of(tensor: torch.Tensor) -> StridedView:
     """Where a tensor's elements lie in its storage."""
-    return StridedView(tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+    return StridedView(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
 
 _OVERWRITES = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default, torch.ops.aten.copy_.default)
 """In-place operations that do not read their target."""
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(_DispatchMode):
     """Sees every operation of the loader; records copies and follows which storage was computed from what."""
 
     def __init__(self) -> None:

@@ -49,8 +49,8 @@ def test_switches_release_and_a_process_left_as_it_was(outcomes: Callable[[int],
         assert result["sample"] == result["sample again"] == results[0]["sample"]
         assert len({tuple(tokens) for tokens in result["sample"][0]}) == 2, "both completions of a prompt are the same"
         assert result["empty"] == []
-        resident, released = result["memory"]
-        assert resident["weights"] == resident["weights_total"] > 0 and released["weights"] == 0
+        resident, total, released = result["memory"]
+        assert resident == total > 0 and released == 0
         assert result["random state kept"] and result["process as before"]
         assert result["shared with a name"] == [], "it would stay in /dev/shm if all ranks were killed"
         assert result["shared"] == result["shared by computation"]
@@ -138,10 +138,6 @@ def test_what_is_computed_while_decoding_is_what_transformers_computes(outcomes:
 
 def test_vllm_takes_whatever_a_sampling_can_be(outcomes: Callable[[int], Any]) -> None:
     assert outcomes(1)["samplings"] == [1153]
-
-
-def test_tensors_that_cannot_be_traced_arrive_through_the_loader() -> None:
-    assert vllm_ranks.staged_switch() == 0
 
 
 def test_released_weights_leave_memory_and_switches_do_not_pile_up(outcomes: Callable[[int], Any]) -> None:

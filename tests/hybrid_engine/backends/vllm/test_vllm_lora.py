@@ -58,15 +58,15 @@ def _expected(weights: Mapping[str, torch.Tensor], sequences: list[list[int]]) -
     ]
 
 
-def _gap(engine: Any, weights: Mapping[str, torch.Tensor], adapter: str | None) -> float:
+def _gap(engine: Any, weights: Mapping[str, torch.Tensor], lora: str | None) -> float:
     """Greatest difference from transformers, of prompts and of what the engine then draws."""
     from hybrid_engine.backends.vllm import Sampling
 
     greedy = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
-    drawn = [row[0] for row in engine.generate(PROMPTS, greedy, adapter=adapter)]
+    drawn = [row[0] for row in engine.generate(PROMPTS, greedy, lora=lora)]
     sequences = [[*prompt, *answer.token_ids] for prompt, answer in zip(PROMPTS, drawn, strict=True)]
     expected = _expected(weights, sequences)
-    scored = engine.prompt_logprobs(sequences, adapter=adapter)
+    scored = engine.prompt_logprobs(sequences, lora=lora)
     pairs = [*zip(scored, expected, strict=True)]
     pairs += [(torch.tensor(answer.logprobs), row[-4:]) for answer, row in zip(drawn, expected, strict=True)]
     return max((one - other).abs().max().item() for one, other in pairs)
@@ -89,7 +89,7 @@ def _engine(path: str, num_tp: int, **settings: Any) -> Any:
 
 def adapters(directory: str, num_tp: int) -> dict[str, Any]:
     """One slot on the device and two adapters, so that each drives out the other."""
-    from hybrid_engine.backends.vllm import AdapterConfig
+    from hybrid_engine.backends.vllm import LoraSettings
 
     dist.init_process_group("gloo")
     weights = [support.random_weights(CONFIG, seed, torch.float32) for seed in range(2)]
@@ -97,16 +97,16 @@ def adapters(directory: str, num_tp: int) -> dict[str, Any]:
     engine = _engine(path, num_tp, max_loras=1, max_lora_rank=8)
     support.fill_by_records(engine.adaptor, weights[0])
     engine.reset_caches()
-    wide, narrow = AdapterConfig(8, 16.0, EVERYWHERE), AdapterConfig(4, 2.0, ("q_proj", "down_proj"))
+    wide, narrow = LoraSettings(8, 16.0, EVERYWHERE), LoraSettings(4, 2.0, ("q_proj", "down_proj"))
     first, other, second = _adapter(0, 8, EVERYWHERE), _adapter(1, 4, narrow.target_modules), _adapter(2, 8, EVERYWHERE)
     result: dict[str, Any] = {}
-    engine.set_adapter("policy", wide, first)
-    engine.set_adapter("judge", narrow, other)
+    engine.set_lora("policy", wide, first)
+    engine.set_lora("judge", narrow, other)
     result["base"] = _gap(engine, weights[0], None)
     result["policy"] = _gap(engine, _merged(weights[0], first, 2.0), "policy")
     result["judge"] = _gap(engine, _merged(weights[0], other, 0.5), "judge")
     result["policy again"] = _gap(engine, _merged(weights[0], first, 2.0), "policy")
-    engine.set_adapter("policy", wide, second)
+    engine.set_lora("policy", wide, second)
     result["new version"] = _gap(engine, _merged(weights[0], second, 2.0), "policy")
     result["without one"] = _gap(engine, weights[0], None)
     filled = support.fill_by_records(engine.adaptor, weights[1])
@@ -118,11 +118,11 @@ def adapters(directory: str, num_tp: int) -> dict[str, Any]:
     engine.reset_caches()
     result["after a release"] = _gap(engine, _merged(weights[0], other, 0.5), "judge")
     result["far from the base"] = _gap(engine, weights[0], "policy")
-    engine.remove_adapter("judge")
+    engine.remove_lora("judge")
     result["errors"] = _errors(engine, first)
     engine.shutdown()
     plain = _engine(path, num_tp)
-    result["errors"]["off"] = _error_of(lambda: plain.set_adapter("policy", wide, first))
+    result["errors"]["off"] = _error_of(lambda: plain.set_lora("policy", wide, first))
     plain.shutdown()
     for name, config in (("experts", served_config("qwen3_moe")), ("gpt2", served_config("gpt2"))):
         other_path = support.write_config(Path(directory) / name, config)
@@ -132,20 +132,20 @@ def adapters(directory: str, num_tp: int) -> dict[str, Any]:
 
 
 def _errors(engine: Any, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    from hybrid_engine.backends.vllm import AdapterConfig, Sampling
+    from hybrid_engine.backends.vllm import LoraSettings, Sampling
 
     name = next(iter(tensors))
     lonely = {name: tensors[name]}
     misnamed = {"model.layers.0.down_proj.lora_A.weight": tensors[name]}
     return {
-        "removed": _error_of(lambda: engine.generate(PROMPTS, Sampling(), adapter="judge")),
-        "twice": _error_of(lambda: engine.remove_adapter("judge")),
-        "empty": _error_of(lambda: engine.set_adapter("x", AdapterConfig(8, 8.0, EVERYWHERE), {})),
-        "lonely": _error_of(lambda: engine.set_adapter("x", AdapterConfig(8, 8.0, EVERYWHERE), lonely)),
-        "misnamed": _error_of(lambda: engine.set_adapter("x", AdapterConfig(8, 8.0, EVERYWHERE), misnamed)),
-        "size": _error_of(lambda: engine.set_adapter("x", AdapterConfig(4, 8.0, EVERYWHERE), tensors)),
-        "rank": _error_of(lambda: engine.set_adapter("x", AdapterConfig(64, 8.0, EVERYWHERE), tensors)),
-        "module": _error_of(lambda: engine.set_adapter("x", AdapterConfig(8, 8.0, ("q_proj",)), tensors)),
+        "removed": _error_of(lambda: engine.generate(PROMPTS, Sampling(), lora="judge")),
+        "twice": _error_of(lambda: engine.remove_lora("judge")),
+        "empty": _error_of(lambda: engine.set_lora("x", LoraSettings(8, 8.0, EVERYWHERE), {})),
+        "lonely": _error_of(lambda: engine.set_lora("x", LoraSettings(8, 8.0, EVERYWHERE), lonely)),
+        "misnamed": _error_of(lambda: engine.set_lora("x", LoraSettings(8, 8.0, EVERYWHERE), misnamed)),
+        "size": _error_of(lambda: engine.set_lora("x", LoraSettings(4, 8.0, EVERYWHERE), tensors)),
+        "rank": _error_of(lambda: engine.set_lora("x", LoraSettings(64, 8.0, EVERYWHERE), tensors)),
+        "module": _error_of(lambda: engine.set_lora("x", LoraSettings(8, 8.0, ("q_proj",)), tensors)),
     }
 
 
@@ -167,12 +167,12 @@ def test_adapters_from_memory_compute_what_merged_weights_do(engines: Ranks, tmp
         assert result.pop("far from the base") > 0.1, "the adapter changes nothing"
         assert len(result) == 8 and max(result.values()) < ATOL, result
         assert errors["off"].startswith("StateError: vLLM was built without LoRA: set max_loras")
-        assert errors["removed"].startswith("StateError: no adapter 'judge'; there are: policy")
-        assert errors["twice"].startswith("StateError: no adapter 'judge'")
+        assert errors["removed"].startswith("StateError: no LoRA 'judge'; there are: policy")
+        assert errors["twice"].startswith("StateError: no LoRA 'judge'")
         assert "it has no tensors" in errors["empty"]
         assert "down_proj.lora_B.weight is missing" in errors["lonely"]
-        assert "it is no base_model.model." in errors["misnamed"]
-        assert "has not rank 4" in errors["size"] and "64 is more than max_lora_rank 8" in errors["rank"]
+        assert "not a base_model.model." in errors["misnamed"]
+        assert "is not of rank 4" in errors["size"] and "64 is more than max_lora_rank 8" in errors["rank"]
         assert errors["experts"].startswith("ConfigError") and "do not run on CPU" in errors["experts"]
-        assert "GPT2LMHeadModel takes no adapters" in errors["gpt2"]
-        assert "down_proj is none of target_modules q_proj" in errors["module"]
+        assert "GPT2LMHeadModel takes no LoRA" in errors["gpt2"]
+        assert "down_proj is not in target_modules q_proj" in errors["module"]

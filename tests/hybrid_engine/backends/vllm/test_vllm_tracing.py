@@ -16,6 +16,7 @@ from tests.zoo.megatron_models import region_slices, view_of
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 SHAPES = {"a": (4, 6), "b": (4, 6)}
+DTYPES = dict.fromkeys(SHAPES, torch.float32)
 
 
 class Model(torch.nn.Module):
@@ -32,10 +33,10 @@ class Model(torch.nn.Module):
 
 
 def _trace(model: Model) -> tuple[Trace, Callable[[], Layout]]:
-    trace = trace_loader(model.load_weights, SHAPES, torch.float32)
+    trace = trace_loader(model.load_weights, SHAPES, DTYPES)
     storages = take_inventory(model, {copy.storage for copy in trace.copies})
     groups = {storage.name: "" for storage in storages} | {STAGED + name: "" for name in trace.staged}
-    return trace, lambda: build_layout(3, SHAPES, lambda name: "float32", storages, trace, {}, groups)
+    return trace, lambda: build_layout(3, SHAPES, DTYPES, storages, trace, {}, groups)
 
 
 def _stack(model: Model, weights: dict[str, torch.Tensor]) -> None:
@@ -159,9 +160,9 @@ def test_ambiguous_and_stray_copies_are_refused(
 
 def test_declared_padding_counts_and_is_in_the_buffer() -> None:
     model = Model(_half)
-    trace = trace_loader(model.load_weights, SHAPES, torch.float32)
+    trace = trace_loader(model.load_weights, SHAPES, DTYPES)
     storages = take_inventory(model, ())
-    layout = build_layout(0, SHAPES, lambda name: "float32", storages, trace, {"w": (Extent(24, 48),)}, {"w": "group"})
+    layout = build_layout(0, SHAPES, DTYPES, storages, trace, {"w": (Extent(24, 48),)}, {"w": "group"})
     (buffer,) = layout.buffers.values()
     assert buffer.padding == (Extent(24, 48),) and buffer.group == "group"
 

@@ -19,10 +19,9 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import InferenceSettings, VllmAdaptor
 from hybrid_engine.backends.vllm.arguments import llm_arguments
-from hybrid_engine.backends.vllm.process.group_placement import placed
+from hybrid_engine.backends.vllm.process.group_placement import building_groups
 from hybrid_engine.backends.vllm.process.isolation import destroy_groups, register_model_class, set_environment
-from hybrid_engine.backends.vllm.process.names import ENGINE_TOKEN
-from hybrid_engine.backends.vllm.process.shm_cleanup import unnamed_shared_memory
+from hybrid_engine.backends.vllm.process.shm_cleanup import ENGINE_TOKEN
 from hybrid_engine.layouts.inference import InferenceParallelism, inference_layout
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
@@ -101,7 +100,7 @@ def vllm_groups(settings: InferenceSettings) -> Iterator[Host]:
     del arguments["worker_cls"], arguments["load_format"]
     agreement = Job.join(120).agreement
     try:
-        with unnamed_shared_memory(agreement), placed(settings, rank):
+        with building_groups(settings, rank, agreement):
             config = EngineArgs(**arguments).create_engine_config()
             os.environ["VLLM_DIST_IDENT"] = os.environ[ENGINE_TOKEN]
             with set_current_vllm_config(config):
@@ -140,7 +139,7 @@ def _result_of(case: Case, host: Host, directory: Path) -> dict[str, Any]:
         "position": host.settings.place_of(host.rank).position,
         "differences": vllm_support.differences(filled, vllm_support.native_parameters(host, checkpoint)),
         "digests": {name: _digest(tensor) for name, tensor in filled.items()},
-        "ready": adaptor.ready,
+        "ready": vllm_support.is_ready(adaptor),
         "staged": adaptor.staged,
         "num_tensors": len(_regions(layout)),
         "computed": _analytic_faults(case, host.rank, layout),

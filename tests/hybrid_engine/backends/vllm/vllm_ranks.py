@@ -245,9 +245,9 @@ def cycles(directory: str, num_tp: int) -> dict[str, Any]:
     result["left over"] = _left_over(engine, sampling)
     result["empty"] = engine.generate([], sampling)
     expect(ConfigError, lambda: engine.generate([[], [1] * 60, [500]], sampling))
-    resident = engine.memory_bytes()
+    resident = engine.adaptor.resident_nbytes()
     engine.release()
-    result["memory"] = (resident, engine.memory_bytes())
+    result["memory"] = (resident, engine.adaptor.nbytes, engine.adaptor.resident_nbytes())
     expect(StateError, lambda: engine.generate(PROMPTS, sampling))
     groups = sorted({buffer.group for buffer in engine.adaptor.layout().buffers.values()})
     expect(StateError, lambda: engine.adaptor.commit(groups[:1]))
@@ -372,13 +372,14 @@ def _refused(directory: Path, config: dict[str, Any], **settings: Any) -> tuple[
     path = support.write_config(directory / config["model_type"], config)
     engine = _engine(path, config, **settings)
     support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
+    is_ready = support.is_ready(engine.adaptor)
     try:
         engine.generate(PROMPTS, Sampling())
     except StateError as error:
-        return engine.adaptor.ready, str(error)
+        return is_ready, str(error)
     finally:
         engine.shutdown()
-    return engine.adaptor.ready, "it generated"
+    return is_ready, "it generated"
 
 
 def quantised(directory: str, num_tp: int) -> dict[str, Any]:
@@ -403,7 +404,7 @@ def quantised(directory: str, num_tp: int) -> dict[str, Any]:
         result[str(quantization)] = _answers(engine)
         native = support.native_parameters(engine, path)
         engine.release()
-        result[f"{quantization} released"] = engine.memory_bytes()["weights"]
+        result[f"{quantization} released"] = engine.adaptor.resident_nbytes()
         filled = support.fill_by_records(engine.adaptor, weights[1])
         engine.reset_caches()
         result[f"{quantization} differences"] = support.differences(filled, native)
@@ -452,48 +453,6 @@ def _plain_answers(checkpoint: str, num_tp: int, quantization: str) -> list[tupl
     ]
 
 
-class _Computing(torch.nn.Module):
-    """Two modules whose loader doubles one tensor and splits it over both, beside one that it copies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = torch.nn.Linear(4, 4, False), torch.nn.Linear(4, 4, False)
-        self.three = torch.nn.LayerNorm(4)
-        self.calls: list[list[str]] = []
-
-    def load_weights(self, weights: Any) -> None:
-        named = dict(weights)
-        self.calls.append(sorted(named))
-        if "both" in named:
-            self.one.weight.data.copy_((named["both"] * 2)[:4])
-            self.two.weight.data.copy_((named["both"] * 2)[4:])
-        for name in ("weight", "bias"):
-            if name in named:
-                getattr(self.three, name).data.copy_(named[name])
-
-
-def staged_switch() -> float:
-    """A tensor that cannot be traced goes through the loader: greatest difference from loading it, over two cycles."""
-    from hybrid_engine.backends.vllm import VllmAdaptor
-
-    model, expected = _Computing(), _Computing()
-    adaptor = VllmAdaptor(model, {"both": (8, 4), "weight": (4,), "bias": (4,)}, torch.float32, rank=0)
-    assert adaptor.staged == ("both",)
-    groups = {buffer_id.name: buffer.group for buffer_id, buffer in adaptor.layout().buffers.items()}
-    assert groups["one.weight"] == groups["two.weight"] == groups["staged:both"] != groups["three.weight"]
-    gaps = []
-    for _ in range(2):
-        weights = {"both": torch.randn(8, 4), "weight": torch.randn(4), "bias": torch.randn(4)}
-        expected.load_weights(weights.items())
-        support.fill_by_records(adaptor, weights)
-        assert adaptor.ready and model.calls[-1] == ["both"]
-        pairs = zip(model.parameters(), expected.parameters(), strict=True)
-        gaps += [(ours - theirs).abs().max().item() for ours, theirs in pairs]
-        adaptor.release()
-        assert adaptor.resident_nbytes() == 0
-    return max(gaps)
-
-
 def memory(directory: str) -> dict[str, Any]:
     """Resident memory of a rank in MB, over three releases and switches, and the bytes of its weights."""
     support.join_group()
@@ -510,7 +469,7 @@ def memory(directory: str) -> dict[str, Any]:
     for _ in range(3):
         engine.release()
         result["released"].append(_resident())
-        support.fill_by_records(engine.adaptor, weights, observed=False)
+        support.write_by_records(engine.adaptor, weights)
         result["committed"].append(_resident())
     engine.shutdown()
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.backends.vllm import VllmAdaptor
 from hybrid_engine.backends.vllm.native_load import native_parameters, second_model
+from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory
+from hybrid_engine.errors import StateError
 from tests.zoo.checkpoint_shapes import checkpoint_dtypes, checkpoint_shapes
 from tests.zoo.families import served_config
 from tests.zoo.megatron_models import region_slices, view_of
@@ -61,12 +65,17 @@ def write_checkpoint(directory: Path, config: Mapping[str, Any], weights: Mappin
 
 
 def fill_by_records(
-    adaptor: Any, weights: Mapping[str, torch.Tensor], groups_at_once: int = 3, observed: bool = True
+    adaptor: Any, weights: Mapping[str, torch.Tensor], groups_at_once: int = 3
 ) -> dict[str, torch.Tensor]:
     """Write whole tensors into vLLM through the layout's records alone; returns the loader-layout parameters."""
     seen: dict[str, torch.Tensor] = {}
-    if observed:
-        adaptor.observer = lambda name, tensor: seen.__setitem__(name, tensor.detach().clone())
+    with adaptor.observed(lambda name, tensor: seen.__setitem__(name, tensor.detach().clone())):
+        write_by_records(adaptor, weights, groups_at_once)
+    return seen
+
+
+def write_by_records(adaptor: Any, weights: Mapping[str, torch.Tensor], groups_at_once: int = 3) -> None:
+    """As `fill_by_records`, with nobody looking."""
     layout = adaptor.layout()
     shards: dict[str, list[Any]] = {}
     for shard in layout.shards:
@@ -81,21 +90,32 @@ def fill_by_records(
         adaptor.commit(batch)
         del buffers
     adaptor.finish_fill()
-    adaptor.observer = None
-    return seen
+
+
+def is_ready(adaptor: VllmAdaptor) -> bool:
+    """Whether every group holds committed weights."""
+    try:
+        adaptor.require_ready()
+    except StateError:
+        return False
+    return True
 
 
 def adaptor_of(engine: Any, directory: str, model: Mapping[str, Any], **changes: Any) -> Any:
     """A second adaptor in this rank's groups, as `InferenceEngine` makes one, but without an engine around it."""
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-    from hybrid_engine.backends.vllm import VllmAdaptor
+    from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 
     module, config = second_model(engine.settings, engine.rank, directory, **changes)
     dtype, shapes = config.model_config.dtype, checkpoint_shapes(model)
-    adaptor = VllmAdaptor(module, shapes, dtype, engine.rank, dtypes=checkpoint_dtypes(model))
-    adaptor.context = lambda: set_current_vllm_config(config)
-    return adaptor
+    dtypes = {name: getattr(torch, other) for name, other in checkpoint_dtypes(model).items()}
+    traced = trace_model(module, shapes, dict.fromkeys(shapes, dtype) | dtypes, engine.rank)
+    context = functools.partial(set_current_vllm_config, config)
+    with context():
+        process_weights_after_loading(module, config.model_config, torch.device("cpu"))
+    return VllmAdaptor(traced.processed(context, dtype), HostMemory())
 
 
 def differences(ours: Mapping[str, torch.Tensor], native: Mapping[str, torch.Tensor]) -> list[str]:

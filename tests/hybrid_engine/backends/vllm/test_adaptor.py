@@ -1,0 +1,252 @@
+"""The adaptor over a small model in this process, whose linear layer vLLM's own method repacks: memory and failures in
+every state."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+
+import pytest
+import torch
+
+from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
+from hybrid_engine.backends.vllm.weights.traced_model import trace_model
+from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory
+from hybrid_engine.errors import StateError
+
+SIZE = 64
+SHAPES = {"linear": (SIZE, SIZE), "norm": (SIZE,)}
+LINEAR_NBYTES, NORM_NBYTES = SIZE * SIZE * 4, SIZE * 4
+
+
+class Linear(torch.nn.Module):
+    """A layer of vLLM's without its groups."""
+
+    def __init__(self) -> None:
+        from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(SIZE, SIZE), requires_grad=False)
+        self.quant_method = UnquantizedLinearMethod()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.quant_method.apply(self, x)
+
+
+class Model(torch.nn.Module):
+    """`linear` is repacked, `norm` is live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = Linear(), torch.nn.RMSNorm(SIZE)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            getattr(self, name).weight.data.copy_(tensor)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x))
+
+
+class Computing(torch.nn.Module):
+    """Two modules whose loader doubles one tensor and splits it over both, beside one that it copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = torch.nn.Linear(4, 4, False), torch.nn.Linear(4, 4, False)
+        self.three = torch.nn.LayerNorm(4)
+        self.calls: list[list[str]] = []
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        named = dict(weights)
+        self.calls.append(sorted(named))
+        if "both" in named:
+            self.one.weight.data.copy_((named["both"] * 2)[:4])
+            self.two.weight.data.copy_((named["both"] * 2)[4:])
+        for name in ("weight", "bias"):
+            if name in named:
+                getattr(self.three, name).data.copy_(named[name])
+
+
+def adaptor_of(
+    model: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], keeps_memory: bool = False
+) -> VllmAdaptor:
+    """As vLLM's start-up makes one: traced, processed, built."""
+
+    traced = trace_model(model, shapes, dict.fromkeys(shapes, torch.float32), rank=0)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.quant_method.process_weights_after_loading(module)
+    processed = traced.processed(contextlib.nullcontext, torch.float32)
+    return VllmAdaptor(processed, HostMemory(), keeps_memory)
+
+
+def weights_of(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def write(buffers: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> None:
+    for name, flat in buffers.items():
+        flat.copy_(weights[name.removesuffix(".weight")].flatten())
+
+
+def fill(adaptor: VllmAdaptor, weights: Mapping[str, torch.Tensor]) -> None:
+    for group in ("linear", "norm"):
+        write(adaptor.allocate([group]), weights)
+        adaptor.commit([group])
+    adaptor.finish_fill()
+
+
+def computes(adaptor: VllmAdaptor, weights: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the model is ready and its answer is that of these weights."""
+    adaptor.require_ready()
+    x = torch.randn(3, SIZE, generator=torch.Generator().manual_seed(9))
+    expected = torch.nn.functional.rms_norm(x @ weights["linear"].T, (SIZE,), weights["norm"])
+    return torch.allclose(adaptor.model(x), expected, atol=1e-4)
+
+
+def void(adaptor: VllmAdaptor) -> None:
+    adaptor.void()
+
+
+def released(adaptor: VllmAdaptor) -> None:
+    adaptor.release()
+
+
+def filling(adaptor: VllmAdaptor) -> None:
+    adaptor.allocate(["linear", "norm"])
+
+
+def committed(adaptor: VllmAdaptor) -> None:
+    fill(adaptor, weights_of(0))
+
+
+def failed_while_allocating(adaptor: VllmAdaptor) -> None:
+    adaptor.release()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HostMemory, "new", fail)
+        with pytest.raises(MemoryError):
+            adaptor.allocate(["linear", "norm"])
+
+
+def failed_while_committing(adaptor: VllmAdaptor) -> None:
+    adaptor.allocate(["linear", "norm"])
+    with adaptor.observed(fail), pytest.raises(MemoryError):
+        adaptor.commit(["linear", "norm"])
+
+
+def fail(*_: object) -> None:
+    raise MemoryError
+
+
+States = [void, released, filling, committed, failed_while_allocating, failed_while_committing]
+
+
+@pytest.fixture
+def adaptor() -> VllmAdaptor:
+    return adaptor_of(Model(), SHAPES)
+
+
+@pytest.mark.parametrize("enter", States)
+def test_from_every_state_a_fill_brings_the_new_weights(adaptor: VllmAdaptor, enter: Callable) -> None:
+    enter(adaptor)
+    fill(adaptor, weights_of(1))
+    assert computes(adaptor, weights_of(1))
+    assert adaptor.resident_nbytes() == LINEAR_NBYTES + NORM_NBYTES == adaptor.nbytes
+
+
+@pytest.mark.parametrize("enter", States)
+def test_from_every_state_a_release_frees_everything(adaptor: VllmAdaptor, enter: Callable) -> None:
+    enter(adaptor)
+    adaptor.release()
+    assert adaptor.resident_nbytes() == 0
+    with pytest.raises(StateError, match="are released"):
+        adaptor.require_ready()
+
+
+@pytest.mark.parametrize("enter", [state for state in States if state not in (filling, failed_while_committing)])
+def test_a_commit_of_what_was_not_allocated_is_refused(adaptor: VllmAdaptor, enter: Callable) -> None:
+    enter(adaptor)
+    resident = adaptor.resident_nbytes()
+    with pytest.raises(StateError, match="committed before they were allocated: linear, norm"):
+        adaptor.commit(["linear", "norm"])
+    assert adaptor.resident_nbytes() == resident
+    if enter is committed:
+        assert computes(adaptor, weights_of(0)), "the refusal lost the weights"
+
+
+def test_a_refused_commit_keeps_what_is_being_filled(adaptor: VllmAdaptor) -> None:
+    adaptor.release()
+    buffers = adaptor.allocate(["linear"])
+    with pytest.raises(StateError, match="before they were allocated: norm"):
+        adaptor.commit(["linear", "norm"])
+    write(buffers, weights_of(2))
+    adaptor.commit(["linear"])
+    write(adaptor.allocate(["norm"]), weights_of(2))
+    adaptor.commit(["norm"])
+    assert computes(adaptor, weights_of(2))
+
+
+def test_groups_after_the_one_that_fails_can_still_be_committed(adaptor: VllmAdaptor) -> None:
+    write(adaptor.allocate(["linear", "norm"]), weights_of(3))
+    with adaptor.observed(fail), pytest.raises(MemoryError):
+        adaptor.commit(["linear", "norm"])
+    adaptor.commit(["norm"])
+    write(adaptor.allocate(["linear"]), weights_of(3))
+    adaptor.commit(["linear"])
+    assert computes(adaptor, weights_of(3))
+
+
+def test_weights_that_are_declared_void_keep_their_memory() -> None:
+    adaptor = adaptor_of(Model(), SHAPES, keeps_memory=True)
+    assert adaptor.resident_nbytes() == adaptor.nbytes, "zeros are packed as weights are"
+    fill(adaptor, weights_of(0))
+    resident = adaptor.resident_nbytes()
+    adaptor.release()
+    assert adaptor.resident_nbytes() == resident == adaptor.nbytes + LINEAR_NBYTES, "with pages for staging"
+    with pytest.raises(StateError, match="2 of 2 module groups hold no committed weights"):
+        adaptor.require_ready()
+    fill(adaptor, weights_of(1))
+    assert computes(adaptor, weights_of(1)) and adaptor.resident_nbytes() == resident
+
+
+def test_views_of_live_weights_stay_valid_through_a_release(adaptor: VllmAdaptor) -> None:
+    fill(adaptor, weights_of(0))
+    view = adaptor.model.norm.weight.data[:5]
+    adaptor.release()
+    fill(adaptor, weights_of(1))
+    assert torch.equal(view, weights_of(1)["norm"][:5])
+
+
+def test_an_observer_sees_every_parameter_in_loader_layout_and_only_inside_its_context(adaptor: VllmAdaptor) -> None:
+    seen: dict[str, torch.Tensor] = {}
+    with adaptor.observed(lambda name, tensor: seen.update({name: tensor.clone()})):
+        fill(adaptor, weights_of(0))
+    first = dict(seen)
+    fill(adaptor, weights_of(1))
+    assert seen == first and set(seen) == {"linear.weight", "norm.weight"}
+    assert all(torch.equal(seen[f"{name}.weight"], tensor) for name, tensor in weights_of(0).items())
+
+
+def test_tensors_that_cannot_be_traced_arrive_through_the_loader() -> None:
+    model, expected = Computing(), Computing()
+    adaptor = adaptor_of(model, {"both": (8, 4), "weight": (4,), "bias": (4,)})
+    assert adaptor.staged == ("both",)
+    buffers = adaptor.layout().buffers
+    groups = {buffer_id.name: buffer.group for buffer_id, buffer in buffers.items()}
+    assert groups["one.weight"] == groups["two.weight"] == groups["staged:both"] != groups["three.weight"]
+    for _ in range(2):
+        weights = {"both": torch.randn(8, 4), "weight": torch.randn(4), "bias": torch.randn(4)}
+        expected.load_weights(weights.items())
+        for group in dict.fromkeys(groups.values()):
+            for name, flat in adaptor.allocate([group]).items():
+                source = weights.get(name.removeprefix("staged:"), weights.get(name.rpartition(".")[2]))
+                if name.startswith(("staged:", "three.")):
+                    flat.copy_(source.flatten())
+            adaptor.commit([group])
+        assert model.calls[-1] == ["both"]
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+        adaptor.release()
+        assert adaptor.resident_nbytes() == 0
