@@ -36,7 +36,7 @@ from hybrid_engine.planning.planner import plan
 from hybrid_engine.ranks.launching import run_ranks
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.weight_container import FillReport, WeightContainer
-from hybrid_engine.transports import RelayBuffers, TransportSet, export_handles
+from hybrid_engine.transports import RelayBuffers, TransportSet, Wiring, export_handles
 
 WARM_UP = 1
 
@@ -116,7 +116,7 @@ def containers(arguments: argparse.Namespace) -> tuple[dict[str, WeightContainer
         gathered: list[Any] = [None] * len(hosts)
         dist.all_gather_object(gathered, export_handles(rank, buffers) | relays.handles())
         handles = {buffer: handle for part in gathered for buffer, handle in part.items()}
-        router = TransportSet.connect(rank, source.buffers, handles, dist.new_group(), relays=relays)
+        router = TransportSet.connect(Wiring(rank, source.buffers, handles, dist.new_group(), relays=relays))
         found[name] = WeightContainer(weights, made, router, sends_ahead=way.is_ahead)
     return found, buffers
 

@@ -29,7 +29,7 @@ from hybrid_engine.ports import InferenceWeights, TrainingWeights, WeightAdaptor
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import BufferId, Layout
 from hybrid_engine.switch.weight_container import WeightContainer
-from hybrid_engine.transports import RelayBuffers, TransportSet, export_handles
+from hybrid_engine.transports import RelayBuffers, TransportSet, Wiring, export_handles
 
 _Value = TypeVar("_Value")
 
@@ -127,7 +127,7 @@ def connect(
     tell_group = job.new_group("gloo", owner) if any(each.handles for each in planned) else None
     with phase("plan"):
         handles_of_all = _joined([*(each.handles for each in offers), *(each.handles for each in planned)])
-        router = TransportSet.connect(
+        wiring = Wiring(
             job.rank,
             _joined(each.buffers for each in source_layouts),
             handles_of_all,
@@ -135,9 +135,9 @@ def connect(
             destination_buffers=_joined(each.destination.buffers for each in offers),
             relays=relays,
             tell_group=tell_group,
-            preference=config.transport,
             timeout=job.timeout_seconds,
         )
+        router = TransportSet.connect(wiring, config.transport)
         owner.callback(router.close)
         router.check(made, exported=handles_of_all)
         # On CUDA releasing training memory waits for the device, so for messages in flight: a peer that hangs.

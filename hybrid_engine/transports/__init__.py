@@ -20,7 +20,7 @@ Start-up, on every rank, by switch/rendezvous.py (the exchange of objects is its
 
     1  export_handles(rank, training.buffers())            for peers of the host; gathered
     2  RelayBuffers(rank, plan.relays, device)             their handles() too
-    3  TransportSet.connect(rank, buffers, all_handles, group, ...)      builds what the registry has
+    3  TransportSet.connect(Wiring(rank, buffers, all_handles, group, ...))     builds what the registry has
     4  router.check(plan, exported=all_handles)            every transfer that cannot be carried, at once
 
 Every switch, by switch/weight_container.py, after a fence (all sources are final):
@@ -45,6 +45,7 @@ from hybrid_engine.transports.registry import PREFERENCES, choose_transport
 from hybrid_engine.transports.relay_buffers import RelayBuffers
 from hybrid_engine.transports.router import RunReport, TransportSet, export_handles
 from hybrid_engine.transports.shared_memory import SharedMemoryTransport
+from hybrid_engine.transports.wiring import Wiring
 
 __all__ = [
     "PREFERENCES",
@@ -56,6 +57,7 @@ __all__ = [
     "RunReport",
     "SharedMemoryTransport",
     "TransportSet",
+    "Wiring",
     "choose_transport",
     "export_handles",
 ]

@@ -30,7 +30,7 @@ from hybrid_engine.errors import PeerTransportError, TransportError
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.process_groups import plain_text
-from hybrid_engine.records.layout import BufferId
+from hybrid_engine.records.layout import Buffer, BufferId
 from hybrid_engine.transports.copies import copy_straight, failure_at, strided, synchronize
 from hybrid_engine.transports.messages import HEADER_NBYTES, Message, MessagePlanner, StagedMessage, round_up
 from hybrid_engine.transports.phase_clock import PhaseClock
@@ -69,42 +69,21 @@ class CollectiveTransport:
     soon), and every later call that needs it raises at once; after any other failure the transport goes on working.
 
     Args:
-        rank: global rank of this process; transfers name global ranks.
-        source_dtypes: `Buffer.dtype` of the source buffers of all ranks: what is on the wire.
-        group: holds all ranks of the transfers. Better one of its own: after a timeout it is dead.
-        destination_dtypes: of destination buffers of all ranks; a narrower one is on the wire instead.
-        relays: the relay buffers that this rank has to do with; default: none.
-        tell_group: for `tell`; default: `group`. Better gloo, since NCCL would deliver after all that is in flight.
-        timeout: seconds one call of `run` may wait in all.
+        wiring: with a group.
         device: where staging lies; default: the current GPU with NCCL, else the CPU.
-
-    Raises ValueError for a timeout that is not positive.
     """
 
     name = "collective"
 
-    def __init__(
-        self,
-        rank: int,
-        source_dtypes: Mapping[BufferId, str],
-        group: dist.ProcessGroup,
-        *,
-        destination_dtypes: Mapping[BufferId, str] | None = None,
-        relays: RelayBuffers | None = None,
-        tell_group: dist.ProcessGroup | None = None,
-        timeout: float = 300.0,
-        device: torch.device | None = None,
-    ) -> None:
-        if timeout <= 0:
-            raise ValueError(f"timeout must be > 0 seconds, got {timeout}")
-        self.rank = rank
-        self._relays = relays or RelayBuffers(rank, {})
+    def __init__(self, wiring: Wiring, device: torch.device | None = None) -> None:
+        assert wiring.group is not None
+        self.rank, self._timeout = wiring.rank, wiring.timeout
+        self._relays = wiring.relays or RelayBuffers(wiring.rank, {})
         self._planner = MessagePlanner(
-            rank, _torch_dtypes(source_dtypes), _torch_dtypes(destination_dtypes or {}), self._relays.buffers
+            wiring.rank, _dtypes(wiring.source_buffers), _dtypes(wiring.destination_buffers), self._relays.buffers
         )
-        self._group, self._tell_group = group, tell_group or group
-        self._timeout = timeout
-        self._device, self._tell_device = (device or _staging_device(each) for each in (group, self._tell_group))
+        self._group, self._tell_group = wiring.group, wiring.tell_group or wiring.group
+        self._device, self._tell_device = (device or _staging_device(each) for each in (self._group, self._tell_group))
         self._clock = PhaseClock()
         self._staging: dict[str, torch.Tensor] = {}
         self._in_flight: dict[int, _InFlight] = {}  # started, by bucket
@@ -118,17 +97,7 @@ class CollectiveTransport:
     @classmethod
     def connect(cls, wiring: Wiring) -> CollectiveTransport | None:
         """As `registry.RegisteredTransport`; None without a process group."""
-        if wiring.group is None:
-            return None
-        return cls(
-            wiring.rank,
-            wiring.source_dtypes,
-            wiring.group,
-            destination_dtypes=wiring.destination_dtypes,
-            relays=wiring.relays,
-            tell_group=wiring.tell_group,
-            timeout=wiring.timeout,
-        )
+        return None if wiring.group is None else cls(wiring)
 
     @torch.no_grad()
     def start(
@@ -358,8 +327,8 @@ def _source_view(transfer: Transfer, dtype: torch.dtype, source: Mapping[str, to
     return strided(flat, transfer.lengths, transfer.src)
 
 
-def _torch_dtypes(names: Mapping[BufferId, str]) -> dict[BufferId, torch.dtype]:
-    return {buffer_id: getattr(torch, name) for buffer_id, name in names.items()}
+def _dtypes(buffers: Mapping[BufferId, Buffer]) -> dict[BufferId, torch.dtype]:
+    return {buffer_id: getattr(torch, buffer.dtype) for buffer_id, buffer in buffers.items()}
 
 
 def _staging_device(group: dist.ProcessGroup) -> torch.device:

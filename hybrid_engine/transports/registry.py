@@ -50,9 +50,10 @@ def choose_transport(transfer: Transfer, exported: Set[BufferId], preference: st
     if preference not in PREFERENCES:
         problem = f"unknown transport {preference!r}"
         raise ConfigError([Violation(CONFIG_KEY, problem, f"Choose one of {', '.join(PREFERENCES)}")])
-    if preference != "auto" and LocalTransport.obstacle(transfer, exported):
-        return preference
-    return next(transport.name for transport in REGISTRY if not transport.obstacle(transfer, exported))
+    for transport in REGISTRY:
+        if not transport.obstacle(transfer, exported):
+            return transport.name if preference == "auto" or transport is LocalTransport else preference
+    raise AssertionError("the last transport of the registry carries everything")
 
 
 def obstacle_of(name: str, transfer: Transfer, exported: Set[BufferId]) -> str:

@@ -7,14 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.errors import ConfigError, PeerTransportError, TransportError, Violation
 from hybrid_engine.memory.elastic import Handle, export_tensor
 from hybrid_engine.planning.coalescing import coalesce
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.ports import Transport
-from hybrid_engine.records.layout import Buffer, BufferId
+from hybrid_engine.records.layout import BufferId
 from hybrid_engine.transports.registry import (
     CONFIG_KEY,
     REGISTRY,
@@ -85,38 +84,25 @@ class TransportSet:
     @classmethod
     def connect(
         cls,
-        rank: int,
-        source_buffers: Mapping[BufferId, Buffer],
-        handles: Mapping[BufferId, Handle],
-        group: dist.ProcessGroup | None = None,
-        *,
-        destination_buffers: Mapping[BufferId, Buffer] | None = None,
-        relays: RelayBuffers | None = None,
-        tell_group: dist.ProcessGroup | None = None,
+        wiring: Wiring,
         preference: str = "auto",
-        timeout: float = 300.0,
         registry: Sequence[type[RegisteredTransport]] = REGISTRY,
     ) -> TransportSet:
         """The transports of a running job. No collective.
 
         Args:
-            source_buffers: of all ranks (`Layout.merge(...).buffers` of the training side).
-            handles: of all ranks (`export_handles`), those of relay buffers too; must be the same on every rank.
-            group: for transfers that memory cannot carry; None: there are none.
-            destination_buffers: of all ranks; where their dtype is narrower, messages are cast before they are sent.
-            relays: the relay buffers of this rank's plan.
-            tell_group: see CollectiveTransport.
+            wiring: what they are built from.
             preference: see `choose_transport`; a plan with relays needs "auto".
-            timeout: seconds a bucket may wait for peers.
-            registry: which transports are tried.
+            registry: those that are tried; each name stands for what `REGISTRY` says that it can carry.
         """
-        relays = relays or RelayBuffers(rank, {})
-        sources, destinations = _dtypes(source_buffers), _dtypes(destination_buffers or {})
-        wiring = Wiring(rank, sources, destinations, handles, relays, group, tell_group, timeout)
-        built = [transport.connect(wiring) for transport in registry]
-        transports = [transport for transport in built if transport is not None]
-        exported = frozenset(handles)
-        return cls(rank, transports, lambda transfer: choose_transport(transfer, exported, preference), relays)
+        connected = [transport.connect(wiring) for transport in registry]
+        exported = frozenset(wiring.handles)
+        return cls(
+            wiring.rank,
+            [transport for transport in connected if transport is not None],
+            lambda transfer: choose_transport(transfer, exported, preference),
+            wiring.relays,
+        )
 
     def check(self, plan: ReshardPlan, exported: Collection[BufferId]) -> None:
         """Raise ConfigError unless the chosen transports can carry every transfer of the plan. Before any bucket."""
@@ -290,10 +276,6 @@ class TransportSet:
                 )
             found[name].append(transfer)
         return found
-
-
-def _dtypes(buffers: Mapping[BufferId, Buffer]) -> dict[BufferId, str]:
-    return {buffer_id: buffer.dtype for buffer_id, buffer in buffers.items()}
 
 
 @dataclass(frozen=True, slots=True)

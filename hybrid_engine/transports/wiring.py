@@ -1,36 +1,43 @@
-"""What the transports of a job are built from."""
+"""What the transports of a rank are built from."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from hybrid_engine.memory.elastic import Handle
-from hybrid_engine.records.layout import BufferId
+from hybrid_engine.records.layout import Buffer, BufferId
 from hybrid_engine.transports.relay_buffers import RelayBuffers
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """The same on all ranks but for `rank` and `relays`.
+    """The same on all ranks but for `rank` and `relays`. Raises ValueError for a timeout that is not positive.
 
     Attributes:
-        rank: global rank of this process.
-        source_dtypes, destination_dtypes: `Buffer.dtype` of the buffers of all ranks.
-        handles: of the buffers of all ranks that others can map, relay buffers among them.
-        relays: the relay buffers that this rank has to do with.
-        group: for transfers that memory cannot carry; None: there are none.
-        tell_group: see `CollectiveTransport`.
-        timeout: seconds that a bucket may wait for peers.
+        rank: global rank of this process; transfers name global ranks.
+        source_buffers: of all ranks; their dtype is what is on the wire.
+        handles: of the buffers of all ranks that others can map (`export_handles`), those of relay buffers too.
+        group: for transfers that memory cannot carry; None: there are none. It holds all ranks of the transfers.
+            Better one of its own: after a timeout it is dead.
+        destination_buffers: of all ranks; where their dtype is narrower, messages are cast before they are sent.
+        relays: the relay buffers that this rank has to do with; None: none.
+        tell_group: for `Transport.tell`; default: `group`. Better gloo, since NCCL would deliver after all that is in
+            flight.
+        timeout: seconds that a bucket may wait for peers in all.
     """
 
     rank: int
-    source_dtypes: Mapping[BufferId, str]
-    destination_dtypes: Mapping[BufferId, str]
+    source_buffers: Mapping[BufferId, Buffer]
     handles: Mapping[BufferId, Handle]
-    relays: RelayBuffers
     group: dist.ProcessGroup | None = None
+    destination_buffers: Mapping[BufferId, Buffer] = field(default_factory=dict)
+    relays: RelayBuffers | None = None
     tell_group: dist.ProcessGroup | None = None
     timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        if self.timeout <= 0:
+            raise ValueError(f"timeout must be > 0 seconds, got {self.timeout}")

@@ -15,7 +15,7 @@ from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place
 from hybrid_engine.switch.weight_container import ContainerState, FillReport, WeightContainer
-from hybrid_engine.transports import InProcessTransport, TransportSet
+from hybrid_engine.transports import InProcessTransport, TransportSet, Wiring
 from tests.harness.launch import Ranks
 
 NUM_RANKS = 2
@@ -266,7 +266,7 @@ def fill_on_rank() -> list[list[object]]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     buffers = {BufferId(peer, "src"): Buffer(NUM_GROUPS * NUMEL, "float32") for peer in range(NUM_RANKS)}
-    router = TransportSet.connect(rank, buffers, {}, dist.group.WORLD, timeout=60)
+    router = TransportSet.connect(Wiring(rank, buffers, {}, dist.group.WORLD, timeout=60))
     results = []
     for phase, fail_at in FAILURES:
         weights = FakeWeights(rank, fail_in=phase if rank == 0 and fail_at else "", fail_at=fail_at)

@@ -19,6 +19,7 @@ from hybrid_engine.transports import (
     LocalTransport,
     SharedMemoryTransport,
     TransportSet,
+    Wiring,
     export_handles,
 )
 from tests.harness.launch import Ranks
@@ -97,7 +98,7 @@ def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
     if kind == "mixed":  # every other buffer is not exported
         handles = {buffer_id: handle for buffer_id, handle in handles.items() if buffer_id.rank % 2 == 0}
     router = TransportSet.connect(
-        rank, case.source_buffers(), handles, dist.group.WORLD, preference=preference, timeout=60
+        Wiring(rank, case.source_buffers(), handles, dist.group.WORLD, timeout=60), preference
     )
     wrong = []
     for is_ahead in (False, True):
@@ -130,8 +131,7 @@ def run_cases_on_rank() -> dict[tuple[str, str], list[str]]:
 def staging_growth_on_rank(rank: int) -> list[str]:
     """The staging memory's addresses after the first cycle stay the same in the next cycles."""
     case = build_case(SEED, dist.get_world_size(), CASES["strided_boxes"])
-    dtypes = {buffer_id: buffer.dtype for buffer_id, buffer in case.source_buffers().items()}
-    transport = CollectiveTransport(rank, dtypes, dist.group.WORLD, timeout=60)
+    transport = CollectiveTransport(Wiring(rank, case.source_buffers(), {}, dist.group.WORLD, timeout=60))
     sizes, addresses = [], []
     for _ in range(3):
         for bucket in case.buckets:

@@ -21,6 +21,7 @@ from hybrid_engine.transports import (
     PREFERENCES,
     SharedMemoryTransport,
     TransportSet,
+    Wiring,
     choose_transport,
     export_handles,
 )
@@ -48,7 +49,7 @@ class Peers:
     def __init__(self, timeout: float = 60) -> None:
         self.rank = dist.get_rank()
         self.group = dist.new_group([0, 1])
-        self.router = TransportSet.connect(self.rank, SOURCE_BUFFERS, {}, self.group, timeout=timeout)
+        self.router = TransportSet.connect(Wiring(self.rank, SOURCE_BUFFERS, {}, self.group, timeout=timeout))
         self.source = {"src": torch.full((NUMEL,), float(self.rank + 1))}
         self.destination = {f"dst{rank}": torch.zeros(NUMEL) for rank in (0, 1)}
 
@@ -276,11 +277,11 @@ def test_check_reports_every_transfer_that_no_transport_carries():
     transfers = (transfer_between(0, 1), transfer_between(1, 0, Link.HOST), transfer_between(1, 1, Link.SELF))
     plan = ReshardPlan((Bucket(0, (), transfers, (), 0),), {}, (), "")
     with pytest.raises(ConfigError) as failure:
-        TransportSet.connect(0, SOURCE_BUFFERS, {}, preference="shared_memory").check(plan, set())
+        TransportSet.connect(Wiring(0, SOURCE_BUFFERS, {}), "shared_memory").check(plan, set())
     assert [violation.key for violation in failure.value.findings] == ["generate_config.transport"] * 2
     assert "across hosts" in str(failure.value) and "not exported" in str(failure.value)
     with pytest.raises(ConfigError, match=r"collective, which is absent.*Initialise torch.distributed"):
-        TransportSet.connect(0, SOURCE_BUFFERS, {}).check(plan, set())
+        TransportSet.connect(Wiring(0, SOURCE_BUFFERS, {})).check(plan, set())
 
 
 def test_peer_error_is_both_a_transport_error_and_a_remote_error():

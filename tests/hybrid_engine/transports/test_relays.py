@@ -22,7 +22,7 @@ from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
-from hybrid_engine.transports import CollectiveTransport, RelayBuffers, TransportSet, export_handles
+from hybrid_engine.transports import CollectiveTransport, RelayBuffers, TransportSet, Wiring, export_handles
 from hybrid_engine.transports.registry import REGISTRY, RegisteredTransport
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.planning.cases import NOT_WRITTEN, filled_buffers
@@ -97,7 +97,7 @@ class Rank:
         dist.all_gather_object(gathered, export_handles(self.rank, self.source) | relays.handles())
         handles = {buffer: handle for part in gathered for buffer, handle in part.items()}
         self.group, self.tell_group = dist.new_group(), dist.new_group()
-        self.router = TransportSet.connect(
+        wiring = Wiring(
             self.rank,
             job.source.buffers,
             handles,
@@ -106,8 +106,8 @@ class Rank:
             relays=relays,
             tell_group=self.tell_group,
             timeout=timeout,
-            registry=registry,
         )
+        self.router = TransportSet.connect(wiring, registry=registry)
         self.router.check(self.plan, exported=handles)
         self.clear()
 

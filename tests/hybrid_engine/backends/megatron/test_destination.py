@@ -14,7 +14,7 @@ from hybrid_engine.planning.planner import plan
 from hybrid_engine.ranks.hosts import host_id
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.weight_container import ContainerState, WeightContainer
-from hybrid_engine.transports import TransportSet, export_handles
+from hybrid_engine.transports import TransportSet, Wiring, export_handles
 from tests.harness.launch import Ranks
 from tests.zoo.megatron_models import DENSE_FLOAT32, Run, load_canonical, running
 from tests.zoo.tiny_models import save_model
@@ -100,7 +100,7 @@ def connect(source: Run, destination: Any) -> tuple[WeightContainer, TransportSe
     held, wanted = (Layout.merge(setup[side] for setup in setups) for side in (0, 1))
     made = plan(held, wanted, [setup[2] for setup in setups], bucket_nbytes=4096)
     handles = {buffer: handle for setup in setups for buffer, handle in setup[3].items()}
-    router = TransportSet.connect(rank, held.buffers, handles, dist.group.WORLD)
+    router = TransportSet.connect(Wiring(rank, held.buffers, handles, dist.group.WORLD))
     return WeightContainer(destination, made, router), router
 
 
