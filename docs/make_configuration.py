@@ -1,4 +1,4 @@
-"""Makes docs/configuration.md from the configuration models and docs/constraints.md from the table of constraints.
+"""Makes docs/configuration.md from the configuration models and docs/constraints.md from the rules.
 
 Run `make docs` after a change; a test compares.
 """
@@ -27,10 +27,10 @@ def constraints_page() -> str:
     rows += [f"| `{rule.key}` | {rule.rule} | {'may break it' if rule.computing else ''} |" for rule in CONSTRAINTS]
     return (
         "# Constraints\n\n"
-        "All of them are looked at before a process group exists, and everything that is broken is reported at once, "
-        "each with its key, the numbers and a remedy. Each has a test that breaks it "
+        "All rules are checked before a process group exists, and all violations are reported at once, each with its "
+        "key, the numbers and a remedy. Each rule has a test that breaks it "
         "(`tests/hybrid_engine/config/test_constraints.py`). Where the training model only holds weights, as for "
-        "`python -m hybrid_engine verify`, those marked so do not count.\n\n" + "\n".join(rows) + "\n"
+        "`python -m hybrid_engine verify`, the marked rules do not apply.\n\n" + "\n".join(rows) + "\n"
     )
 
 
@@ -38,7 +38,8 @@ def _section(section: type) -> str:
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for key, field in section.model_fields.items():
         default = "required" if field.is_required() else f"`{_shown(field.default)}`"
-        rows.append(f"| `{key}` | {default} | {field.description}{_choices(field.annotation)} |")
+        meaning = " ".join(field.description.split()).replace("|", "\\|")
+        rows.append(f"| `{key}` | {default} | {meaning}{_choices(field.annotation)} |")
     return f"## {section.__doc__}\n\n" + "\n".join(rows) + "\n"
 
 

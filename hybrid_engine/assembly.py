@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.config.parallelism import inference_parallelism
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.models import table_for
 from hybrid_engine.models.lora_tensors import VLLM_LORA_RANKS, adapted_modules, adapter_shapes
@@ -48,7 +47,7 @@ def _choose_rank_order(
     kind = config.generate_config.infer_rank_order
     if kind == "sequential":
         return tuple(range(job.world_size))
-    sizes = inference_parallelism(config.generate_config, job.world_size)
+    sizes = config.generate_config.sizes(job.world_size)
     return rank_order(
         kind,
         holdings_of(Layout.merge(training_layouts), job.world_size),
@@ -61,23 +60,18 @@ def _choose_rank_order(
 def inference_settings(
     config: HybridConfig, world_size: int, rank_order: tuple[int, ...] | None = None
 ) -> InferenceSettings:
-    """vLLM's settings from a checked configuration; the data parallel size is what remains of the world.
+    """vLLM's settings from a checked configuration.
 
     `rank_order`: global rank at each inference position; None counts them in order.
     """
     from hybrid_engine.backends.vllm import InferenceSettings
 
     generate = config.generate_config
-    ranks_per_replica = generate.infer_tensor_parallel_size * generate.infer_pipeline_parallel_size
     return InferenceSettings(
         model_dir=str(config.model),
+        sizes=generate.sizes(world_size, rank_order),
         dtype=config.wire_dtype,
         release_weights=generate.release_weights,
-        tensor_parallel_size=generate.infer_tensor_parallel_size,
-        pipeline_parallel_size=generate.infer_pipeline_parallel_size,
-        data_parallel_size=world_size // ranks_per_replica,
-        expert_parallel_size=generate.infer_expert_parallel_size,
-        rank_order=rank_order,
         quantization=generate.quantization,
         **_adapter_settings(config),
         max_model_len=generate.max_model_len,

@@ -9,7 +9,7 @@ from typing import Any
 
 from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.config import HybridConfig, load_config
-from hybrid_engine.config.constraints import INFER_KEYS, TRAIN_KEYS
+from hybrid_engine.layouts.parallelism import named
 
 QWEN2_5: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -102,11 +102,10 @@ class Case:
     def config(self, directory: Path) -> HybridConfig:
         """The checked configuration, with the model below `directory`. Raises ConfigError."""
         training, inference = parse_job(self.train, self.infer, None)
-        sizes = {key: getattr(training, attribute) for attribute, key in TRAIN_KEYS.items()}
         values = {
             "model": str(self.write_model(directory)),
             "actor_config": {
-                **sizes,
+                **named(training, "key"),
                 "make_vocab_size_divisible_by": 32,  # no padding at any of these sizes: others do not handle it
                 "sequence_parallel": training.tensor > 1 and "num_experts" in MODELS[self.model],
                 "params_dtype": "bfloat16",
@@ -114,7 +113,7 @@ class Case:
                 "frozen_parameters": [] if self.trains else ["*"],
             },
             "generate_config": {
-                **{key: getattr(inference, attribute) for attribute, key in INFER_KEYS.items()},
+                **named(inference, "key"),
                 "max_model_len": 64,
                 "max_num_seqs": 4,
                 "kv_cache_mb": 64,

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from examples.gpt_rl import task
 from hybrid_engine import HybridConfig, load_config
-from hybrid_engine.config.keys import NonNegative, Positive, Seed, Size
+from hybrid_engine.config.keys import Count, NonNegative, Positive, Seed
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_yaml
 
@@ -30,15 +30,15 @@ class _Section(pydantic.BaseModel):
 class WarmUpConfig(_Section):
     """`rl_config.warm_up`: supervised steps on the demonstrations."""
 
-    max_steps: Size = 800
+    max_steps: Count = 800
     """Optimizer steps, at most."""
     target_loss: NonNegative = 0.27
     """The warm-up ends when its smoothed loss (nats per token) is below this."""
-    batch_size: Size = 128
+    batch_size: Count = 128
     """Demonstrations per step."""
     learning_rate: Positive = 3e-3
     """Reached in `ramp_steps` equal steps, then constant."""
-    ramp_steps: Size = 20
+    ramp_steps: Count = 20
     """See `learning_rate`."""
 
 
@@ -49,21 +49,21 @@ class RLConfig(_Section):
     """Directory with train.jsonl and held_out.jsonl."""
     seed: Seed = 0
     """Of everything: weights, batches, samples. Sections without a `seed` of their own take this one."""
-    iterations: Size = 30
+    iterations: Count = 30
     """Rollouts; each is followed by `epochs` x `minibatches` optimizer steps."""
     warm_up: WarmUpConfig = WarmUpConfig()
     """See below."""
-    prompts_per_iteration: Size = 64
+    prompts_per_iteration: Count = 64
     """Problems sampled for a rollout."""
     samples_per_prompt: Annotated[int, Field(ge=2, le=16384)] = 8
     """Completions of each: the group over which rewards are normalised."""
-    max_tokens: Size = 5
+    max_tokens: Count = 5
     """Longest completion, in tokens, with its end token."""
     temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
     """Of sampling. Log-probabilities are the model's own, so other values than 1 make the ratio approximate."""
-    epochs: Size = 1
+    epochs: Count = 1
     """Times each completion is learned from."""
-    minibatches: Size = 2
+    minibatches: Count = 2
     """Optimizer steps per epoch."""
     learning_rate: Positive = 3e-4
     """Constant."""
@@ -71,9 +71,9 @@ class RLConfig(_Section):
     """PPO's epsilon: a token whose probability changed by more than this share is not pushed further."""
     kl_coefficient: NonNegative = 0.01
     """Weight of the KL to the model after the warm-up."""
-    evaluate_every: Size = 1
+    evaluate_every: Count = 1
     """Iterations between two measurements of held-out accuracy; the last iteration is always measured."""
-    checkpoint_every: Size = 10
+    checkpoint_every: Count = 10
     """Iterations between two checkpoints; there is one at the end and when the run is interrupted, too."""
 
     @property
@@ -172,11 +172,9 @@ def _violation_of(item: Mapping[str, Any]) -> Violation:
 def _violations(engine: HybridConfig, rl: RLConfig, world_size: int) -> Iterator[Violation]:
     """What cannot go together."""
     actor = engine.actor_config
-    model_ranks = actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size * actor.context_parallel_size
-    multiple = actor.micro_batch_size * (world_size // model_ranks)
-    reason = (
-        f"no multiple of micro_batch_size {actor.micro_batch_size} x {world_size // model_ranks} data parallel ranks"
-    )
+    data = actor.sizes(world_size).data
+    multiple = actor.micro_batch_size * data
+    reason = f"no multiple of micro_batch_size {actor.micro_batch_size} x {data} data parallel ranks"
     if rl.warm_up.batch_size % multiple:
         problem = f"{rl.warm_up.batch_size} is {reason}"
         yield Violation("rl_config.warm_up.batch_size", problem, f"Use a multiple of {multiple}")

@@ -13,8 +13,9 @@ import numpy as np
 
 from hybrid_engine.advisor.memory_peaks import MemoryPeaks, memory_peaks
 from hybrid_engine.advisor.other_systems import PeerBytes, peers
-from hybrid_engine.layouts.inference import InferenceParallelism, inference_side
-from hybrid_engine.layouts.training import TrainParallelism, training_side
+from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
+from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.planning.planner import DEFAULT_BUCKET_NBYTES

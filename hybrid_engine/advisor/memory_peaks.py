@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybrid_engine.layouts.training import TrainParallelism
+from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import DTYPE_NBYTES
 

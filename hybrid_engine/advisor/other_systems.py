@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybrid_engine.layouts.inference import InferenceParallelism
-from hybrid_engine.layouts.training import TrainParallelism
+from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
 from hybrid_engine.planning.routes import missing_by_rank
 from hybrid_engine.planning.summary import tensor_classes
 from hybrid_engine.records.holdings import Holdings

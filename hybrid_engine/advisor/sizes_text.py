@@ -16,9 +16,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
-from hybrid_engine.layouts.inference import InferenceParallelism
-from hybrid_engine.layouts.parallelism import LARGEST_SIZE
-from hybrid_engine.layouts.training import TrainParallelism
+from hybrid_engine.layouts.parallelism import (
+    LARGEST_SIZE,
+    InferenceParallelism,
+    Parallelism,
+    Size,
+    TrainParallelism,
+    sizes_of,
+)
+from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.models.table import ModelTable
 
 TRAIN, INFER = "--train", "--infer"
@@ -41,28 +47,13 @@ def _flag(text: str) -> bool:
     return {"0": False, "1": True}[text]
 
 
-_TRAIN_KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "tp": ("tensor", whole_number),
-    "pp": ("pipeline", whole_number),
-    "vpp": ("virtual_pipeline", whole_number),
-    "cp": ("context", whole_number),
-    "dp": ("data", whole_number),
-    "ep": ("expert", whole_number),
-    "etp": ("expert_tensor", whole_number),
-    "first": ("num_layers_in_first_pipeline_stage", whole_number),
-    "last": ("num_layers_in_last_pipeline_stage", whole_number),
-    "embedding": ("account_for_embedding_in_pipeline_split", _flag),
-    "loss": ("account_for_loss_in_pipeline_split", _flag),
-    "layout": ("pipeline_layout", str),
-    "noop": ("noop_layers", _positions),
-    "vocab": ("make_vocab_size_divisible_by", whole_number),
-}
-_INFER_KEYS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "tp": ("tensor", whole_number),
-    "pp": ("pipeline", whole_number),
-    "dp": ("data", whole_number),
-    "ep": ("expert", whole_number),
-}
+_READERS: Mapping[type, Callable[[str], Any]] = {int: whole_number, bool: _flag, str: str, tuple: _positions}
+_DATA = Size("", "dp", name="data")
+"""No size of its own: together with the others it says how many ranks there are."""
+
+
+def _by_text(side: type[Parallelism]) -> dict[str, Size]:
+    return {size.text: size for size in (*sizes_of(side), _DATA)}
 
 
 def parse_job(
@@ -75,50 +66,47 @@ def parse_job(
     Raises ConfigError with every violation; keys are those of the texts, e.g. `--train tp`.
     """
     found: list[Violation] = []
-    training = _parse(train, TRAIN, _TRAIN_KEYS, found)
-    inference = _parse(infer, INFER, _INFER_KEYS, found)
+    training = _parse(train, TRAIN, TrainParallelism, found)
+    inference = _parse(infer, INFER, InferenceParallelism, found)
     if found:
         raise ConfigError(found)
     world_size = _world_size(training, inference, world_size, found)
     if world_size > MOST_RANKS:
         found.append(Violation(f"{TRAIN} dp", f"{world_size} ranks", f"Use sizes that make at most {MOST_RANKS}"))
         raise ConfigError(found)
-    training.pop("data", None)
-    inference.pop("data", None)
+    training.pop(_DATA.name, None)
+    inference.pop(_DATA.name, None)
     sides = TrainParallelism(world_size, **training), InferenceParallelism(world_size, **inference)
-    for side, option, keys in zip(sides, (TRAIN, INFER), (_TRAIN_KEYS, _INFER_KEYS), strict=True):
-        if table is None:
-            continue
-        short = {name: key for key, (name, _) in keys.items()}
-        found += [
-            Violation(f"{option} {short.get(each.key, 'dp')}", each.problem, each.remedy)
-            for each in side.violations(table)
-        ]
+    options: tuple[tuple[Parallelism, str], ...] = ((sides[0], TRAIN), (sides[1], INFER))
+    for sizes, option in options:
+        texts = {size.name: size.text for size in sizes_of(type(sizes))}
+        for each in [] if table is None else violations(sizes, table):
+            found.append(Violation(f"{option} {texts.get(each.key, _DATA.text)}", each.problem, each.remedy))
     if found:
         raise ConfigError(found)
     return sides
 
 
-def _parse(
-    text: str, option: str, keys: Mapping[str, tuple[str, Callable[[str], Any]]], found: list[Violation]
-) -> dict[str, Any]:
+def _parse(text: str, option: str, side: type[Parallelism], found: list[Violation]) -> dict[str, Any]:
+    """The values of a text by attribute."""
     values: dict[str, Any] = {}
+    sizes = _by_text(side)
     for part in filter(None, text.replace(" ", "").split(",")):
         key, _, value = part.partition("=")
-        if key not in keys:
-            found.append(Violation(f"{option} {clipped(key)}", "unknown key", f"Known keys: {', '.join(keys)}"))
+        if key not in sizes:
+            found.append(Violation(f"{option} {clipped(key)}", "unknown key", f"Known keys: {', '.join(sizes)}"))
             continue
-        name, read = keys[key]
+        size = sizes[key]
         try:
-            parsed = read(value)
+            parsed = _READERS[size.type](value)
         except (ValueError, KeyError):
             found.append(Violation(f"{option} {key}", f"{shortened(value)} cannot be read", "See --help for examples"))
             continue
-        if name in values:
+        if size.name in values:
             found.append(Violation(f"{option} {key}", "given twice", "Leave one out"))
         elif isinstance(parsed, int) and not isinstance(parsed, bool) and not 1 <= parsed <= LARGEST_SIZE:
             found.append(Violation(f"{option} {key}", f"{parsed} is not a valid size", f"Use 1 to {LARGEST_SIZE}"))
-        values[name] = parsed
+        values[size.name] = parsed
     return values
 
 

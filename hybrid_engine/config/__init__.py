@@ -1,8 +1,16 @@
-"""Configuration: the keys, the sizes that follow from them, and the rules that they must satisfy.
+"""Configuration: the keys, and the rules that they, the model and the number of ranks must satisfy.
 
-keys.py         `actor_config`, `generate_config` and their sections, as pydantic models
-constraints.py  the rules between keys, model and number of ranks
-loading.py      load_config: YAML or a mapping -> HybridConfig, or every violation at once
+    keys.py             `actor_config`, `generate_config` and their sections, as pydantic models
+    rules.py            what a rule is and what it looks at
+    training_rules.py   rules of `actor_config` and the model
+    inference_rules.py  rules of `generate_config`
+    constraints.py      all rules, and what breaks them
+    loading.py          load_config: YAML or a mapping -> HybridConfig, or every violation at once
+
+Keys and rules of parallel sizes come from layouts/parallelism.py and layouts/size_rules.py.
+
+To change: a key: keys.py, then `make docs`. A rule: one of the two files of rules, and a case that breaks it in
+tests/hybrid_engine/config/test_constraints.py.
 """
 
 from hybrid_engine.config.keys import ActorConfig, GenerateConfig, HybridConfig, LoraConfig, OptimizerConfig

@@ -1,19 +1,27 @@
 """Configuration: `actor_config` (training) and `generate_config` (inference), from YAML or from Python.
 
-Keys are those of Megatron-LM for training and, for inference, `infer_tensor_parallel_size` and its siblings.
-Everything is checked before a process group exists, and everything that is wrong is reported at once.
+Keys are those of Megatron-LM for training and, for inference, `infer_tensor_parallel_size` and its siblings; those of
+parallel sizes come from layouts/parallelism.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import pydantic
 from pydantic import BeforeValidator, Field
 
 from hybrid_engine.files.documents import read_json
-from hybrid_engine.layouts.parallelism import LARGEST_SIZE
+from hybrid_engine.layouts.parallelism import (
+    LARGEST_SIZE,
+    InferenceParallelism,
+    Parallelism,
+    TrainParallelism,
+    meanings,
+    sizes_of,
+)
 
 
 def _not_a_flag(value: Any) -> Any:
@@ -25,7 +33,7 @@ def _not_a_flag(value: Any) -> Any:
 
 # Upper bounds are far beyond any job, and small enough that nothing which is made of them takes long or overflows.
 _Number = BeforeValidator(_not_a_flag)
-Size = Annotated[int, _Number, Field(ge=1, le=LARGEST_SIZE)]
+Count = Annotated[int, _Number, Field(ge=1, le=LARGEST_SIZE)]
 Position = Annotated[int, _Number, Field(ge=0, lt=LARGEST_SIZE)]
 Tokens = Annotated[int, _Number, Field(ge=1, le=2**30)]
 Seed = Annotated[int, _Number, Field(ge=0, lt=2**31)]
@@ -37,6 +45,13 @@ Seconds = Annotated[float, _Number, Field(ge=1, le=30 * 24 * 3600)]
 Name = Annotated[str, Field(min_length=1, max_length=500)]
 Names = Annotated[tuple[Name, ...], Field(max_length=1000)]
 Dtype = Literal["bfloat16", "float16", "float32"]
+_OF_SIZES: Mapping[type, Any] = {
+    int: Count,
+    bool: bool,
+    str: Annotated[str, Field(max_length=10_000)],
+    tuple: Annotated[tuple[Position, ...], Field(max_length=10_000)],
+}
+"""Type of a parallel size -> what the configuration takes for it."""
 
 
 class Section(pydantic.BaseModel):
@@ -65,7 +80,7 @@ class OptimizerConfig(Section):
 class LoraConfig(Section):
     """`actor_config.lora`: train low-rank adapters on frozen weights."""
 
-    rank: Size = 16
+    rank: Count = 16
     """Inner dimension of an adapter."""
     alpha: Positive = 32.0
     """An adapter's product is scaled by alpha / rank."""
@@ -78,33 +93,32 @@ class LoraConfig(Section):
     """Megatron's names of the linear layers that get one."""
 
 
-class ActorConfig(Section):
+def _section_of(side: type[Parallelism]) -> type[Section]:
+    """A section with the keys of a side's parallel sizes."""
+    texts = meanings(side)
+    keys: dict[str, Any] = {}
+    for size in sizes_of(side):
+        values = _OF_SIZES[size.type]
+        described = Field(default=size.default, description=texts[size.name])
+        keys[size.key] = (values | None if size.default is None else values), described
+    return pydantic.create_model(f"{side.__name__}Keys", __base__=Section, **keys)
+
+
+def _values_of(section: Section, side: type[Parallelism]) -> dict[str, Any]:
+    """The sizes that a section has the keys of, by attribute."""
+    return {size.name: getattr(section, size.key) for size in sizes_of(side)}
+
+
+if TYPE_CHECKING:  # keys that are made at run time are read through `sizes`
+    _TrainSizes: TypeAlias = Section
+    _InferenceSizes: TypeAlias = Section
+else:
+    _TrainSizes, _InferenceSizes = _section_of(TrainParallelism), _section_of(InferenceParallelism)
+
+
+class ActorConfig(_TrainSizes):
     """`actor_config`, the training side; keys as Megatron-LM names its arguments."""
 
-    tensor_model_parallel_size: Size = 1
-    """Ranks that split each layer."""
-    pipeline_model_parallel_size: Size = 1
-    """Stages that split the layers. Data parallel size is what remains of the world."""
-    virtual_pipeline_model_parallel_size: Size | None = None
-    """Model chunks per stage, for the interleaved schedule."""
-    num_layers_in_first_pipeline_stage: Size | None = None
-    """Layers of the first stage; the others share what remains evenly."""
-    num_layers_in_last_pipeline_stage: Size | None = None
-    """Layers of the last stage; the others share what remains evenly."""
-    account_for_embedding_in_pipeline_split: bool = False
-    """Count the embedding as a layer of the first stage."""
-    account_for_loss_in_pipeline_split: bool = False
-    """Count the output head as a layer of the last stage."""
-    pipeline_model_parallel_layout: Annotated[str, Field(max_length=10_000)] | None = None
-    """Megatron's own notation of every stage, e.g. `Et|t*2|tL`; instead of the four keys above."""
-    noop_layers: Annotated[tuple[Position, ...], Field(max_length=10_000)] = ()
-    """Positions (from 0) of layers that do nothing; they count for the pipeline split, not for the checkpoint."""
-    context_parallel_size: Size = 1
-    """Ranks that split the sequence; replicas for a switch. Training with more than 1 needs Transformer Engine."""
-    expert_model_parallel_size: Size = 1
-    """Ranks that share the experts, whole ones each."""
-    expert_tensor_parallel_size: Size | None = None
-    """Ranks that split each expert; default: tensor_model_parallel_size."""
     sequence_parallel: bool = False
     """Split norms and dropout along the sequence too; needs tensor parallelism."""
     use_distributed_optimizer: bool = True
@@ -115,9 +129,7 @@ class ActorConfig(Section):
     """Gather parameters while the forward pass runs; a switch finishes pending gathers first."""
     params_dtype: Dtype = "bfloat16"
     """Of the training weights; on the wire and in vLLM too, without generate_config.compress_reshard."""
-    make_vocab_size_divisible_by: Size = 128
-    """Training pads the vocabulary to a multiple of this times the tensor parallel size."""
-    micro_batch_size: Size = 1
+    micro_batch_size: Count = 1
     """Sequences per micro batch."""
     seq_length: Tokens = 1024
     """Tokens per training sequence; batches are padded to it."""
@@ -130,19 +142,17 @@ class ActorConfig(Section):
     frozen_parameters: Names = ()
     """Patterns (`*`, `?`) of Megatron's parameter names that are not trained, e.g. `embedding.*`."""
 
+    def sizes(self, world_size: int, *, cuts_whole_projections: bool = False) -> TrainParallelism:
+        """The parallel sizes on `world_size` ranks; `cuts_whole_projections` as in `TrainParallelism`."""
+        values = _values_of(self, TrainParallelism)
+        return TrainParallelism(world_size, **values, cuts_whole_projections=cuts_whole_projections)
 
-class GenerateConfig(Section):
+
+class GenerateConfig(_InferenceSizes):
     """`generate_config`, the inference side and the switch."""
 
-    infer_tensor_parallel_size: Size = 1
-    """vLLM's tensor parallel size."""
-    infer_pipeline_parallel_size: Size = 1
-    """vLLM's pipeline parallel size."""
-    infer_data_parallel_size: Size | None = None
+    infer_data_parallel_size: Count | None = None
     """Replicas; default: what remains of the world."""
-    infer_expert_parallel_size: Size = 1
-    """Ranks that share the experts, whole ones each: a multiple of infer_tensor_parallel_size. 1 cuts every expert over
-    the tensor parallel ranks instead."""
     infer_rank_order: Literal["auto", "sequential"] = "auto"
     """auto gives each rank the inference shard of which it already holds most; sequential counts ranks in order."""
     offload_train_param: bool = True
@@ -161,7 +171,7 @@ class GenerateConfig(Section):
     """Of vLLM's weights; default and only choice: compression_dtype with compress_reshard, else params_dtype."""
     max_model_len: Annotated[int, _Number, Field(ge=2, le=2**30)] | None = None
     """Longest prompt plus completion, in tokens; default: the model's."""
-    max_num_seqs: Size = 256
+    max_num_seqs: Count = 256
     """Sequences that are decoded together."""
     gpu_memory_utilization: Share = 0.5
     """Share of a GPU that vLLM may use while it generates."""
@@ -177,13 +187,17 @@ class GenerateConfig(Section):
     """vLLM's quantization method for its weights; what it can be is checked against the device."""
     transport: Literal["auto", "shared_memory", "collective"] = "auto"
     """auto pulls from mapped memory on one host and sends messages across, once a host; the others force one way."""
-    bucket_mb: Size = 256
+    bucket_mb: Count = 256
     """Destination MiB per rank that move between two commits."""
     check_nan: bool = True
     """Read every weight once before a switch and refuse NaN and infinities."""
     timeout_seconds: Seconds = 300.0
     """Longest wait for a peer in seconds, also in vLLM and for a replica that generates longer than another. While
     engines are built it is 300 at least."""
+
+    def sizes(self, world_size: int, rank_order: tuple[int, ...] | None = None) -> InferenceParallelism:
+        """The parallel sizes on `world_size` ranks, in the order that was found for them."""
+        return InferenceParallelism(world_size, **_values_of(self, InferenceParallelism), rank_order=rank_order)
 
     def wire_dtype(self, params_dtype: Dtype) -> Dtype:
         """In which weights of training dtype `params_dtype` arrive at vLLM."""

@@ -9,8 +9,9 @@ from typing import Any, get_args
 
 import pydantic
 
-from hybrid_engine.config.constraints import Job, broken_rules
+from hybrid_engine.config.constraints import broken_rules
 from hybrid_engine.config.keys import HybridConfig, Section
+from hybrid_engine.config.rules import JobContext
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_yaml
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
@@ -52,15 +53,15 @@ def find_violations(config: HybridConfig, world_size: int, *, weights_only: bool
         table, _ = read_model(config.model)
     except ConfigError as error:
         return list(error.findings)
-    job = Job(config.actor_config, table, world_size, config.generate_config)
-    return broken_rules(job, weights_only=weights_only)
+    context = JobContext(config.actor_config, table, world_size, config.generate_config)
+    return broken_rules(context, weights_only=weights_only)
 
 
 def _violation_of(item: Mapping[str, Any]) -> Violation:
     key = clipped(".".join(str(part) for part in item["loc"]) or "configuration")
     if item["type"] != "extra_forbidden":
         return Violation(key, f"{item['msg']}, found {shortened(item.get('input'))}", "Correct the value")
-    section = HybridConfig
+    section: type[Section] = HybridConfig
     for part in item["loc"][:-1]:
         annotation = section.model_fields[part].annotation
         options = (annotation, *get_args(annotation))  # a section may be left out

@@ -1,12 +1,20 @@
 """What every rank holds, computed from a model's name table and parallel sizes alone: no device, no weights, no engine.
 
-    TrainParallelism, ModelTable  --training.py-->   SideLayout (Megatron's)
-    InferenceParallelism          --inference.py-->  SideLayout (vLLM's)
-                                                        |  holdings: for each tensor (region, ranks), as numbers
-              summary.py: bytes of all ranks            |  shards_of(rank), layout_of(rank): explicit records
-              placement.py: which rank takes which inference position
-              rank_plan.py: all transfers of one rank
-              peers.py, memory.py: what others would move; what fits on a device
+    TrainParallelism, ModelTable      --training_side-->    SideLayout (Megatron's)
+    InferenceParallelism, ModelTable  --inference_side-->   SideLayout (vLLM's)
 
-Tests hold these layouts equal to what the live engines' adaptors say.
+`SideLayout.holdings` has (region, ranks) of each tensor as numbers; `layout_of(rank)` gives a rank's explicit records.
+
+    parallelism.py  parallel sizes of both sides, with all their names; which rank is at which place
+    size_rules.py   what the sizes must satisfy for a model
+    stages.py       which layers megatron-core builds on which pipeline stage and virtual chunk
+    parameters.py   every parameter that a name table speaks of
+    training.py     Megatron's side
+    inference.py    vLLM's side
+    comparison.py   whether a computed layout is the one that an engine has
+
+Used for the order of ranks (assembly.py), for the rules of the configuration (config/) and by `plan` (advisor/). Tests
+compare these layouts with what the live engines' adaptors say.
+
+To change: a parallel size: parallelism.py and size_rules.py. How vLLM cuts a parameter: inference.py.
 """

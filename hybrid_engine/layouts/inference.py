@@ -1,95 +1,25 @@
-"""vLLM's side: ranks' positions, and what each holds, from the parallel sizes.
+"""vLLM's side: what each rank holds, from the parallel sizes.
 
-Positions count tensor ranks first, then pipeline stages, then replicas; `rank_order` says which rank is at each. With
-expert parallelism, EP / TP consecutive replicas are one vLLM instance that shares the experts, whole ones each.
-
-Sources: vLLM 0.32.0, `distributed/parallel_state.py` (order of ranks), `distributed/utils.get_pp_indices`,
-`model_executor/layers/linear.py` (QKV, gate/up), `vocab_parallel_embedding.py`, `fused_moe/expert_map_manager.py`.
+Sources: vLLM 0.32.0, `distributed/utils.get_pp_indices`, `model_executor/layers/linear.py` (QKV, gate/up),
+`vocab_parallel_embedding.py`, `fused_moe/expert_map_manager.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from hybrid_engine.errors import ConfigError, Violation
-from hybrid_engine.layouts.parameters import Location, Parameter, cut_violations, head_violations, parameters_of
+from hybrid_engine.errors import ConfigError
+from hybrid_engine.layouts.parallelism import InferenceParallelism
+from hybrid_engine.layouts.parameters import Location, Parameter, parameters_of
+from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.models.packing import GateUp, InterleavedQKV, Over, Shape, Span, Split, Vocabulary
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.records.holdings import PlacedBox, PlacedBoxes, SideBuilder, SideLayout
-from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.owners import BoxOwners
 from hybrid_engine.records.regions import contiguous_strides
-
-VOCAB_MULTIPLE = 64
-"""vLLM pads the vocabulary to a multiple of this and cuts the padded one."""
-
-
-@dataclass(frozen=True, slots=True)
-class InferPosition:
-    """One rank's place in vLLM; `expert` is the number of its block of experts, 0 where all ranks have all."""
-
-    tensor: int
-    pipeline: int
-    replica: int
-    expert: int
-
-
-@dataclass(frozen=True)
-class InferenceParallelism:
-    """Parallel sizes of the inference side.
-
-    Attributes:
-        world_size: ranks.
-        tensor, pipeline: sizes of one replica.
-        expert: 1 cuts every expert over the tensor ranks; a multiple of `tensor` shares whole experts.
-        rank_order: the global rank at each position; None: rank r at position r.
-    """
-
-    world_size: int
-    tensor: int = 1
-    pipeline: int = 1
-    expert: int = 1
-    rank_order: tuple[int, ...] | None = None
-
-    @property
-    def data(self) -> int:
-        """Replicas."""
-        return self.world_size // (self.tensor * self.pipeline)
-
-    @property
-    def replicas_per_instance(self) -> int:
-        """Consecutive replicas that share the experts."""
-        return self.expert // self.tensor if self.expert > 1 else 1
-
-    @property
-    def order(self) -> np.ndarray:
-        """Global rank by position."""
-        return np.arange(self.world_size) if self.rank_order is None else np.array(self.rank_order, dtype=np.int64)
-
-    def position(self, rank: int) -> InferPosition:
-        """Where a global rank is."""
-        number = int(np.flatnonzero(self.order == rank)[0])
-        tensor, replica = number % self.tensor, number // (self.tensor * self.pipeline)
-        block = replica % self.replicas_per_instance * self.tensor + tensor if self.expert > 1 else 0
-        return InferPosition(tensor, number // self.tensor % self.pipeline, replica, block)
-
-    def violations(self, table: ModelTable) -> list[Violation]:
-        """Everything that makes these sizes impossible for a model; keys are the attributes' names."""
-        sizes = {name: getattr(self, name) for name in ("world_size", "tensor", "pipeline", "expert")}
-        if found := [
-            Violation(key, f"{size} is not a valid size", "Use 1 or more") for key, size in sizes.items() if size < 1
-        ]:
-            return found
-        return [
-            *rank_violations(self),
-            *head_violations(table, self.tensor, "tensor"),
-            *count_violations(self, table),
-            *cut_violations_of(self, table),
-        ]
 
 
 def stage_bounds(num_layers: int, stages: int) -> list[int]:
@@ -110,16 +40,9 @@ def inference_side(table: ModelTable, parallelism: InferenceParallelism, dtype: 
 
     Raises ConfigError with every violation.
     """
-    if violations := parallelism.violations(table):
-        raise ConfigError(violations)
+    if found := violations(parallelism, table):
+        raise ConfigError(found)
     return _InferenceSide(table, parallelism, dtype).build()
-
-
-def inference_layout(
-    table: ModelTable, parallelism: InferenceParallelism, rank: int, dtype: str = "bfloat16"
-) -> Layout:
-    """One rank's records; of several ranks, `inference_side` once and its `layout_of`."""
-    return inference_side(table, parallelism, dtype).layout_of(rank)
 
 
 class _InferenceSide:
@@ -131,8 +54,6 @@ class _InferenceSide:
         self._side = SideBuilder(parallelism.world_size, table.shapes, dtype, table.dtypes, is_offered_all=True)
         self._layer_bounds = stage_bounds(table.dims.num_layers, parallelism.pipeline)
         self._expert_bounds = expert_bounds(table.dims.num_experts, parallelism.expert)
-        grid = (-1, parallelism.replicas_per_instance, parallelism.pipeline, parallelism.tensor)
-        self._positions = parallelism.order.reshape(grid)
         self._groups: dict[str, str] = {}
         self._ranks: dict[tuple[int, int | None, int | None], np.ndarray] = {}
         self._pieces: dict[object, list[tuple[PlacedBox, ...]]] = {}
@@ -148,12 +69,12 @@ class _InferenceSide:
         return self._side.build()
 
     def _add(self, tensor: str, stage: int, pieces: tuple[PlacedBox, ...], parameter: Parameter) -> None:
-        module = parameter.name.format(**{**parameter.indices, "expert": ""}).rpartition(".")[0]
+        module = parameter.name.replace("{expert}", "").format(**parameter.indices).rpartition(".")[0]
         group = self._groups.setdefault(tensor, module)  # a tied head is in the embedding's
         self._side.add(tensor, PlacedBoxes(pieces, {"tensor": tensor}, group))
         if isinstance(parameter.packing, Vocabulary):  # padding counts, and the last ranks may have nothing else
             shape = self._table.shapes[tensor]
-            rows = padded_vocabulary(shape[0]) // self._sizes.tensor
+            rows = self._sizes.padded_vocabulary(shape[0]) // self._sizes.tensor
             self._side.add_elements(self._ranks_of(stage, None, None), rows * math.prod(shape[1:]), of_expert=False)
             return
         for piece in pieces:
@@ -205,7 +126,7 @@ class _InferenceSide:
         if isinstance(packing, Split) or (isinstance(packing, GateUp) and fused):
             yield _even(0, size, parts)
         elif isinstance(packing, Vocabulary):
-            yield _vocabulary(size, parts)
+            yield _vocabulary(size, self._sizes.padded_vocabulary(size) // parts, parts)
         elif isinstance(packing, GateUp):
             for start, length in _lengths(packing, (packing.gate, packing.up), parameter, tensor, size):
                 yield _even(start, length, parts)
@@ -233,7 +154,7 @@ class _InferenceSide:
         """Ranks of a stage, those with a block of experts, those of a tensor parallel rank; one array for each set."""
         key = stage, block, part
         if key not in self._ranks:
-            in_stage = self._positions[:, :, stage]
+            in_stage = self._sizes.ranks[:, :, stage]
             if block is not None:
                 in_stage = in_stage[:, block // self._sizes.tensor, block % self._sizes.tensor]
             elif part is not None:
@@ -247,16 +168,10 @@ def _even(start: int, length: int, parts: int) -> dict[tuple[int, int], list[int
     return {(start + part * size, start + (part + 1) * size): [part] for part in range(parts)}
 
 
-def _vocabulary(size: int, parts: int) -> dict[tuple[int, int], list[int]]:
-    """The last ranks may have padding alone."""
-    rows = padded_vocabulary(size) // parts
+def _vocabulary(size: int, rows: int, parts: int) -> dict[tuple[int, int], list[int]]:
+    """`rows` each; the last ranks may have padding alone."""
     bounds = ((part * rows, min((part + 1) * rows, size), part) for part in range(parts))
     return {(start, stop): [part] for start, stop, part in bounds if start < stop}
-
-
-def padded_vocabulary(size: int) -> int:
-    """Rows of vLLM's embedding over all tensor parallel ranks."""
-    return -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
 
 def _kv_heads(start: int, heads: int, head_dim: int, parts: int) -> dict[tuple[int, int], list[int]]:
@@ -278,52 +193,3 @@ def _lengths(
     for span in spans:
         if span.tensor.format(**parameter.indices) == tensor:
             yield span.start, length
-
-
-def rank_violations(sizes: InferenceParallelism) -> Iterator[Violation]:
-    """Sizes that do not make whole replicas and instances of the ranks."""
-    tp, pp = sizes.tensor, sizes.pipeline
-    if sizes.world_size % (tp * pp):
-        yield Violation(
-            "tensor",
-            f"TP {tp} x PP {pp} = {tp * pp} does not divide the world size {sizes.world_size}",
-            "Choose sizes whose product divides it",
-        )
-    if sizes.expert > 1 and sizes.expert % tp:
-        yield Violation("expert", f"{sizes.expert} is no multiple of TP {tp}", "Use 1 or a multiple")
-    elif sizes.world_size % (sizes.expert * pp):
-        yield Violation(
-            "expert",
-            f"EP {sizes.expert} x PP {pp} = {sizes.expert * pp} does not divide the world size {sizes.world_size}",
-            "Choose sizes whose product divides it",
-        )
-    if sizes.rank_order is not None and sorted(sizes.rank_order) != list(range(sizes.world_size)):
-        yield Violation("rank_order", f"not each of {sizes.world_size} ranks once", "Leave it out")
-
-
-def count_violations(sizes: InferenceParallelism, table: ModelTable) -> Iterator[Violation]:
-    """More stages than layers, more ranks that share experts than experts."""
-    dims = table.dims
-    if sizes.pipeline > dims.num_layers:
-        yield Violation("pipeline", f"{sizes.pipeline} stages for {dims.num_layers} layers", "Use fewer stages")
-    if sizes.expert > max(dims.num_experts, 1):
-        problem = f"{sizes.expert}, but the model has {dims.num_experts or 'no'} experts"
-        yield Violation("expert", problem, f"Use {'fewer' if dims.num_experts else '1'}")
-
-
-def cut_violations_of(sizes: InferenceParallelism, table: ModelTable) -> Iterator[Violation]:
-    """What vLLM cuts and tensor parallel ranks cannot share evenly."""
-    dims = table.dims
-    if padded_vocabulary(dims.vocab_size) % sizes.tensor:
-        rows = padded_vocabulary(dims.vocab_size)
-        problem = f"{sizes.tensor} does not divide the {rows} rows of the padded vocabulary"
-        yield Violation("tensor", problem, f"Use a divisor of {rows}")
-    parts = {Over.NONE: 1, Over.TENSOR: sizes.tensor, Over.EXPERT_TENSOR: sizes.tensor if sizes.expert == 1 else 1}
-
-    def is_even(parameter: Parameter) -> bool:
-        """The vocabulary is padded, heads are counted one by one, some projections are whole, some not there."""
-        packing = parameter.packing
-        is_cut = isinstance(packing, Split | GateUp) and not packing.may_be_whole
-        return is_cut and table.is_served(parameter.tensors[0])
-
-    yield from cut_violations(table, parts, {Over.TENSOR: "tensor", Over.EXPERT_TENSOR: "tensor"}, is_even)

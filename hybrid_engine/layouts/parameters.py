@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hybrid_engine.errors import Violation
-from hybrid_engine.models.packing import GateUp, Over, Packing, Shape
+from hybrid_engine.models.packing import Packing, Shape
 from hybrid_engine.models.table import DECODER_LAYER, MTP_LAYER, ModelTable, Rule
 
 
@@ -73,45 +72,6 @@ def parameters_of(table: ModelTable) -> Iterator[Parameter]:
 def packed_size(packing: Packing, shapes: Mapping[str, Shape], tensors: tuple[str, ...]) -> int:
     """Length of the whole parameter along the packed dim, without padding."""
     return sum(shapes[tensor][packing.dim] for tensor in tensors)
-
-
-def cut_violations(
-    table: ModelTable, sizes: Mapping[Over, int], keys: Mapping[Over, str], is_even: Callable[[Parameter], bool]
-) -> Iterator[Violation]:
-    """Parameters that do not divide evenly.
-
-    Args:
-        sizes: number of parts by the group that cuts.
-        keys: the setting that has this number.
-        is_even: whether a parameter is cut evenly at all.
-
-    One finding for each rule and size, naming its first tensor.
-    """
-    seen: set[tuple[int, int]] = set()
-    for parameter in parameters_of(table):
-        packing, parts = parameter.packing, sizes[parameter.packing.over]
-        size = packed_size(packing, table.shapes, parameter.tensors)
-        if parts == 1 or (parameter.rule, size) in seen or not is_even(parameter):
-            continue
-        seen.add((parameter.rule, size))
-        units = size // 2 if isinstance(packing, GateUp) else size
-        if units % parts:
-            yield Violation(
-                keys[packing.over],
-                f"{parts} does not divide the {units} indices of {parameter.tensors[0]}",
-                f"Use a divisor of {units}",
-            )
-
-
-def head_violations(table: ModelTable, tensor: int, key: str) -> Iterator[Violation]:
-    """Attention heads that tensor parallel ranks cannot share."""
-    dims = table.dims
-    if dims.num_heads % tensor:
-        problem = f"{tensor} does not divide the number of attention heads {dims.num_heads}"
-        yield Violation(key, problem, f"Use a divisor of {dims.num_heads}")
-    if dims.num_kv_heads != dims.num_heads and dims.num_kv_heads % tensor and tensor % dims.num_kv_heads:
-        problem = f"{tensor} neither divides nor is a multiple of the {dims.num_kv_heads} key/value heads"
-        yield Violation(key, problem, "Choose a size that is one or the other")
 
 
 def _locations_of(rule: Rule) -> dict[Location, str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hybrid_engine.errors import Violation, clipped, shortened
+from hybrid_engine.layouts.parallelism import TrainParallelism
 
 EMBEDDING, LAYER, MTP, LOSS = "E", "t", "m", "L"
 _REPEATED = (re.compile(r"\(([^()]+)\)\*([0-9]+)"), re.compile(r"([^*()])\*([0-9]+)"))
@@ -21,33 +22,22 @@ _MOST_LETTERS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineSplit:
-    """How the layers are dealt out; fields as in `TrainParallelism`, with None or false for what is not set."""
-
-    pipeline: int
-    virtual: int | None
-    first: int | None
-    last: int | None
-    counts_embedding: bool
-    counts_loss: bool
-    layout: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class Chunk:
     """What one model chunk has.
 
     Attributes:
         stage, virtual: pipeline stage; number of the chunk among those of the stage.
-        positions: of its layers among all that Megatron builds, no-op ones included; from 0.
+        positions: of its layers among all that Megatron builds, no-op layers included; from 0.
+        layers: the checkpoint's numbers of those that are not no-op layers.
         has_embedding, has_head: it is the model's first, its last chunk.
-        has_mtp: the layers for multi-token prediction, and an embedding for them.
+        has_mtp: the MTP (multi-token prediction) layers, and an embedding for them.
         has_final_norm: the norm after the decoder.
     """
 
     stage: int
     virtual: int
     positions: range
+    layers: tuple[int, ...]
     has_embedding: bool
     has_head: bool
     has_mtp: bool
@@ -71,125 +61,138 @@ def parse_layout(text: str) -> list[str]:
     return unrolled.split("|")
 
 
-def chunks_of(split: PipelineSplit, num_layers: int, num_mtp_layers: int) -> list[Chunk]:
-    """All chunks in the order in which layers run; `num_layers` counts no-op layers. The split must be possible."""
-    kinds = _contents(split, num_layers, num_mtp_layers)
+def chunks_of(sizes: TrainParallelism, num_layers: int, num_mtp_layers: int) -> list[Chunk]:
+    """All chunks of a model, in the order in which its layers run. The sizes must be possible."""
+    num_positions = num_layers + len(sizes.noop_layers)
+    kinds = _contents(sizes, num_positions, num_mtp_layers)
     chunks, position = [], 0
     for number, kind in enumerate(kinds):
         count, is_last = kind.count(LAYER), number == len(kinds) - 1
         positions = range(position, position + count)
-        ends_decoder = num_layers - 1 in positions
         chunks.append(
             Chunk(
-                stage=number % split.pipeline,
-                virtual=number // split.pipeline,
+                stage=number % sizes.pipeline,
+                virtual=number // sizes.pipeline,
                 positions=positions,
+                layers=_numbers_at(positions, sizes.noop_layers),
                 has_embedding=number == 0,
                 has_head=is_last,
                 has_mtp=MTP in kind,
-                has_final_norm=ends_decoder if num_mtp_layers else is_last,
+                has_final_norm=num_positions - 1 in positions if num_mtp_layers else is_last,
             )
         )
         position += count
     return chunks
 
 
-def split_violations(split: PipelineSplit, num_layers: int, num_mtp_layers: int) -> list[Violation]:
-    """Everything that makes a split impossible; keys are those of `TrainParallelism`."""
-    others = {
-        "num_layers_in_first_pipeline_stage": split.first is not None,
-        "num_layers_in_last_pipeline_stage": split.last is not None,
-        "account_for_embedding_in_pipeline_split": split.counts_embedding,
-        "account_for_loss_in_pipeline_split": split.counts_loss,
-    }
-    given = [key for key, is_set in others.items() if is_set]
-    if split.layout is not None:
-        found = [Violation(key, "set beside a layout of every stage", "Use one of the two") for key in given]
-        return [*found, *_layout_violations(split, num_layers, num_mtp_layers)]
-    found = []
-    if split.virtual is not None and split.pipeline == 1:
-        found.append(Violation("virtual_pipeline", "virtual stages without pipeline parallelism", "Leave it out"))
-    if split.virtual is not None and split.pipeline == 2 and None not in (split.first, split.last):
+def _numbers_at(positions: range, noop_layers: Sequence[int]) -> tuple[int, ...]:
+    """The checkpoint numbers its layers without the no-op ones."""
+    return tuple(
+        position - sum(noop < position for noop in noop_layers) for position in positions if position not in noop_layers
+    )
+
+
+_FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+_UNEVEN = (_FIRST, _LAST, "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+"""Sizes that make stages of different lengths, those that say how long before those that count more than layers."""
+
+
+def split_violations(sizes: TrainParallelism, num_layers: int, num_mtp_layers: int) -> Iterator[Violation]:
+    """Everything that keeps a model's layers from being dealt out; keys are those of `TrainParallelism`."""
+    num_positions = num_layers + len(sizes.noop_layers)
+    given = [key for key in _UNEVEN if getattr(sizes, key) not in (None, False)]
+    if sizes.pipeline_layout is not None:
+        yield from (Violation(key, "set beside a layout of every stage", "Use one of the two") for key in given)
+        yield from _layout_violations(sizes, num_positions, num_mtp_layers)
+        return
+    if sizes.virtual_pipeline is not None and sizes.pipeline == 1:
+        yield Violation("virtual_pipeline", "virtual stages without pipeline parallelism", "Leave it out")
+    if sizes.virtual_pipeline is not None and sizes.pipeline == 2 and {_FIRST, _LAST} <= set(given):
         problem = "virtual stages of a first and a last stage with none between, which megatron-core 0.16 cannot number"
-        found.append(Violation("virtual_pipeline", problem, "Give a layout of every stage"))
-    if split.pipeline == 1:
-        return found + [Violation(key, "set for a pipeline of one stage", "Leave it out") for key in given]
-    if len(given) > 1 and given[0].startswith("num_layers") and given[-1].startswith("account"):
+        yield Violation("virtual_pipeline", problem, "Give a layout of every stage")
+    if sizes.pipeline == 1:
+        yield from (Violation(key, "set for a pipeline of one stage", "Leave it out") for key in given)
+    elif counting := [key for key in given if key not in (_FIRST, _LAST) and given[0] in (_FIRST, _LAST)]:
         problem = "set beside the number of layers of the first or last stage"
-        return [*found, *(Violation(key, problem, "Use one of the two") for key in given if key.startswith("account"))]
-    return [*found, *_count_violations(split, num_layers)]
+        yield from (Violation(key, problem, "Use one of the two") for key in counting)
+    else:
+        yield from _count_violations(sizes, num_positions)
 
 
-def _contents(split: PipelineSplit, num_layers: int, num_mtp_layers: int) -> list[str]:
+def _contents(sizes: TrainParallelism, num_positions: int, num_mtp_layers: int) -> list[str]:
     """What each chunk has, in the letters of Megatron's notation."""
-    if split.layout is not None:
-        return parse_layout(split.layout)
-    virtual = split.virtual or 1
-    counts = [count // virtual for count in _stage_sizes(split, num_layers)] * virtual
-    counts[0] -= split.counts_embedding
-    counts[-1] -= split.counts_loss
+    if sizes.pipeline_layout is not None:
+        return parse_layout(sizes.pipeline_layout)
+    virtual = sizes.virtual_pipeline or 1
+    counts = [count // virtual for count in _stage_lengths(sizes, num_positions)] * virtual
+    counts[0] -= sizes.account_for_embedding_in_pipeline_split
+    counts[-1] -= sizes.account_for_loss_in_pipeline_split
     kinds = [LAYER * count for count in counts]
     kinds[-1] += MTP * num_mtp_layers
     return kinds
 
 
-def _stage_sizes(split: PipelineSplit, num_layers: int) -> list[int]:
+def _stage_lengths(sizes: TrainParallelism, num_positions: int) -> list[int]:
     """Layers of each stage, with embedding and head counted where the split counts them."""
-    left = num_layers + split.counts_embedding + split.counts_loss - (split.first or 0) - (split.last or 0)
-    num_even = split.pipeline - (split.first is not None) - (split.last is not None)
-    sizes = [left // num_even] * num_even if num_even else []
-    sizes = sizes if split.first is None else [split.first, *sizes]
-    return sizes if split.last is None else [*sizes, split.last]
+    first, last = sizes.num_layers_in_first_pipeline_stage, sizes.num_layers_in_last_pipeline_stage
+    left = num_positions + _num_counted(sizes) - (first or 0) - (last or 0)
+    num_even = sizes.pipeline - (first is not None) - (last is not None)
+    lengths = [left // num_even] * num_even if num_even else []
+    lengths = lengths if first is None else [first, *lengths]
+    return lengths if last is None else [*lengths, last]
 
 
-def _count_violations(split: PipelineSplit, num_layers: int) -> Iterator[Violation]:
-    sizes = _stage_sizes(split, num_layers)
-    total = num_layers + split.counts_embedding + split.counts_loss
-    uneven = split.first is not None or split.last is not None
-    key = "num_layers_in_first_pipeline_stage" if split.first is not None else "num_layers_in_last_pipeline_stage"
-    if sum(sizes) != total or min(sizes) < 0:
-        counted = f"{num_layers} layers" + (f", {total} with embedding and head counted," if total > num_layers else "")
-        remedy = "Choose stages that add up" if uneven else "Use a divisor, first/last stage sizes or a layout"
-        yield Violation(
-            key if uneven else "pipeline",
-            f"{counted} do not divide into {split.pipeline} stages"
-            + (f", {split.first or 'even'} in the first and {split.last or 'even'} in the last" if uneven else ""),
-            remedy,
-        )
+def _num_counted(sizes: TrainParallelism) -> int:
+    """What the split counts beside layers."""
+    return sizes.account_for_embedding_in_pipeline_split + sizes.account_for_loss_in_pipeline_split
+
+
+def _count_violations(sizes: TrainParallelism, num_positions: int) -> Iterator[Violation]:
+    first, last = sizes.num_layers_in_first_pipeline_stage, sizes.num_layers_in_last_pipeline_stage
+    lengths, counted = _stage_lengths(sizes, num_positions), num_positions + _num_counted(sizes)
+    if sum(lengths) != counted or min(lengths) < 0:
+        key, ends, remedy = "pipeline", "", "Use a divisor, first/last stage sizes or a layout"
+        if first is not None or last is not None:
+            key, remedy = (_LAST if first is None else _FIRST), "Choose stages that add up"
+            ends = f", {first or 'even'} in the first and {last or 'even'} in the last"
+        beside = f", {counted} with embedding and head counted," if counted > num_positions else ""
+        yield Violation(key, f"{num_positions} layers{beside} do not divide into {sizes.pipeline} stages{ends}", remedy)
         return
-    virtual = split.virtual or 1
-    if bad := sorted({size for size in sizes if size % virtual}):
+    virtual = sizes.virtual_pipeline or 1
+    if bad := sorted({length for length in lengths if length % virtual}):
         yield Violation(
             "virtual_pipeline",
             f"{virtual} chunks do not divide a stage of {', '.join(map(str, bad))} layers",
             "Choose a number of chunks that divides every stage",
         )
-    elif (split.counts_embedding and sizes[0] == 0) or (split.counts_loss and sizes[-1] == 0):
+    elif lengths[0] < sizes.account_for_embedding_in_pipeline_split or lengths[-1] < (
+        sizes.account_for_loss_in_pipeline_split
+    ):
         yield Violation("pipeline", "more stages than layers", "Use fewer stages")
 
 
-def _layout_violations(split: PipelineSplit, num_layers: int, num_mtp_layers: int) -> Iterator[Violation]:
+def _layout_violations(sizes: TrainParallelism, num_positions: int, num_mtp_layers: int) -> Iterator[Violation]:
     key = "pipeline_layout"
     try:
-        chunks = parse_layout(split.layout or "")
+        chunks = parse_layout(sizes.pipeline_layout or "")
     except ValueError as error:
         yield Violation(key, str(error), "Correct the layout")
         return
-    if len(chunks) % split.pipeline:
-        yield Violation(key, f"{len(chunks)} chunks on {split.pipeline} stages", "Give every stage as many chunks")
+    if len(chunks) % sizes.pipeline:
+        yield Violation(key, f"{len(chunks)} chunks on {sizes.pipeline} stages", "Give every stage as many chunks")
         return
-    virtual = len(chunks) // split.pipeline
-    if split.virtual is not None and split.virtual != virtual:
-        problem = f"{split.virtual}, but the layout has {virtual} chunks for each stage"
+    virtual = len(chunks) // sizes.pipeline
+    if sizes.virtual_pipeline is not None and sizes.virtual_pipeline != virtual:
+        problem = f"{sizes.virtual_pipeline}, but the layout has {virtual} chunks for each stage"
         yield Violation("virtual_pipeline", problem, "Leave it out")
     whole = "".join(chunks)
     counts = Counter(whole)
-    for letter, expected, what in ((LAYER, num_layers, "layers"), (MTP, num_mtp_layers, "layers for further tokens")):
+    for letter, expected, what in ((LAYER, num_positions, "layers"), (MTP, num_mtp_layers, "MTP layers")):
         if counts[letter] != expected:
             yield Violation(key, f"{counts[letter]} {what} ({letter}), the model has {expected}", "Name each once")
     if not (whole.startswith(EMBEDDING) and whole.endswith(LOSS) and counts[EMBEDDING] == counts[LOSS] == 1):
         yield Violation(key, "it must begin with its only E and end with its only L", "Correct the layout")
-    yield from _mtp_violations(chunks, split.pipeline, num_mtp_layers)
+    yield from _mtp_violations(chunks, sizes.pipeline, num_mtp_layers)
 
 
 def _mtp_violations(chunks: Sequence[str], pipeline: int, num_mtp_layers: int) -> Iterator[Violation]:
@@ -200,5 +203,5 @@ def _mtp_violations(chunks: Sequence[str], pipeline: int, num_mtp_layers: int) -
     whole = "".join(chunks)
     is_together = len(numbers) == 1 and chunks[numbers[0]].count(MTP) == num_mtp_layers
     if not is_together or numbers[0] < len(chunks) - pipeline or LAYER in whole[whole.index(MTP) :]:
-        problem = "layers for further tokens (m) that are not together in the last chunk of a stage, after all others"
-        yield Violation("pipeline_layout", problem, "Put them at the end")
+        problem = "MTP layers (m) must be together in the last chunk of a stage, after all other layers"
+        yield Violation("pipeline_layout", problem, "Move them to the end")

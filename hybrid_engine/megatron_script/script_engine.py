@@ -151,7 +151,7 @@ class ScriptEngine:
 
     def _generate(self, iteration: int) -> list[list[Any]]:
         """The sampler starts from the iteration: a resumed run draws what the first would have drawn."""
-        num_replicas = self.inference.settings.data_parallel_size
+        num_replicas = self.inference.settings.sizes.data
         self.inference.manual_seed(self.settings.config.generate_config.seed + iteration * num_replicas)
         if not self._tokens:
             return []

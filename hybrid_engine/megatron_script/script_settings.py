@@ -16,49 +16,30 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hybrid_engine.backends.vllm.engine_settings import Sampling
-from hybrid_engine.config import HybridConfig, load_config
+from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_text, read_yaml
+from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
 from hybrid_engine.megatron_script.matching import model_mismatches
 from hybrid_engine.models.directory import read_model
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.arguments import ReshardingOptions
 from megatron_patches.engines import MegatronScript
 
+_Value = TypeVar("_Value")
 Prompt = str | tuple[int, ...]
 Callback = Callable[[Any], Callable[[list[Any]], None] | None]
 """Called on every rank with the `InferenceEngine`, its weights in force. A function that it returns is called with
 Megatron's model chunks once training state is back, before the next step."""
 
-_OVERRIDES = (
-    *("infer_tensor_parallel_size", "infer_pipeline_parallel_size", "infer_data_parallel_size"),
-    *("infer_expert_parallel_size", "offload_train_param", "offload_train_grad", "offload_train_optimizer"),
+_SAME_NAME = (
+    *("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
+    *("micro_batch_size", "seq_length", "seed"),
 )
-
-_ACTOR_ARGUMENTS = {
-    "tensor_model_parallel_size": "tensor_model_parallel_size",
-    "pipeline_model_parallel_size": "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size": "virtual_pipeline_model_parallel_size",
-    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split": "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split": "account_for_loss_in_pipeline_split",
-    "context_parallel_size": "context_parallel_size",
-    "expert_model_parallel_size": "expert_model_parallel_size",
-    "expert_tensor_parallel_size": "expert_tensor_parallel_size",
-    "sequence_parallel": "sequence_parallel",
-    "use_distributed_optimizer": "use_distributed_optimizer",
-    "overlap_grad_reduce": "overlap_grad_reduce",
-    "overlap_param_gather": "overlap_param_gather",
-    "make_vocab_size_divisible_by": "make_vocab_size_divisible_by",
-    "micro_batch_size": "micro_batch_size",
-    "seq_length": "seq_length",
-    "seed": "seed",
-}
-"""Key of `actor_config` -> Megatron's argument."""
+"""Keys of `actor_config` beside the parallel sizes that Megatron's arguments have too."""
 
 _REFUSED = {
     "use_legacy_models": "parameters have other names",
@@ -108,9 +89,11 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
     options, args = script.options, script.args
     found = list(_refused(args))
     values = _Collected(found)
-    content = values.of(lambda: _read_yaml(options.config), {})
+    unread: dict[str, Any] = {}
+    content = values.of(lambda: _read_yaml(options.config), unread)
     sampling = values.of(lambda: _read_sampling(content.get("sampling")), Sampling())
-    prompts = values.of(lambda: _read_prompts(options), ())
+    no_prompts: tuple[Prompt, ...] = ()
+    prompts = values.of(lambda: _read_prompts(options), no_prompts)
     callback = values.of(lambda: _import_callback(options.callback), None)
     if args.rank == 0:  # it alone writes
         values.of(lambda: _require_writable(options.output), None)
@@ -120,6 +103,7 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
         found += model_mismatches(table, args, script.transformer_config())
     if found:
         raise ConfigError(found)
+    assert config is not None and table is not None, "whatever kept them from being read was reported"
     return ScriptSettings(config, table, sampling, prompts, options.output, options.verify, callback)
 
 
@@ -129,7 +113,7 @@ class _Collected:
     def __init__(self, found: list[Violation]) -> None:
         self._found = found
 
-    def of(self, read: Callable[[], Any], otherwise: Any) -> Any:
+    def of(self, read: Callable[[], _Value], otherwise: _Value) -> _Value:
         """What `read` gives, or `otherwise` after noting its violations."""
         try:
             return read()
@@ -140,7 +124,9 @@ class _Collected:
 
 def actor_values(args: Namespace) -> dict[str, Any]:
     """`actor_config` from Megatron's validated arguments."""
-    values = {key: getattr(args, name) for key, name in _ACTOR_ARGUMENTS.items() if hasattr(args, name)}
+    sizes = {size.key: size.script for size in sizes_of(TrainParallelism) if size.script}
+    names = {**sizes, **{name: name for name in _SAME_NAME}}
+    values = {key: getattr(args, name) for key, name in names.items() if hasattr(args, name)}
     if not args.num_experts:  # Megatron sets it all the same
         values["expert_tensor_parallel_size"] = None
     layout = getattr(args, "pipeline_model_parallel_layout", None)
@@ -191,7 +177,8 @@ def _read_config(content: Mapping[str, Any], options: ReshardingOptions, args: N
     """None where the file could not be read: that was reported."""
     if not content:
         return None
-    overrides = {key: value for key in _OVERRIDES if (value := getattr(options, key)) is not None}
+    given = {field.name: getattr(options, field.name) for field in fields(options)}
+    overrides = {key: given[key] for key in given.keys() & GenerateConfig.model_fields.keys() if given[key] is not None}
     generate = content.get("generate_config") or {}
     return load_config(
         {
@@ -232,7 +219,7 @@ def _read_prompts(options: ReshardingOptions) -> tuple[Prompt, ...]:
         found.append(Violation(key, f"{options.prompts} is empty", "Write a prompt on every line"))
     if found:
         raise ConfigError(found)
-    return tuple(prompts)
+    return tuple(prompt for prompt in prompts if prompt is not None)
 
 
 def _prompt_of(line: str) -> Prompt | None:

@@ -160,7 +160,7 @@ class PlacedBoxes:
     """Pieces of one tensor; `indices` are the values of the numbers in their names."""
 
     pieces: tuple[PlacedBox, ...]
-    indices: Mapping[str, int]
+    indices: Mapping[str, int | str]
     group: str
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_engine.config import HybridConfig, load_config
-from hybrid_engine.config.constraints import INFER_KEYS, TRAIN_KEYS
-from hybrid_engine.layouts.inference import InferenceParallelism
-from hybrid_engine.layouts.training import TrainParallelism
+from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism, named
 from hybrid_engine.models import table_for
 from hybrid_engine.verification.small_model import reduced_config
 
@@ -70,8 +68,7 @@ def case_of(
 ) -> Case:
     """Return the case for a published model in these layouts; its small model is written below `directory`."""
     small = prepare_model(model, directory, num_layers, (training.tensor, inference.tensor))
-    actor = {key: getattr(training, attribute) for attribute, key in TRAIN_KEYS.items()}
-    generate = {key: getattr(inference, attribute) for attribute, key in INFER_KEYS.items()}
+    actor, generate = named(training, "key"), named(inference, "key")
     actor["make_vocab_size_divisible_by"] = min(actor["make_vocab_size_divisible_by"], 8)
     actor["params_dtype"] = dtype
     # Megatron requires it for training with experts and tensor parallelism.

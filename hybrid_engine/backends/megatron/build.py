@@ -8,7 +8,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -32,8 +32,10 @@ from hybrid_engine.backends.megatron.model_variants import finish_model
 from hybrid_engine.backends.megatron.routing import rank_groups
 from hybrid_engine.backends.megatron.specs import layer_spec_for, mtp_spec_for
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.config.constraints import Job, broken_rules
+from hybrid_engine.config.constraints import broken_rules
+from hybrid_engine.config.rules import TrainingContext
 from hybrid_engine.errors import ConfigError, ModelError, Violation
+from hybrid_engine.layouts.parallelism import TrainParallelism, named
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.process_groups import end_groups
@@ -55,7 +57,7 @@ class Actor:
         chunks: DDP-wrapped model chunks in virtual-pipeline order.
         optimizer: None for a model that is only read (the reference).
         transformer_config: shared by all chunks.
-        noop_layers: positions of layers that do nothing.
+        noop_layers: positions of no-op layers.
     """
 
     chunks: list[torch.nn.Module]
@@ -69,14 +71,10 @@ def initialize_parallel_state(actor: ActorConfig, timeout_seconds: float) -> Non
 
     `timeout_seconds`, the longest wait for a peer, is rounded up to whole minutes, which is what Megatron takes.
     """
+    sizes = _sizes_of(actor)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=actor.tensor_model_parallel_size,
-        pipeline_model_parallel_size=actor.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=num_virtual_stages(actor),
-        context_parallel_size=actor.context_parallel_size,
-        expert_model_parallel_size=actor.expert_model_parallel_size,
-        expert_tensor_parallel_size=actor.expert_tensor_parallel_size,
-        get_embedding_ranks=_embedding_ranks(actor),
+        **named(sizes, "groups"),
+        get_embedding_ranks=_embedding_ranks(sizes),
         distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
     )
     # as Megatron-LM: equal on tensor and data parallel ranks, another one on every pipeline stage
@@ -85,18 +83,24 @@ def initialize_parallel_state(actor: ActorConfig, timeout_seconds: float) -> Non
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def _embedding_ranks(actor: ActorConfig) -> Callable[[list[int]], list[int]] | None:
+def _sizes_of(actor: ActorConfig) -> TrainParallelism:
+    """The parallel sizes, with the virtual stages that a layout says by itself."""
+    sizes = actor.sizes(torch.distributed.get_world_size())
+    return replace(sizes, virtual_pipeline=_num_virtual_stages(sizes))
+
+
+def _embedding_ranks(sizes: TrainParallelism) -> Callable[[list[int]], list[int]] | None:
     """Which ranks of a pipeline keep the embedding alike: Megatron's choice, unless multi-token prediction, which has a
     copy of it, is on another stage than the last."""
-    stage = _mtp_stage(actor)
-    return None if stage in (None, actor.pipeline_model_parallel_size - 1) else lambda ranks: [ranks[0], ranks[stage]]
+    stage = _mtp_stage(sizes)
+    return None if stage in (None, sizes.pipeline - 1) else lambda ranks: [ranks[0], ranks[stage]]
 
 
-def _mtp_stage(actor: ActorConfig) -> int | None:
+def _mtp_stage(sizes: TrainParallelism) -> int | None:
     """The stage to which a layout that is written out gives multi-token prediction."""
-    stages = PipelineParallelLayerLayout.parse_str_to_list(actor.pipeline_model_parallel_layout or "")
+    stages = PipelineParallelLayerLayout.parse_str_to_list(sizes.pipeline_layout or "")
     found = [index for index, layers in enumerate(stages) if LayerType.mtp in layers]
-    return found[0] % actor.pipeline_model_parallel_size if found else None
+    return found[0] % sizes.pipeline if found else None
 
 
 def end_training(actor: Actor) -> None:
@@ -140,7 +144,7 @@ def build_actor(
         config.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in chunks])
     if actor.overlap_param_gather:
         config.param_sync_func = _one_or_list([chunk.start_param_sync for chunk in chunks])
-    return Actor(chunks, optimizer, config, actor.noop_layers)
+    return Actor(chunks, optimizer, config, _sizes_of(actor).noop_layers)
 
 
 def build_reference(actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, Any]) -> Actor:
@@ -148,7 +152,7 @@ def build_reference(actor: ActorConfig, table: ModelTable, hf_config: Mapping[st
     chunks, config = build_model(actor.model_copy(update={"lora": None, "frozen_parameters": ()}), table, hf_config)
     for chunk in chunks:
         chunk.eval().requires_grad_(False)
-    return Actor(chunks, None, config, actor.noop_layers)
+    return Actor(chunks, None, config, _sizes_of(actor).noop_layers)
 
 
 def build_model(
@@ -161,12 +165,13 @@ def build_model(
     Raises ConfigError for settings of the config that the model would not have, and for what else breaks a rule of
     `config/constraints.py`.
     """
-    job = Job(actor, table, torch.distributed.get_world_size())
-    if violations := broken_rules(job, weights_only=weights_only):
+    context = TrainingContext(actor, table, torch.distributed.get_world_size())
+    if violations := broken_rules(context, weights_only=weights_only):
         raise ConfigError(violations)
-    config = _transformer_config(actor, table)
-    num_chunks = num_virtual_stages(actor) or 1
-    chunks = [_build_chunk(actor, table, hf_config, config, stage, num_chunks) for stage in range(num_chunks)]
+    sizes = _sizes_of(actor)
+    config = _transformer_config(actor, sizes, table)
+    num_chunks = sizes.virtual_pipeline or 1
+    chunks = [_build_chunk(actor, sizes, table, hf_config, config, stage) for stage in range(num_chunks)]
     if actor.lora is not None:
         for chunk in chunks:
             add_adapters(chunk, actor.lora)
@@ -179,35 +184,28 @@ def build_model(
     return chunks, config
 
 
-def num_virtual_stages(actor: ActorConfig) -> int | None:
+def _num_virtual_stages(sizes: TrainParallelism) -> int | None:
     """Model chunks per pipeline stage; a layout that is written out says it itself. None without virtual stages."""
-    if actor.pipeline_model_parallel_layout is None:
-        return actor.virtual_pipeline_model_parallel_size
-    stages = PipelineParallelLayerLayout.get_num_stages_from_str(actor.pipeline_model_parallel_layout)
-    num_chunks = stages // actor.pipeline_model_parallel_size
+    if sizes.pipeline_layout is None:
+        return sizes.virtual_pipeline
+    num_chunks = PipelineParallelLayerLayout.get_num_stages_from_str(sizes.pipeline_layout) // sizes.pipeline
     return num_chunks if num_chunks > 1 else None
-
-
-def padded_vocab_size(actor: ActorConfig, vocab_size: int) -> int:
-    """Rows of the training embedding: vocab_size up to a multiple of `make_vocab_size_divisible_by` times TP."""
-    multiple = actor.make_vocab_size_divisible_by * actor.tensor_model_parallel_size
-    return -(-vocab_size // multiple) * multiple
 
 
 def _build_chunk(
     actor: ActorConfig,
+    sizes: TrainParallelism,
     table: ModelTable,
     hf_config: Mapping[str, Any],
     config: TransformerConfig,
     stage: int,
-    num_chunks: int,
 ) -> GPTModel:
-    vp_stage = stage if num_chunks > 1 else None
+    vp_stage = stage if (sizes.virtual_pipeline or 1) > 1 else None
     with_te = _has_transformer_engine()
     model = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec_for(table, config, with_te, vp_stage, actor.noop_layers),
-        vocab_size=padded_vocab_size(actor, table.dims.vocab_size),
+        transformer_layer_spec=layer_spec_for(table, config, with_te, vp_stage, sizes.noop_layers),
+        vocab_size=sizes.padded_vocabulary(table.dims.vocab_size),
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         share_embeddings_and_output_weights=table.dims.tied_embeddings,
@@ -224,9 +222,9 @@ def _has_transformer_engine() -> bool:
     return torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
 
-def _transformer_config(actor: ActorConfig, table: ModelTable) -> TransformerConfig:
+def _transformer_config(actor: ActorConfig, sizes: TrainParallelism, table: ModelTable) -> TransformerConfig:
     dtype = getattr(torch, actor.params_dtype)
-    settings = {**table.transformer, **_pipeline_settings(actor, table), **_expert_settings(actor, table)}
+    settings = {**table.transformer, **_size_settings(sizes, table), **_expert_settings(sizes, table)}
     settings["activation_func"] = ACTIVATIONS[settings["activation_func"]]
     config_class = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
     _require_known(settings, config_class)
@@ -234,7 +232,6 @@ def _transformer_config(actor: ActorConfig, table: ModelTable) -> TransformerCon
         **settings,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=actor.tensor_model_parallel_size,
         # what a rank holds does not depend on it, and megatron-core's own attention refuses more: config/constraints.py
         context_parallel_size=1,
         sequence_parallel=actor.sequence_parallel,
@@ -261,35 +258,26 @@ def _require_known(settings: Mapping[str, Any], config_class: type[TransformerCo
         raise ConfigError([Violation("model", problem, "install a later megatron-core")])
 
 
-def _pipeline_settings(actor: ActorConfig, table: ModelTable) -> dict[str, Any]:
-    """How the layers are spread over stages."""
-    num_chunks = num_virtual_stages(actor)
+def _size_settings(sizes: TrainParallelism, table: ModelTable) -> dict[str, Any]:
+    """How the model is spread over ranks."""
     return {
-        "num_layers": table.dims.num_layers + len(actor.noop_layers),
+        **named(sizes, "model"),
+        "num_layers": table.dims.num_layers + len(sizes.noop_layers),
         "mtp_num_layers": table.dims.num_mtp_layers or None,
-        "pipeline_model_parallel_size": actor.pipeline_model_parallel_size,
-        "virtual_pipeline_model_parallel_size": num_chunks,
-        "pipeline_model_parallel_layout": actor.pipeline_model_parallel_layout,
-        "num_layers_in_first_pipeline_stage": actor.num_layers_in_first_pipeline_stage,
-        "num_layers_in_last_pipeline_stage": actor.num_layers_in_last_pipeline_stage,
-        "account_for_embedding_in_pipeline_split": actor.account_for_embedding_in_pipeline_split,
-        "account_for_loss_in_pipeline_split": actor.account_for_loss_in_pipeline_split,
         # batched sends of two interleaved stages would meet each other's receives: previous and next rank are one
-        "overlap_p2p_comm": num_chunks is not None,
-        "batch_p2p_comm": num_chunks is None,
+        "overlap_p2p_comm": sizes.virtual_pipeline is not None,
+        "batch_p2p_comm": sizes.virtual_pipeline is None,
     }
 
 
-def _expert_settings(actor: ActorConfig, table: ModelTable) -> dict[str, Any]:
-    """How the experts are spread over ranks; nothing for a dense model."""
+def _expert_settings(sizes: TrainParallelism, table: ModelTable) -> dict[str, Any]:
+    """Which layers have experts and how these run; nothing for a dense model."""
     if not table.dims.num_experts:
         return {}
     has_experts = iter(table.transformer["moe_layer_freq"])
-    num_positions = table.dims.num_layers + len(actor.noop_layers)
+    num_positions = table.dims.num_layers + len(sizes.noop_layers)
     return {
-        "expert_model_parallel_size": actor.expert_model_parallel_size,
-        "expert_tensor_parallel_size": actor.expert_tensor_parallel_size,
-        "moe_layer_freq": [0 if p in actor.noop_layers else next(has_experts) for p in range(num_positions)],
+        "moe_layer_freq": [0 if p in sizes.noop_layers else next(has_experts) for p in range(num_positions)],
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": _has_transformer_engine(),
     }
@@ -311,7 +299,7 @@ def _freeze(chunks: list[torch.nn.Module], table: ModelTable, actor: ActorConfig
     """Take what `frozen_parameters` names out of training. Collective; raises ModelError for a pattern of nothing."""
     if not actor.frozen_parameters:
         return
-    parameters = list(MegatronAdaptor(chunks, table, actor.noop_layers).named_parameters())
+    parameters = list(MegatronAdaptor(chunks, table, _sizes_of(actor).noop_layers).named_parameters())
     num_found = torch.zeros(len(actor.frozen_parameters), dtype=torch.int64)
     for index, pattern in enumerate(actor.frozen_parameters):
         for parameter in (parameter for name, parameter in parameters if fnmatch.fnmatchcase(name, pattern)):

@@ -13,6 +13,7 @@ from hybrid_engine.backends.vllm.process.group_placement import rank_in_instance
 from hybrid_engine.backends.vllm.weights.loader import LOAD_FORMAT
 from hybrid_engine.backends.vllm.weights.quantization import check_quantization, config_overrides
 from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.layouts.parallelism import named
 
 _DEFAULT_CPU_KV_CACHE = 256 << 20
 _REMEDY = "vLLM itself refuses these inference settings for this model: change the inference layout or the model"
@@ -30,11 +31,10 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
         "load_format": LOAD_FORMAT,
         "skip_tokenizer_init": True,
         "distributed_executor_backend": "external_launcher",
-        "tensor_parallel_size": settings.tensor_parallel_size,
-        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        **named(settings.sizes, "vllm"),
         # Replicas know of each other only where they share experts; else vLLM would keep them in lockstep.
-        "data_parallel_size": settings.replicas_per_instance,
-        "enable_expert_parallel": settings.expert_parallel_size > 1,
+        "data_parallel_size": settings.sizes.replicas_per_instance,
+        "enable_expert_parallel": settings.sizes.expert > 1,
         "dtype": settings.dtype,
         "quantization": settings.quantization,
         "hf_overrides": config_overrides(settings),

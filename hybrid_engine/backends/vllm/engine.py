@@ -89,7 +89,7 @@ class InferenceEngine:
         with contextlib.ExitStack() as undo:
             with self._agreement.phase("checking vLLM and the model"):
                 check_world(settings, rank)
-                self._place = settings.place_of(rank)
+                self._place = settings.sizes.place_of(rank)
                 self._device_type = self._check_vllm()
             check_room(settings, self._device_type, self._agreement)
             undo.callback(destroy_groups)
@@ -146,9 +146,9 @@ class InferenceEngine:
             sampling: how; `sampling.n` completions a prompt.
             lora: name of a delivered one.
         """
-        num_replicas, state = self.settings.data_parallel_size, self._generator_state
+        num_replicas, state = self.settings.sizes.data, self._generator_state
         try:
-            with self._agreement.phase("generate", SHORT_PATIENCE, self.settings.ranks_in_step(self.rank)):
+            with self._agreement.phase("generate", SHORT_PATIENCE, self.settings.sizes.ranks_in_step(self.rank)):
                 self.check_prompts(prompts, sampling.max_tokens)  # all of them everywhere: no replica starts in vain
                 completions = self.generate(prompts[self.dp_rank :: num_replicas], sampling, lora)
         except BaseException:
@@ -323,12 +323,11 @@ class InferenceEngine:
         """Refuse what vLLM's CPU backend would answer with a crash; weights can be loaded and compared all the same."""
         if self._device_type != "cpu":
             return
-        settings = self.settings
-        if settings.pipeline_parallel_size > 1 or settings.expert_parallel_size > 1:
+        sizes = self.settings.sizes
+        if sizes.pipeline > 1 or sizes.expert > 1:
             raise StateError(
-                f"vLLM {TESTED_VERSION} on CPU loads but cannot generate with pipeline_parallel_size="
-                f"{settings.pipeline_parallel_size} and expert_parallel_size={settings.expert_parallel_size}: "
-                "use 1 and 1, and tensor or data parallelism instead"
+                f"vLLM {TESTED_VERSION} on CPU loads but cannot generate with pipeline parallel size {sizes.pipeline} "
+                f"and expert parallel size {sizes.expert}: use 1 and 1, and tensor or data parallelism instead"
             )
 
     def _score(self, token_ids: Sequence[Sequence[int]], num_logprobs: int, lora: str | None = None) -> list[Any]:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybrid_engine.errors import ConfigError, Violation, shortened
+from hybrid_engine.layouts.parallelism import InferenceParallelism
+from hybrid_engine.layouts.size_rules import count_violations, infer_rank_violations
 
 LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Modules of a layer that LoRA usually changes; a model need not have them all."""
@@ -16,18 +18,10 @@ LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"
 class InferenceSettings:
     """How vLLM is built in the ranks that train.
 
-    World size must be `data_parallel_size * pipeline_parallel_size * tensor_parallel_size`. Position p in vLLM's own
-    order is then `tp_rank = p % tp`, `pp_rank = p // tp % pp`, `dp_rank = p // (tp * pp)`; `rank_order` says which
-    global rank takes it.
-
     Attributes:
         model_dir: directory with `config.json` of the model; weights in it are not read.
+        sizes: parallel sizes, and which rank takes which place.
         dtype: of the weights and activations: "bfloat16", "float16" or "float32".
-        data_parallel_size: replicas, whether they share experts or not.
-        expert_parallel_size: ranks that share the experts, whole ones each. 1 cuts every expert over the tensor
-            parallel ranks. Otherwise a multiple of tensor_parallel_size: so many ranks' replicas, consecutive ones, are
-            one vLLM instance and step together; instances know nothing of each other.
-        rank_order: position -> global rank; None counts ranks in order.
         quantization: vLLM's name of a method that quantises while loading, e.g. "fp8_per_channel"; None for none,
             whatever the model's config says of its checkpoint.
         max_loras: LoRAs that one batch may use; 0 builds vLLM without them.
@@ -50,12 +44,8 @@ class InferenceSettings:
     """
 
     model_dir: str
+    sizes: InferenceParallelism = field(default_factory=lambda: InferenceParallelism(world_size=1))
     dtype: str = "bfloat16"
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-    expert_parallel_size: int = 1
-    rank_order: tuple[int, ...] | None = None
     quantization: str | None = None
     max_loras: int = 0
     max_lora_rank: int = 16
@@ -74,75 +64,13 @@ class InferenceSettings:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        violations = [
-            Violation(key, f"{getattr(self, key)} is not a positive number", "Set it to 1 or more")
-            for key in (
-                "tensor_parallel_size",
-                "pipeline_parallel_size",
-                "data_parallel_size",
-                "expert_parallel_size",
-                "max_num_seqs",
-            )
-            if getattr(self, key) < 1
-        ]
+        violations = list(count_violations(self.sizes)) or list(infer_rank_violations(self.sizes))
+        if self.max_num_seqs < 1:
+            violations.append(Violation("max_num_seqs", f"{self.max_num_seqs} is not positive", "Use 1 or more"))
         if self.dtype not in ("bfloat16", "float16", "float32"):
             violations.append(Violation("dtype", f"{self.dtype!r} is unknown", "Use bfloat16, float16 or float32"))
-        violations += () if violations else (*self._expert_violations(), *self._order_violations())
         if violations:
             raise ConfigError(violations)
-
-    def _expert_violations(self) -> Iterator[Violation]:
-        size, tp, dp = self.expert_parallel_size, self.tensor_parallel_size, self.data_parallel_size
-        if size > 1 and (size % tp or dp % (size // tp)):
-            possible = {1, *(tp * part for part in range(1, dp + 1) if dp % part == 0)}
-            yield Violation(
-                "expert_parallel_size",
-                f"{size} is not tensor_parallel_size {tp} times a divisor of data_parallel_size {dp}",
-                f"Use one of {', '.join(map(str, sorted(possible)))}",
-            )
-
-    def _order_violations(self) -> Iterator[Violation]:
-        order = self.rank_order
-        if order is not None and sorted(order) != list(range(self.num_ranks)):
-            problem = f"{order} is no order of the {self.num_ranks} ranks"
-            yield Violation("rank_order", problem, f"Name every rank from 0 to {self.num_ranks - 1} once")
-
-    @property
-    def num_ranks(self) -> int:
-        """World size that these settings need."""
-        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
-
-    @property
-    def replicas_per_instance(self) -> int:
-        """Replicas that share experts and step together."""
-        return max(1, self.expert_parallel_size // self.tensor_parallel_size)
-
-    def ranks_in_step(self, rank: int) -> list[int]:
-        """The ranks of a rank's instance, which wait for each other in every step, itself included."""
-        size = self.tensor_parallel_size * self.pipeline_parallel_size * self.replicas_per_instance
-        instance = self.place_of(rank).position // size
-        return [other for other in range(self.num_ranks) if self.place_of(other).position // size == instance]
-
-    def place_of(self, rank: int) -> Place:
-        """Where a global rank stands."""
-        position = rank if self.rank_order is None else self.rank_order.index(rank)
-        tp, pp = self.tensor_parallel_size, self.pipeline_parallel_size
-        return Place(position, position % tp, position // tp % pp, position // (tp * pp))
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One rank's place in vLLM's groups.
-
-    Attributes:
-        position: number in vLLM's own order.
-        tp_rank, pp_rank, dp_rank: shard, stage and replica.
-    """
-
-    position: int
-    tp_rank: int
-    pp_rank: int
-    dp_rank: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from hybrid_engine.advisor.cluster_plan import GIB, Cluster, JobPlan, plan_job
 from hybrid_engine.advisor.memory_peaks import memory_peaks
 from hybrid_engine.advisor.other_systems import peers
 from hybrid_engine.advisor.picture import picture_of, rows_of
-from hybrid_engine.layouts.inference import InferenceParallelism, inference_side
-from hybrid_engine.layouts.training import TrainParallelism, training_side
+from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
+from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.planning.summary import summarize

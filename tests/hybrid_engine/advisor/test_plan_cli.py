@@ -110,7 +110,7 @@ def test_everything_impossible_is_said_at_once(tmp_path: Path) -> None:
         "--train pp": "4 layers do not divide into 3 stages",
         "--train ep": "2, but the model has no experts",
         "--infer pp": "10 stages for 4 layers",
-        "--infer ep": "5 is no multiple of TP 3",
+        "--infer ep": "5 is not a multiple of TP 3",
         "--hosts-of": "0 is not a valid size",
         "--dtype": "unknown dtype 'int3'",
         "--link-gbps": "'host=fast' cannot be read",

@@ -140,7 +140,7 @@ def test_every_impossible_setting_is_reported_at_once(model: Path) -> None:
     }
     assert "4 layers do not divide into 3 stages" in str(found["actor_config.pipeline_model_parallel_size"])
     assert "TP 2 x PP 5 x DP 5 is not the world size 6" in str(found["generate_config.infer_data_parallel_size"])
-    assert "bfloat16, but weights arrive in float32" in str(found["generate_config.dtype"])
+    assert "bfloat16, but weights are sent in float32" in str(found["generate_config.dtype"])
 
 
 def test_stages_that_do_not_exist(model: Path) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from hybrid_engine.config import ActorConfig, HybridConfig, find_violations, load_config
-from hybrid_engine.config.constraints import CONSTRAINTS, Constraint, Job, broken_rules
+from hybrid_engine.config.constraints import CONSTRAINTS, broken_rules
+from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models import table_for
 from hybrid_engine.verification.small_model import reduced_config
@@ -50,17 +51,17 @@ ODD_WIDTH, TOKENS = {"intermediate_size": 97}, {"vocab_size": 60}
 TP3, SP = {"tensor_model_parallel_size": 3}, {"sequence_parallel": True}
 INFER_TP3 = {"infer_tensor_parallel_size": 3}
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
-WORLD = "TP x PP x CP, and ETP x EP x PP with experts, divide"
+WORLD = "TP x PP x CP and, with experts, ETP x EP x PP divide"
 INFER_WORLD = "TP x PP divides the number of ranks; EP is 1"
-HEADS = "TP divides the attention heads"
-CUTS = "Every parameter divides evenly"
-INFER_CUTS = "TP divides everything that vLLM cuts"
-EXPERT_SHARES = "EP divides the number of experts"
-STAGES = "The layers can be dealt out"
-COUNTS = "Every stage has a layer"
+HEADS = "num_heads % TP == 0"
+CUTS = "TP, or ETP for experts, divides"
+INFER_CUTS = "TP divides the projections"
+EXPERT_SHARES = "num_experts % EP == 0"
+STAGES = "The layers can be divided"
+COUNTS = "PP <= num_layers"
 
 BREAKS = (
-    Break("The training model computes", "yarn", model={**DENSE, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    Break("build_model() implements", "yarn", model={**DENSE, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
     Break(WORLD, "TP 2 x PP 4 x CP 1 = 8 does not divide the world size 4", actor={**TP2, **PP4}),
     Break(
         WORLD,
@@ -93,42 +94,46 @@ BREAKS = (
     Break(STAGES, "set for a pipeline of one stage", actor=FIRST1),
     Break(STAGES, "3 layers (t), the model has 4", actor={**PP2, "pipeline_model_parallel_layout": "Et|ttL"}),
     Break(STAGES, "set beside a layout", actor={**PP2, **FIRST1, "pipeline_model_parallel_layout": "Et|t*3L"}),
-    Break("Layers that do nothing", "[9] of 6 positions", actor={"noop_layers": [2, 9]}),
-    Break("Layers that do nothing", "[2, 2] names a position twice", actor={"noop_layers": [2, 2]}),
-    Break("Adapters go on linear layers", "q_proj: no linear layers", actor={"lora": {"target_modules": ["q_proj"]}}),
-    Break("Adapters go on linear layers", "target_modules is empty", actor={"lora": {"target_modules": []}}),
+    Break("No-op layers have distinct positions", "[9] of 6 positions", actor={"noop_layers": [2, 9]}),
+    Break("No-op layers have distinct positions", "[2, 2] names a position twice", actor={"noop_layers": [2, 2]}),
     Break(
-        "Adapters go on linear layers",
+        "target_modules are linear layers",
+        "q_proj: Megatron has no linear layers",
+        actor={"lora": {"target_modules": ["q_proj"]}},
+    ),
+    Break("target_modules are linear layers", "target_modules is empty", actor={"lora": {"target_modules": []}}),
+    Break(
+        "target_modules are linear layers",
         "linear_fc1, linear_fc2 are parts of experts",
         actor={"lora": {}},
         model=EXPERTS,
     ),
     Break(
-        "Weights that are stored transposed",
+        "Adapters of weights that are stored transposed",
         "has transposed weights",
         actor={"lora": {}, "seq_length": 64},
         generate={"lora_delivery": "adapter"},
         model={**published_configs.GPT2, "n_head": 8, "n_embd": 64, "n_layer": 4},
     ),
-    Break("CP is 1", "sequences are not split", actor={"context_parallel_size": 2}),
-    Break("Sequence parallelism goes with", "needs tensor parallelism", actor=SP),
-    Break("Experts are trained with TP", "false with TP 2", actor={**TP2, **ETP1}, model=EXPERTS),
+    Break("CP is 1", "TrainEngine does not split sequences", actor={"context_parallel_size": 2}),
+    Break("Sequence parallelism needs", "needs tensor parallelism", actor=SP),
+    Break("Training experts with TP > 1", "false with TP 2", actor={**TP2, **ETP1}, model=EXPERTS),
     Break(
-        "With sequence parallelism TP divides",
+        "With sequence parallelism, seq_length",
         "2 does not divide the sequence length 9",
         actor={**TP2, **SP, "seq_length": 9},
     ),
     Break(
-        "Sequences are not longer than",
+        "seq_length is at most",
         "1024, but the model has 64 positions",
         model={**published_configs.GPT2, "n_positions": 64, "n_head": 8, "n_embd": 64, "n_layer": 4},
     ),
     Break(
-        "Parameters are gathered by",
-        "by the distributed optimizer only",
+        "overlap_param_gather needs use_distributed_optimizer",
+        "only the distributed optimizer gathers",
         actor={"use_distributed_optimizer": False, "overlap_param_gather": True, "overlap_grad_reduce": True},
     ),
-    Break("An overlapped gather goes with", "only together with", actor={"overlap_param_gather": True}),
+    Break("overlap_param_gather needs overlap_grad", "only if it overlaps", actor={"overlap_param_gather": True}),
     Break(
         INFER_WORLD,
         "TP 1 x PP 3 = 3 does not divide the world size 4",
@@ -136,7 +141,7 @@ BREAKS = (
     ),
     Break(
         INFER_WORLD,
-        "2 is no multiple of TP 4",
+        "2 is not a multiple of TP 4",
         generate={"infer_tensor_parallel_size": 4, "infer_expert_parallel_size": 2},
         model=EXPERTS,
     ),
@@ -155,7 +160,7 @@ BREAKS = (
     ),
     Break(INFER_CUTS, "3 does not divide the 64 rows", 3, generate=INFER_TP3, model={**DENSE, **SIX_HEADS, **TOKENS}),
     Break(
-        "TP x PP x DP is the number of ranks",
+        "If given, DP satisfies",
         "TP 1 x PP 1 x DP 3 is not the world size 4",
         generate={"infer_data_parallel_size": 3},
     ),
@@ -163,12 +168,12 @@ BREAKS = (
     Break(COUNTS, "2, but the model has no experts", generate={"infer_expert_parallel_size": 2}),
     Break(COUNTS, "16, but the model has 8 experts", 16, generate={"infer_expert_parallel_size": 16}, model=EXPERTS),
     Break(
-        "vLLM's weights have the dtype in which they arrive",
-        "float32, but weights arrive in bfloat16",
+        "dtype is the one in which weights are sent",
+        "float32, but weights are sent in bfloat16",
         generate={"dtype": "float32"},
     ),
     Break(
-        "Weights are compressed to a narrower dtype",
+        "compression_dtype is narrower",
         "bfloat16 is not narrower than the training dtype bfloat16",
         generate={"compress_reshard": True},
     ),
@@ -179,34 +184,34 @@ BREAKS = (
         model=EXPERTS,
     ),
     Break(
-        "vLLM has room for the rank",
+        "With adapter, the rank",
         "rank 1000 is above vLLM's 512",
         actor={"lora": {"rank": 1000}},
         generate={"lora_delivery": "adapter"},
     ),
     Break(
-        "Every pattern fits a parameter",
-        "no parameter is called decoder.layer.*, decoder.layers.4.*",
+        "Every pattern matches a parameter",
+        "no parameter matches decoder.layer.*, decoder.layers.4.*",
         actor={"frozen_parameters": ["embedding.*", "decoder.layer.*", "*.linear_proj.weight", "decoder.layers.4.*"]},
     ),
-    Break("Something is left to train", "they freeze every parameter", actor={"frozen_parameters": ["*"]}),
-    Break("It is a method whose weights", "'awq': renewing its weights", generate={"quantization": "awq"}),
+    Break("At least one trained parameter", "would freeze every trained", actor={"frozen_parameters": ["*"]}),
+    Break("The method was tested", "method 'awq' was not tested", generate={"quantization": "awq"}),
     Break(
-        "With tied embeddings, layers for further tokens",
+        "With tied embeddings, MTP layers",
         "Etttt|m|L: the embedding is tied",
         3,
         {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Etttt|m|L"},
         model={**reduced_config(published_configs.DEEPSEEK_V3, 4), "tie_word_embeddings": True},
     ),
-    Break("Adapters are delivered by themselves", "no adapters are trained", generate={"lora_delivery": "adapter"}),
+    Break("adapter needs actor_config.lora", "no adapters are trained", generate={"lora_delivery": "adapter"}),
 )
 
 
 def broken_by(case: Break, directory: Path) -> list[tuple[Constraint, str]]:
     (directory / "config.json").write_text(json.dumps(case.model))
     config = HybridConfig(model=directory, actor_config=case.actor, generate_config=case.generate)
-    job = Job(config.actor_config, table_for(config.hf_config()), case.world_size, config.generate_config)
-    return [(rule, str(found)) for rule in CONSTRAINTS for found in rule.find(job)]
+    context = JobContext(config.actor_config, table_for(config.hf_config()), case.world_size, config.generate_config)
+    return [(rule, str(found)) for rule in CONSTRAINTS for found in rule.find(context)]
 
 
 @pytest.mark.parametrize("case", BREAKS, ids=lambda case: f"{case.rule}: {case.says}")
@@ -243,9 +248,9 @@ def test_weights_alone_need_not_compute(tmp_path: Path) -> None:
 def test_a_training_model_alone_keeps_the_rules_of_training() -> None:
     """Nothing is asked of an inference side that nobody has."""
     table = table_for(EXPERTS)
-    assert broken_rules(Job(ActorConfig(**TP2, **SP), table, 4)) == []
-    job = Job(ActorConfig(**TP2, context_parallel_size=2, noop_layers=(1, 1)), table, 4)
-    keys = [[one.key for one in broken_rules(job, weights_only=weights_only)] for weights_only in (False, True)]
+    assert broken_rules(TrainingContext(ActorConfig(**TP2, **SP), table, 4)) == []
+    context = TrainingContext(ActorConfig(**TP2, context_parallel_size=2, noop_layers=(1, 1)), table, 4)
+    keys = [[one.key for one in broken_rules(context, weights_only=weights_only)] for weights_only in (False, True)]
     assert keys == [
         ["actor_config.noop_layers", "actor_config.context_parallel_size", "actor_config.sequence_parallel"],
         ["actor_config.noop_layers"],
@@ -268,7 +273,7 @@ def test_a_training_model_alone_keeps_the_rules_of_training() -> None:
 def test_frozen_parameters_go_by_megatrons_names(pattern: str, lora: bool, is_known: bool) -> None:
     adapters = {"lora": {"target_modules": ["linear_qkv"]}} if lora else {}
     actor = ActorConfig(frozen_parameters=[pattern], **adapters)
-    found = broken_rules(Job(actor, table_for(EXPERTS), 1))
+    found = broken_rules(TrainingContext(actor, table_for(EXPERTS), 1))
     assert [one.key for one in found] == ([] if is_known else ["actor_config.frozen_parameters"])
 
 

@@ -10,9 +10,11 @@ from typing import Any
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from hybrid_engine.layouts.inference import InferenceParallelism, inference_side
-from hybrid_engine.layouts.stages import PipelineSplit, split_violations
-from hybrid_engine.layouts.training import TrainParallelism, training_side
+from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
+from hybrid_engine.layouts.size_rules import violations
+from hybrid_engine.layouts.stages import split_violations
+from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import ModelTable, table_for
 from hybrid_engine.records.holdings import SideLayout
 
@@ -105,42 +107,38 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     return {**base, **heads, "tie_word_embeddings": draw(st.booleans())}
 
 
+SPLIT = (
+    *("pipeline", "virtual_pipeline", "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split", "noop_layers"),
+)
+"""The sizes that deal out layers, but for a layout of every stage."""
+
+
 @functools.cache
-def possible_splits(num_mtp_layers: int) -> list[tuple[PipelineSplit, tuple[int, ...]]]:
-    """Ways to deal out four layers, with the no-op layers that go with them."""
+def possible_splits(num_mtp_layers: int) -> list[dict[str, Any]]:
+    """Ways to deal out four layers, as sizes."""
     kinds = itertools.product(
         (2, 3, 4), (None, 2), (None, 1, 2), (None, 1, 2), (False, True), (False, True), ((), (1,), (2, 4))
     )
-    found = [
-        (PipelineSplit(*sizes, None), noops)
-        for *sizes, noops in kinds
-        if not split_violations(PipelineSplit(*sizes, None), 4 + len(noops), num_mtp_layers)
-    ]
     layouts = ("Ett|ttmL", "Et|t|t|tmL", "E|t*4||mL") if num_mtp_layers else ("Ettt|tL", "Et|t*2|t|L", "E|t|t*3L")
-    written = [PipelineSplit(2, None, None, None, False, False, layout) for layout in layouts]
-    found += [(split, ()) for split in written if not split_violations(split, 4, num_mtp_layers)]
-    return found + [(PipelineSplit(1, None, None, None, False, False, None), ())] * (len(found) // 3)
+    every = [dict(zip(SPLIT, sizes, strict=True)) for sizes in kinds]
+    every += [{"pipeline": 2, "pipeline_layout": layout} for layout in layouts]
+    found = [split for split in every if not any(split_violations(TrainParallelism(1, **split), 4, num_mtp_layers))]
+    return found + [{"pipeline": 1}] * (len(found) // 3)
 
 
 @st.composite
 def train_sizes(draw: st.DrawFn, world_size: int, table: ModelTable) -> TrainParallelism:
-    splits = [each for each in possible_splits(table.dims.num_mtp_layers) if world_size % each[0].pipeline == 0]
-    split, noops = draw(st.sampled_from(splits))
-    in_stage = divisors(world_size // split.pipeline)
+    splits = [each for each in possible_splits(table.dims.num_mtp_layers) if world_size % each["pipeline"] == 0]
+    split = draw(st.sampled_from(splits))
+    in_stage = divisors(world_size // split["pipeline"])
     experts = [size for size in in_stage if table.dims.num_experts % size == 0]
     return TrainParallelism(
         world_size,
+        **split,
         tensor=draw(st.sampled_from(in_stage)),
-        pipeline=split.pipeline,
-        virtual_pipeline=split.virtual,
         expert=draw(st.sampled_from(experts)) if table.dims.num_experts else 1,
         expert_tensor=draw(st.sampled_from([None, 1, *in_stage])) if table.dims.num_experts else None,
-        num_layers_in_first_pipeline_stage=split.first,
-        num_layers_in_last_pipeline_stage=split.last,
-        account_for_embedding_in_pipeline_split=split.counts_embedding,
-        account_for_loss_in_pipeline_split=split.counts_loss,
-        pipeline_layout=split.layout,
-        noop_layers=noops,
         make_vocab_size_divisible_by=draw(st.sampled_from([1, 4, 50])),
         cuts_whole_projections=draw(st.booleans()),
     )
@@ -162,9 +160,9 @@ def layout_cases(draw: st.DrawFn) -> LayoutCase:
     table = table_for(draw(configs()))
     world_size = draw(st.sampled_from([12, 8, 6, 4, 12, 8, 3, 2, 1]))
     train = draw(train_sizes(world_size, table))
-    assume(train.violations(table) == [])
+    assume(violations(train, table) == [])
     infer = draw(infer_sizes(world_size, table))
-    assume(infer.violations(table) == [])
+    assume(violations(infer, table) == [])
     hosts = draw(st.lists(st.integers(0, 2), min_size=world_size, max_size=world_size).map(tuple))
     in_order = draw(st.booleans())
     relaying = draw(st.sampled_from([(), (1,), (0, 1, 2)]))

@@ -13,15 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.errors import ConfigError
-from hybrid_engine.layouts.inference import (
-    InferenceParallelism,
-    InferPosition,
-    expert_bounds,
-    inference_layout,
-    inference_side,
-    padded_vocabulary,
-    stage_bounds,
-)
+from hybrid_engine.layouts.inference import expert_bounds, inference_side, stage_bounds
+from hybrid_engine.layouts.parallelism import InferenceParallelism, InferencePlace
 from hybrid_engine.models import table_for
 from hybrid_engine.records.holdings import regions_by_tensor
 from hybrid_engine.records.validation import layout_faults
@@ -53,20 +46,41 @@ def test_blocks_of_experts_are_vllms(num_experts: int, blocks: int) -> None:
 def test_the_vocabulary_is_padded_as_vllm_does(size: int) -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
 
-    assert padded_vocabulary(size) == pad_vocab_size(size)
+    assert InferenceParallelism.padded_vocabulary(size) == pad_vocab_size(size)
 
 
 def test_positions() -> None:
     """Tensor ranks first, then stages, then replicas; two replicas share the experts."""
     sizes = InferenceParallelism(16, tensor=2, pipeline=2, expert=4)
     assert (sizes.data, sizes.replicas_per_instance) == (4, 2)
-    assert sizes.position(0) == InferPosition(0, 0, 0, 0)
-    assert sizes.position(3) == InferPosition(1, 1, 0, 1)
-    assert sizes.position(4) == InferPosition(0, 0, 1, 2)
-    assert sizes.position(15) == InferPosition(1, 1, 3, 3)
+    assert sizes.place_of(0) == InferencePlace(0, 0, 0, 0, 0, 0)
+    assert sizes.place_of(3) == InferencePlace(3, 0, tp_rank=1, pp_rank=1, dp_rank=0, expert_rank=1)
+    assert sizes.place_of(4) == InferencePlace(4, 0, tp_rank=0, pp_rank=0, dp_rank=1, expert_rank=2)
+    assert sizes.place_of(15) == InferencePlace(15, 1, tp_rank=1, pp_rank=1, dp_rank=3, expert_rank=3)
     turned = InferenceParallelism(16, tensor=2, pipeline=2, expert=4, rank_order=tuple(range(15, -1, -1)))
-    assert turned.position(0) == InferPosition(1, 1, 3, 3)
-    assert InferenceParallelism(4, tensor=2).position(3) == InferPosition(1, 0, 1, 0)
+    assert turned.place_of(0) == sizes.place_of(15)
+    assert InferenceParallelism(4, tensor=2).place_of(3) == InferencePlace(3, 1, 1, 0, dp_rank=1, expert_rank=0)
+
+
+def test_positions_count_shards_then_stages_then_replicas() -> None:
+    sizes = InferenceParallelism(12, tensor=2, pipeline=3)
+    places = [sizes.place_of(rank) for rank in range(12)]
+    counted = [(place.dp_rank, place.pp_rank, place.tp_rank) for place in places]
+    assert counted == [(dp, pp, tp) for dp in range(2) for pp in range(3) for tp in range(2)]
+    order = (5, 3, 1, 0, 2, 4, 11, 10, 9, 8, 7, 6)
+    ordered = InferenceParallelism(12, tensor=2, pipeline=3, rank_order=order)
+    assert [ordered.place_of(rank) for rank in order] == places
+
+
+def test_replicas_that_share_experts_step_together() -> None:
+    shared = {ep: InferenceParallelism(8, tensor=2, expert=ep) for ep in (1, 2, 4, 8)}
+    assert {ep: sizes.replicas_per_instance for ep, sizes in shared.items()} == {1: 1, 2: 1, 4: 2, 8: 4}
+    assert {ep: sizes.ranks_in_step(3) for ep, sizes in shared.items()} == {
+        1: [2, 3],
+        2: [2, 3],
+        4: [0, 1, 2, 3],
+        8: list(range(8)),
+    }
 
 
 @JOBS
@@ -76,9 +90,9 @@ def test_every_layout_is_sound_and_all_of_the_model_is_served(case: LayoutCase) 
     layout = side.layout()
     assert layout_faults(layout, exact=True) == []
     assert {shard.region.tensor for shard in layout.shards} == set(case.table.shapes) - set(case.unserved)
-    instance = case.infer.tensor * case.infer.pipeline * case.infer.replicas_per_instance
+    instance = case.infer.ranks_per_instance
     for first in range(0, len(case.hosts), instance):
-        ranks = case.infer.order[first : first + instance].tolist()
+        ranks = case.infer.ranks.ravel()[first : first + instance].tolist()
         held = regions_by_tensor(side.layout_of(*ranks))
         for name, regions in held.items():
             assert [(region.offsets, region.lengths) for region in regions] == [
@@ -92,15 +106,15 @@ def test_ranks_at_the_same_place_hold_the_same(case: LayoutCase) -> None:
     by_place: dict[object, object] = {}
     side = case.destination
     for rank in range(len(case.hosts)):
-        place = case.infer.position(rank)
+        place = case.infer.place_of(rank)
         held = regions_by_tensor(side.layout_of(rank))
-        assert by_place.setdefault((place.tensor, place.pipeline, place.expert), held) == held
+        assert by_place.setdefault((place.tp_rank, place.pp_rank, place.expert_rank), held) == held
 
 
 def test_impossible_sizes_are_refused() -> None:
     table = table_for(EXPERTS)
     with pytest.raises(ConfigError) as caught:
-        inference_layout(table, InferenceParallelism(8, tensor=8, pipeline=5, expert=9, rank_order=(0,) * 8), 0)
+        inference_side(table, InferenceParallelism(8, tensor=8, pipeline=5, expert=9, rank_order=(0,) * 8))
     keys = [violation.key for violation in caught.value.findings]
     assert sorted(set(keys)) == ["expert", "pipeline", "rank_order", "tensor"], caught.value
     with pytest.raises(ConfigError, match="pipeline: 0 is not a valid size"):

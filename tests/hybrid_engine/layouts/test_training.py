@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.config.parallelism import train_parallelism
-from hybrid_engine.layouts.stages import Chunk, PipelineSplit, chunks_of, parse_layout, split_violations
-from hybrid_engine.layouts.training import TrainParallelism, training_layout
+from hybrid_engine.layouts.parallelism import TrainParallelism, named
+from hybrid_engine.layouts.stages import Chunk, chunks_of, parse_layout, split_violations
+from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.records.holdings import regions_by_tensor
 from hybrid_engine.records.regions import Region
@@ -85,10 +86,10 @@ def test_every_rank_holds_what_the_live_model_does(engines: Ranks) -> None:
     by_rank = engines.launch(live_regions, 4, LIVE)
     for number, (family, changes, settings) in enumerate(LIVE):
         actor = ActorConfig(**{**DENSE_FLOAT32, **settings})
-        parallelism = train_parallelism(actor, world_size=4, cuts_whole_projections=True)
         table = table_for({**served_config(family), **changes})
+        side = training_side(table, actor.sizes(world_size=4, cuts_whole_projections=True))
         for rank in range(4):
-            found = regions_by_tensor(training_layout(table, parallelism, rank))
+            found = regions_by_tensor(side.layout_of(rank))
             assert found == by_rank[rank][number], (family, settings, rank)
 
 
@@ -100,11 +101,14 @@ def sizes(draw: st.DrawFn) -> TrainParallelism:
     tensor, context, expert, expert_tensor = (draw(st.sampled_from([1, 2, 3])) for _ in range(4))
     stage = np.lcm(tensor * context, expert * expert_tensor) * draw(st.integers(1, 2))
     pipeline = draw(st.sampled_from([1, 2, 3]))
-    return TrainParallelism(int(stage) * pipeline, tensor, pipeline, None, context, expert, expert_tensor)
+    return TrainParallelism(
+        int(stage) * pipeline, tensor, pipeline, context=context, expert=expert, expert_tensor=expert_tensor
+    )
 
 
 @given(sizes())
-def test_coordinates_are_those_of_megatrons_groups(parallelism: TrainParallelism) -> None:
+def test_ranks_are_those_of_megatrons_groups(parallelism: TrainParallelism) -> None:
+    """Along each axis of the grids, its ranks are a group of megatron-core's, in its order."""
     from megatron.core.parallel_state import RankGenerator
 
     order = "tp-cp-ep-dp-pp"
@@ -112,58 +116,39 @@ def test_coordinates_are_those_of_megatrons_groups(parallelism: TrainParallelism
     experts = RankGenerator(
         parallelism.expert_cut, parallelism.expert, parallelism.expert_data, parallelism.pipeline, 1, order
     )
-    everywhere = [parallelism.coordinates(rank) for rank in range(parallelism.world_size)]
-    axes = {
-        "tensor": (dense, "tp"),
-        "context": (dense, "cp"),
-        "data": (dense, "dp"),
-        "pipeline": (dense, "pp"),
-        "expert_tensor": (experts, "tp"),
-        "expert": (experts, "ep"),
-        "expert_data": (experts, "dp"),
-    }
-    for name, (generator, axis) in axes.items():
-        for group in generator.get_ranks(axis):
-            assert [getattr(everywhere[rank], name) for rank in group] == list(range(len(group))), name
-    for group in experts.get_ranks("pp"):
-        assert [everywhere[rank].pipeline for rank in group] == list(range(len(group)))
+    axes = [(parallelism.ranks, dense, ("pp", "dp", "cp", "tp"))]
+    axes += [(parallelism.expert_ranks, experts, ("pp", "dp", "ep", "tp"))]
+    for ranks, generator, names in axes:
+        for axis, name in enumerate(names):
+            groups = np.moveaxis(ranks, axis, -1).reshape(-1, ranks.shape[axis]).tolist()
+            assert sorted(groups) == sorted(generator.get_ranks(name)), name
 
 
 # -- layers on stages --------------------------------------------------------------------------------------------------
 
 
 @st.composite
-def splits(draw: st.DrawFn) -> tuple[PipelineSplit, int]:
+def splits(draw: st.DrawFn) -> tuple[TrainParallelism, int]:
     """Splits of every kind with a number of layers that may or may not fit."""
     size = st.one_of(st.none(), st.integers(1, 4))
     flags = draw(st.sampled_from([(False, False), (True, False), (False, True), (True, True)]))
     first, last = (None, None) if any(flags) else (draw(size), draw(size))
-    split = PipelineSplit(draw(st.integers(2, 4)), draw(st.sampled_from([None, 2, 3])), first, last, *flags, None)
-    return split, draw(st.integers(1, 24))
+    pipeline, virtual = draw(st.integers(2, 4)), draw(st.sampled_from([None, 2, 3]))
+    return TrainParallelism(1, 1, pipeline, virtual, first, last, *flags), draw(st.integers(1, 24))
 
 
-def megatrons_chunks(split: PipelineSplit, num_layers: int) -> Iterator[tuple[int, int, list[int]]]:
+def megatrons_chunks(split: TrainParallelism, num_layers: int) -> Iterator[tuple[int, int, list[int]]]:
     """(stage, virtual, positions) by megatron-core's own functions; it refuses by AssertionError, ZeroDivisionError."""
     from megatron.core import parallel_state
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    class Config:
-        num_layers_in_first_pipeline_stage = split.first
-        num_layers_in_last_pipeline_stage = split.last
-        account_for_embedding_in_pipeline_split = split.counts_embedding
-        account_for_loss_in_pipeline_split = split.counts_loss
-        pipeline_model_parallel_layout = None
-        pipeline_model_parallel_size = split.pipeline
-        virtual_pipeline_model_parallel_size = split.virtual
-
-    config = Config()
-    config.num_layers = num_layers
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(split.virtual)
+    config = SimpleNamespace(**named(split, "model"), num_layers=num_layers)
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(split.virtual_pipeline)
     try:
         for stage in range(split.pipeline):
-            for virtual in range(split.virtual or 1):
-                vp_stage = virtual if split.virtual else None
+            for virtual in range(split.virtual_pipeline or 1):
+                vp_stage = virtual if split.virtual_pipeline else None
                 count = get_num_layers_to_build(config, vp_stage, stage)
                 offset = get_transformer_layer_offset(config, vp_stage, stage)
                 yield stage, virtual, list(range(offset, offset + count))
@@ -172,9 +157,9 @@ def megatrons_chunks(split: PipelineSplit, num_layers: int) -> Iterator[tuple[in
 
 
 @given(splits())
-def test_layers_are_dealt_out_as_megatron_does(case: tuple[PipelineSplit, int]) -> None:
+def test_layers_are_dealt_out_as_megatron_does(case: tuple[TrainParallelism, int]) -> None:
     split, num_layers = case
-    refused = split_violations(split, num_layers, 0)
+    refused = list(split_violations(split, num_layers, 0))
     try:
         expected = list(megatrons_chunks(split, num_layers))
     except (AssertionError, ZeroDivisionError):
@@ -213,13 +198,13 @@ def test_written_layouts_are_read_as_megatron_does(text: str, pipeline: int) -> 
     chunks = parse_layout(text)
     megatrons = PipelineParallelLayerLayout(text, pipeline)
     num_layers, num_mtp = "".join(chunks).count("t"), "".join(chunks).count("m")
-    split = PipelineSplit(pipeline, None, None, None, False, False, text)
+    split = TrainParallelism(1, pipeline=pipeline, pipeline_layout=text)
     try:
         megatrons.validate_layer_layout(num_layers, num_mtp)
     except AssertionError:
-        assert split_violations(split, num_layers, num_mtp)
+        assert list(split_violations(split, num_layers, num_mtp))
         return
-    assert split_violations(split, num_layers, num_mtp) == []
+    assert list(split_violations(split, num_layers, num_mtp)) == []
     virtual = len(chunks) // pipeline
     parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
     try:
@@ -233,10 +218,10 @@ def test_written_layouts_are_read_as_megatron_does(text: str, pipeline: int) -> 
 
 
 def test_what_each_chunk_has() -> None:
-    split = PipelineSplit(2, 2, None, None, False, False, None)
-    chunks = chunks_of(split, 4, 1)
-    assert chunks[0] == Chunk(0, 0, range(0, 1), True, False, False, False)
-    assert chunks[-1] == Chunk(1, 1, range(3, 4), False, True, True, True)
-    apart = chunks_of(PipelineSplit(2, None, None, None, False, False, "Ett||m|L"), 2, 1)
+    chunks = chunks_of(TrainParallelism(1, pipeline=2, virtual_pipeline=2, noop_layers=(1,)), 3, 1)
+    assert chunks[0] == Chunk(0, 0, range(0, 1), (0,), True, False, False, False)
+    assert [chunk.layers for chunk in chunks] == [(0,), (), (1,), (2,)]
+    assert chunks[-1] == Chunk(1, 1, range(3, 4), (2,), False, True, True, True)
+    apart = chunks_of(TrainParallelism(1, pipeline=2, pipeline_layout="Ett||m|L"), 2, 1)
     assert [chunk.has_final_norm for chunk in apart] == [True, False, False, False]
     assert [chunk.has_mtp for chunk in apart] == [False, False, True, False]

@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 60.0  # of all others
 class FakeVllm(FakeInference):
     """Also what a script asks of an `InferenceEngine` beside its weights."""
 
-    settings = SimpleNamespace(data_parallel_size=1)
+    settings = SimpleNamespace(sizes=SimpleNamespace(data=1))
 
     def __init__(self, script: Script, job: Job) -> None:
         super().__init__(script, job.rank)

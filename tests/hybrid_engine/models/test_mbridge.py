@@ -153,8 +153,6 @@ def mock_constructed_bridge(config: ActorConfig, table: ModelTable, path: Path) 
     from megatron.core import parallel_state
     from transformers import AutoConfig
 
-    from hybrid_engine.backends.megatron.build import padded_vocab_size
-
     hf_config = AutoConfig.from_pretrained(path)
     bridge_class = _MODEL_REGISTRY[hf_config.model_type]
     bridge_class = type("MockConstructed" + bridge_class.__name__, (bridge_class,), {})
@@ -178,7 +176,7 @@ def mock_constructed_bridge(config: ActorConfig, table: ModelTable, path: Path) 
     )
     bridge.make_vocab_size_divisible_by = config.make_vocab_size_divisible_by
     bridge.vocab_size = table.dims.vocab_size
-    bridge.padded_vocab_size = padded_vocab_size(config, table.dims.vocab_size)
+    bridge.padded_vocab_size = config.sizes(1).padded_vocabulary(table.dims.vocab_size)
     bridge._adjust_mapping_for_shared_weights()
     return bridge
 

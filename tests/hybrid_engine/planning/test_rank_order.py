@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 
 from hybrid_engine.errors import DependencyError
-from hybrid_engine.layouts.inference import InferenceParallelism, inference_side
-from hybrid_engine.layouts.training import TrainParallelism, training_side
+from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
+from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.rank_order import held_nbytes, rank_order
 from hybrid_engine.planning.summary import summarize

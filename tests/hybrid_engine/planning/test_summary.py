@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from hybrid_engine.errors import PlanError
-from hybrid_engine.layouts.inference import InferenceParallelism, inference_side
-from hybrid_engine.layouts.training import TrainParallelism, training_side
+from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
+from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.plan import Link, ReshardPlan
 from hybrid_engine.planning.planner import plan

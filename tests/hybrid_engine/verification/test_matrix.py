@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from hybrid_engine.config import find_violations
-from hybrid_engine.config.parallelism import inference_parallelism, train_parallelism
 from hybrid_engine.verification.verdict import NUM_SWITCHES, Verdict
 from tests.hybrid_engine.verification.matrix import MATRIX, Combination, run
 from tests.zoo import published_configs
@@ -30,10 +29,10 @@ def test_every_cell_is_a_sound_configuration(combination: Combination, tmp_path:
     config = combination.case(tmp_path).config(combination.num_ranks)
     keys = {violation.key for violation in find_violations(config, combination.num_ranks)}
     assert keys == ({"actor_config.context_parallel_size"} if "cp2" in combination.train.split() else set())
-    sizes = train_parallelism(config.actor_config, combination.num_ranks)
+    sizes = config.actor_config.sizes(combination.num_ranks)
     short = {"tp": sizes.tensor, "pp": sizes.pipeline, "cp": sizes.context, "ep": sizes.expert}
     assert {f"{key}{size}" for key, size in short.items() if size > 1} <= set(combination.train.split())
-    sizes = inference_parallelism(config.generate_config, combination.num_ranks)
+    sizes = config.generate_config.sizes(combination.num_ranks)
     short = {"tp": sizes.tensor, "pp": sizes.pipeline, "ep": sizes.expert}
     assert {f"{key}{size}" for key, size in short.items() if size > 1} == set(combination.infer.split())
 

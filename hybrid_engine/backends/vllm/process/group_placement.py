@@ -23,17 +23,15 @@ from hybrid_engine.ranks.agreement import Agreement
 
 def rank_in_instance(settings: InferenceSettings, rank: int) -> contextlib.AbstractContextManager[None]:
     """Within this context RANK is what vLLM takes it for: needed wherever it makes groups or a configuration."""
-    ranks_per_instance = (
-        settings.tensor_parallel_size * settings.pipeline_parallel_size * settings.replicas_per_instance
-    )
-    return patches.RANK.replaced(lambda _: str(settings.place_of(rank).position % ranks_per_instance))
+    sizes = settings.sizes
+    return patches.RANK.replaced(lambda _: str(sizes.place_of(rank).position % sizes.ranks_per_instance))
 
 
 @contextlib.contextmanager
 def building_groups(settings: InferenceSettings, rank: int, agreement: Agreement) -> Iterator[None]:
     """Within this context vLLM's groups are those of this rank's place, and keep their order afterwards; what they
     share in memory has no name. Collective."""
-    order = settings.rank_order or tuple(range(settings.num_ranks))
+    order = settings.sizes.ranks.ravel().tolist()
 
     def build(make_group: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(make_group)

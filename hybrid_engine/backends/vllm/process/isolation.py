@@ -33,15 +33,9 @@ def set_environment(settings: InferenceSettings, rank: int) -> None:
 def check_world(settings: InferenceSettings, rank: int) -> None:
     """Raise ConfigError unless the process group has the size that the settings need, and `rank` is this rank."""
     violations = []
-    if settings.num_ranks != dist.get_world_size():
-        violations.append(
-            Violation(
-                "data_parallel_size x pipeline_parallel_size x tensor_parallel_size",
-                f"{settings.data_parallel_size} x {settings.pipeline_parallel_size} x {settings.tensor_parallel_size} "
-                f"= {settings.num_ranks}, but there are {dist.get_world_size()} ranks",
-                "Let their product be the world size",
-            )
-        )
+    if settings.sizes.world_size != dist.get_world_size():
+        problem = f"{settings.sizes.world_size}, but there are {dist.get_world_size()} ranks"
+        violations.append(Violation("world_size", problem, "Use the number of ranks"))
     if rank != dist.get_rank() or os.environ.get("RANK", str(rank)) != str(rank):
         problem = f"{rank}, but the process group says {dist.get_rank()} and RANK is {os.environ.get('RANK')}"
         violations.append(Violation("rank", problem, "Launch with torchrun and pass dist.get_rank()"))

@@ -83,7 +83,7 @@ def nbytes_needed(settings: InferenceSettings, device_type: str) -> int:
     """In /dev/shm by this rank, while vLLM's groups live."""
     if device_type != "cpu":
         return 0
-    num_groups = sum(size > 1 for size in (settings.tensor_parallel_size, settings.pipeline_parallel_size))
+    num_groups = sum(size > 1 for size in (settings.sizes.tensor, settings.sizes.pipeline))
     return num_groups * -(-torch.get_num_threads() * _BYTES_PER_THREAD // _PAGE) * _PAGE
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.config.constraints import QUANTIZATIONS
+from hybrid_engine.config.inference_rules import QUANTIZATIONS
 from hybrid_engine.errors import ModelError
 from hybrid_engine.records.layout import Extent
 

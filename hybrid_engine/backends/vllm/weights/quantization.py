@@ -18,7 +18,7 @@ import torch
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.version import TESTED_VERSION
-from hybrid_engine.config.constraints import QUANTIZATIONS
+from hybrid_engine.config.inference_rules import QUANTIZATIONS
 from hybrid_engine.errors import ConfigError, Violation
 
 logger = logging.getLogger(__name__)

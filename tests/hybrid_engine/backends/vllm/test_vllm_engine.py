@@ -78,7 +78,7 @@ def test_replicas_are_independent_and_no_rank_waits_for_a_failed_one(outcomes: C
     first, second = outcomes(2)["replicas"]
     for result in (first, second):
         kinds = {name: kind for name, (kind, _) in result["errors"].items()}
-        assert kinds["world"] == "ConfigError" and "3 x 1 x 1 = 3, but there are 2" in result["errors"]["world"][1]
+        assert kinds["world"] == "ConfigError" and "world_size: 3, but there are 2" in result["errors"]["world"][1]
         assert kinds["no experts"] == "ConfigError" and "Number of experts" in result["errors"]["no experts"][1]
         assert kinds["unknown"] == "UnknownModelError"
         assert kinds["lacking"] == "ParameterMismatchError"

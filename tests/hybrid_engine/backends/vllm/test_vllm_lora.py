@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm import vllm_support as support
@@ -78,7 +79,7 @@ def _engine(path: str, num_tp: int, **settings: Any) -> Any:
     chosen = InferenceSettings(
         path,
         dtype="float32",
-        tensor_parallel_size=num_tp,
+        sizes=InferenceParallelism(dist.get_world_size(), tensor=num_tp),
         max_model_len=64,
         max_num_seqs=8,
         kv_cache_bytes=16 << 20,

@@ -22,11 +22,13 @@ from hybrid_engine.backends.vllm.arguments import llm_arguments
 from hybrid_engine.backends.vllm.process.group_placement import building_groups
 from hybrid_engine.backends.vllm.process.isolation import destroy_groups, register_model_class, set_environment
 from hybrid_engine.backends.vllm.process.shm_cleanup import ENGINE_TOKEN
-from hybrid_engine.layouts.inference import InferenceParallelism, inference_layout
+from hybrid_engine.layouts.comparison import differences
+from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
-from hybrid_engine.records.regions import Region, subtract_all, union
+from hybrid_engine.records.regions import Region
 from tests.hybrid_engine.backends.vllm import vllm_support
 from tests.zoo.families import served_config
 
@@ -64,11 +66,7 @@ class Case:
     def settings(self, model_dir: str) -> InferenceSettings:
         return InferenceSettings(
             model_dir,
-            tensor_parallel_size=self.tp,
-            pipeline_parallel_size=self.pp,
-            data_parallel_size=self.dp,
-            expert_parallel_size=self.ep,
-            rank_order=self.order,
+            InferenceParallelism(self.tp * self.pp * self.dp, self.tp, self.pp, self.ep, self.order),
             max_model_len=64,
             max_num_seqs=8,
         )
@@ -105,7 +103,7 @@ def vllm_groups(settings: InferenceSettings) -> Iterator[Host]:
             os.environ["VLLM_DIST_IDENT"] = os.environ[ENGINE_TOKEN]
             with set_current_vllm_config(config):
                 parallel_state.init_distributed_environment(dist.get_world_size(), rank, "env://", rank, "gloo")
-                parallel_state.initialize_model_parallel(settings.tensor_parallel_size, settings.pipeline_parallel_size)
+                parallel_state.initialize_model_parallel(settings.sizes.tensor, settings.sizes.pipeline)
         yield Host(settings, rank)
     finally:
         destroy_groups()
@@ -136,13 +134,13 @@ def _result_of(case: Case, host: Host, directory: Path) -> dict[str, Any]:
     filled = vllm_support.fill_by_records(adaptor, weights)
     layout = adaptor.layout()
     return {
-        "position": host.settings.place_of(host.rank).position,
+        "position": host.settings.sizes.place_of(host.rank).position,
         "differences": vllm_support.differences(filled, vllm_support.native_parameters(host, checkpoint)),
         "digests": {name: _digest(tensor) for name, tensor in filled.items()},
         "ready": vllm_support.is_ready(adaptor),
         "staged": adaptor.staged,
         "num_tensors": len(_regions(layout)),
-        "computed": _analytic_faults(case, host.rank, layout),
+        "computed": _analytic_faults(case, host, layout),
         "padding": {
             buffer_id.name: [(extent.start, extent.stop) for extent in buffer.padding]
             for buffer_id, buffer in layout.buffers.items()
@@ -156,16 +154,11 @@ def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def _analytic_faults(case: Case, rank: int, traced: Layout) -> list[str]:
+def _analytic_faults(case: Case, host: Host, traced: Layout) -> list[str]:
     """Tensors of which the computed layout says that this rank holds something else than its loader writes."""
-    sizes = InferenceParallelism(dist.get_world_size(), case.tp, case.pp, case.ep, case.order)
-    computed = inference_layout(table_for(case.model), sizes, rank)
+    computed = inference_side(table_for(case.model), host.settings.sizes).layout_of(host.rank)
     ours, theirs = _regions(computed), _regions(traced)
-    return [
-        f"{name}: computed {ours.get(name, [])}, traced {theirs.get(name, [])}"
-        for name in sorted({*ours, *theirs})
-        if not _same_elements(ours.get(name, []), theirs.get(name, []))
-    ]
+    return [f"{name}: computed {ours.get(name)}, traced {theirs.get(name)}" for name in differences(computed, traced)]
 
 
 def _regions(layout: Layout) -> dict[str, list[Region]]:
@@ -173,7 +166,3 @@ def _regions(layout: Layout) -> dict[str, list[Region]]:
     for shard in layout.shards:
         regions.setdefault(shard.region.tensor, []).append(shard.region)
     return regions
-
-
-def _same_elements(one: list[Region], other: list[Region]) -> bool:
-    return not subtract_all(union(one), other) and not subtract_all(union(other), one)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ranks.job import Job
 from tests.hybrid_engine.backends.vllm import vllm_support as support
 from tests.zoo.checkpoint_shapes import checkpoint_dtypes
@@ -47,6 +48,11 @@ def _engine(directory: str, config: dict[str, Any], **settings: Any) -> Any:
     return InferenceEngine(chosen, support.checkpoint_shapes(config), Job.join(600), dtypes=dtypes)
 
 
+def _sizes(**sizes: Any) -> InferenceParallelism:
+    """Parallel sizes of all ranks."""
+    return InferenceParallelism(dist.get_world_size(), **sizes)
+
+
 def native_answers(directory: str, checkpoint: str, num_tp: int) -> tuple[list[Any], list[Any]]:
     """Greedy completions and prompt log-probabilities of a natively loaded vLLM in this process, which then ends."""
     engine = _native_engine(directory, checkpoint, num_tp)
@@ -76,7 +82,7 @@ def _native_engine(directory: str, checkpoint: str, num_tp: int) -> Any:
     formats = _registered_formats()
     formats.pop(loader.LOAD_FORMAT, None)
     try:
-        return _engine(checkpoint, support.QWEN3, tensor_parallel_size=num_tp, **SMALL_BLOCKS)
+        return _engine(checkpoint, support.QWEN3, sizes=_sizes(tensor=num_tp), **SMALL_BLOCKS)
     finally:
         loader._loader_class = original
         formats.pop(loader.LOAD_FORMAT, None)
@@ -219,7 +225,7 @@ def cycles(directory: str, num_tp: int) -> dict[str, Any]:
     # Against the order of the native engine: where gathers must follow the positions, not the ranks.
     order = tuple(reversed(range(num_tp)))
     before = shared_mappings()  # of the native engine: vLLM keeps them as long as the process lives
-    engine = _engine(checkpoints[0], config, tensor_parallel_size=num_tp, rank_order=order, **SMALL_BLOCKS)
+    engine = _engine(checkpoints[0], config, sizes=_sizes(tensor=num_tp, rank_order=order), **SMALL_BLOCKS)
     shared = {name: nbytes for name, nbytes in shared_mappings().items() if name not in before}
     result: dict[str, Any] = {"native": native, "differences": [], "errors": [], "tp_rank": engine.tp_rank}
 
@@ -326,12 +332,12 @@ def replicas(directory: str) -> dict[str, Any]:
         except HybridEngineError as error:
             result["errors"][name] = (type(error).__name__, str(error))
 
-    attempt("world", path, shapes, data_parallel_size=3)
-    attempt("no experts", path, shapes, data_parallel_size=2, expert_parallel_size=2)
-    attempt("unknown", unknown, shapes, data_parallel_size=2)
-    attempt("lacking", path, lacking, data_parallel_size=2)
-    attempt("one rank", path, misshapen if rank == 1 else shapes, data_parallel_size=2)
-    engine = _engine(path, config, data_parallel_size=2)
+    attempt("world", path, shapes, sizes=InferenceParallelism(3))
+    attempt("no experts", path, shapes, sizes=_sizes(expert=2))
+    attempt("unknown", unknown, shapes, sizes=_sizes())
+    attempt("lacking", path, lacking, sizes=_sizes())
+    attempt("one rank", path, misshapen if rank == 1 else shapes, sizes=_sizes())
+    engine = _engine(path, config, sizes=_sizes())
     result["place"] = (engine.dp_rank, engine.pp_rank, engine.tp_rank)
     support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
     sampling = Sampling(n=4, max_tokens=6, ignore_eos=True)
@@ -345,8 +351,8 @@ def replicas(directory: str) -> dict[str, Any]:
     result["stopped"] = engine.generate(PROMPTS[:1], stopped)[0][0]
     engine.shutdown()
     result["refused"] = [
-        _refused(Path(directory), support.LLAMA, pipeline_parallel_size=2),
-        _refused(Path(directory), support.QWEN3_MOE, data_parallel_size=2, expert_parallel_size=2),
+        _refused(Path(directory), support.LLAMA, pipeline=2),
+        _refused(Path(directory), support.QWEN3_MOE, expert=2),
     ]
     return result
 
@@ -357,20 +363,20 @@ def orders(directory: str, chosen: Sequence[tuple[int, ...] | None]) -> list[dic
     config, results = support.LLAMA, []
     path = support.write_config(Path(directory) / "llama", config)
     for order in chosen:
-        engine = _engine(path, config, tensor_parallel_size=2, data_parallel_size=2, rank_order=order)
+        engine = _engine(path, config, sizes=_sizes(tensor=2, rank_order=order))
         support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
         results.append({"place": (engine.dp_rank, engine.tp_rank), "answers": _answers(engine)})
         engine.shutdown()
     return results
 
 
-def _refused(directory: Path, config: dict[str, Any], **settings: Any) -> tuple[bool, str]:
+def _refused(directory: Path, config: dict[str, Any], **sizes: int) -> tuple[bool, str]:
     """An engine that takes weights but cannot generate on CPU: whether it took them, and the error."""
     from hybrid_engine.backends.vllm import Sampling
     from hybrid_engine.errors import StateError
 
     path = support.write_config(directory / config["model_type"], config)
-    engine = _engine(path, config, **settings)
+    engine = _engine(path, config, sizes=_sizes(**sizes))
     support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
     is_ready = support.is_ready(engine.adaptor)
     try:
@@ -397,7 +403,7 @@ def quantised(directory: str, num_tp: int) -> dict[str, Any]:
     destroy_groups()
     engine_path = support.write_config(base / "config", config)
     for quantization in ("fp8_per_channel", None):
-        engine = _engine(engine_path, config, tensor_parallel_size=num_tp, quantization=quantization)
+        engine = _engine(engine_path, config, sizes=_sizes(tensor=num_tp), quantization=quantization)
         for values in weights:
             support.fill_by_records(engine.adaptor, values)
             engine.reset_caches()
@@ -419,7 +425,7 @@ def quantised(directory: str, num_tp: int) -> dict[str, Any]:
         (moe, support.QWEN3_MOE, "fp8_per_channel"),
     ):
         try:
-            _engine(where, model, tensor_parallel_size=num_tp, quantization=method).shutdown()
+            _engine(where, model, sizes=_sizes(tensor=num_tp), quantization=method).shutdown()
         except HybridEngineError as error:
             result["errors"][method] = (type(error).__name__, str(error))
     return result
@@ -491,7 +497,7 @@ def transformers_oracle(directory: str, num_tp: int, families: Sequence[str]) ->
         paths = [support.write_checkpoint(*each) for each in zip(places, (config, config), weights, strict=True)]
         # First, for vLLM changes the classes of models that it takes from transformers.
         expected = [_reference_distributions(path) for path in paths]
-        engine = _engine(paths[0], config, dtype="float32", tensor_parallel_size=num_tp)
+        engine = _engine(paths[0], config, dtype="float32", sizes=_sizes(tensor=num_tp))
         gaps = []
         for values, theirs in zip(weights, expected, strict=True):
             support.fill_by_records(engine.adaptor, values)

@@ -1,0 +1,103 @@
+"""What a rule of the configuration is, what it looks at, and how those of parallel sizes become some.
+
+A rule of training looks at a `TrainingContext`, a rule of inference at a `JobContext`, which has both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Generic, TypeVar
+
+from hybrid_engine.config.keys import ActorConfig, Dtype, GenerateConfig
+from hybrid_engine.errors import Violation
+from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism, sizes_of
+from hybrid_engine.layouts.size_rules import SizeRule
+from hybrid_engine.models.table import ModelTable
+
+
+@dataclass(frozen=True)
+class TrainingContext:
+    """A training model and the number of its ranks."""
+
+    actor: ActorConfig
+    table: ModelTable
+    world_size: int
+
+    @cached_property
+    def train_sizes(self) -> TrainParallelism:
+        """The training side's sizes; parameters lie as in megatron-core's local layer spec."""
+        return self.actor.sizes(self.world_size, cuts_whole_projections=True)
+
+
+@dataclass(frozen=True)
+class JobContext(TrainingContext):
+    """A training model that vLLM generates with."""
+
+    generate: GenerateConfig
+
+    @cached_property
+    def infer_sizes(self) -> InferenceParallelism:
+        """The inference side's sizes, ranks in order."""
+        return self.generate.sizes(self.world_size)
+
+    @property
+    def wire_dtype(self) -> Dtype:
+        """In which weights arrive at vLLM."""
+        return self.generate.wire_dtype(self.actor.params_dtype)
+
+
+Context = TypeVar("Context", bound=TrainingContext)
+Sizes = TypeVar("Sizes", TrainParallelism, InferenceParallelism)
+Find = Callable[[Context], Iterator[Violation]]
+
+
+@dataclass(frozen=True)
+class Constraint(Generic[Context]):
+    """One rule.
+
+    Attributes:
+        key: the configuration key that is most often to change; a finding names its own.
+        rule: what holds of a sound configuration; a sentence for the documentation.
+        find: yields what breaks it.
+        computing: concerns training's computation only; a model that just holds weights may break it.
+    """
+
+    key: str
+    rule: str
+    find: Find[Context]
+    computing: bool = False
+
+
+def constraint(
+    table: list[Constraint[Context]], key: str, rule: str, *, computing: bool = False
+) -> Callable[[Find[Context]], Find[Context]]:
+    """Decorator: the function finds what breaks a rule, which joins `table`."""
+
+    def register(find: Find[Context]) -> Find[Context]:
+        table.append(Constraint(key, rule, find, computing))
+        return find
+
+    return register
+
+
+def size_constraints(
+    section: str, side: type[Sizes], rules: Sequence[SizeRule[Sizes]], sizes: Callable[[Context], Sizes]
+) -> list[Constraint[Context]]:
+    """A side's rules of parallel sizes under the keys of the configuration.
+
+    Args:
+        section: that has the sizes of `side`.
+        rules: of the layouts.
+        sizes: takes them out of what a rule of the configuration looks at.
+    """
+    keys = {size.name: f"{section}.{size.key}" for size in sizes_of(side)}
+
+    def rekeyed(rule: SizeRule[Sizes]) -> Find[Context]:
+        return lambda context: (
+            Violation(keys[found.key], found.problem, found.remedy)
+            for found in rule.find(sizes(context), context.table)
+        )
+
+    return [Constraint(keys[rule.size], rule.text, rekeyed(rule)) for rule in rules]
