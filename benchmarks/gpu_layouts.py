@@ -16,7 +16,6 @@ from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
-from hybrid_engine.planning.coalescing import coalesce
 from hybrid_engine.planning.plan import Bucket
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
@@ -60,7 +59,7 @@ class RankJob:
     Attributes:
         rank: global rank.
         source: its own source buffer. destinations: its destination buffers by name.
-        buckets: the plan's, with the transfers that write to this rank, combined.
+        buckets: the plan's, with the transfers that write to this rank.
     """
 
     rank: int
@@ -106,7 +105,7 @@ def rank_job(shape: ModelShape, train: str, infer: str, rank: int, bucket_nbytes
     unserved = [name for name in table.shapes if not table.is_served(name)]
     found = plan(source, destination, ["host"] * len(ranks), bucket_nbytes, unserved, rank)
     buckets = tuple(
-        replace(bucket, transfers=tuple(coalesce(own)))
+        replace(bucket, transfers=tuple(own))
         for bucket in found.buckets
         if (own := [each for each in bucket.transfers if each.dst_rank == rank])
     )

@@ -33,8 +33,8 @@ from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
+from hybrid_engine.planning.planner import plan_sides
 from hybrid_engine.planning.rank_order import rank_order
-from hybrid_engine.planning.rank_plan import plan_of_rank
 from hybrid_engine.planning.summary import summarize
 
 RANKS = (64, 128, 256, 512, 1024, 2048)
@@ -133,7 +133,7 @@ def measure(point: Point) -> Figures:
     times.append(time.perf_counter())
     rank_order("auto", source.holdings, destination.holdings, hosts, infer.tensor)
     times.append(time.perf_counter())
-    plan = plan_of_rank(source, destination, hosts, train.world_size // 2, may_stay_unread=unserved)
+    plan = plan_sides(source, destination, hosts, may_stay_unread=unserved, rank=train.world_size // 2)
     times.append(time.perf_counter())
     if (summary.received != summary.lower_bound).any():
         raise AssertionError("more is received than the least")

@@ -17,10 +17,9 @@ from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.planning.plan import Link
-from hybrid_engine.planning.planner import DEFAULT_BUCKET_NBYTES
+from hybrid_engine.planning.plan import Link, ReshardPlan
+from hybrid_engine.planning.planner import DEFAULT_BUCKET_NBYTES, plan_sides
 from hybrid_engine.planning.rank_order import rank_order
-from hybrid_engine.planning.rank_plan import RankPlan, plan_of_rank
 from hybrid_engine.planning.summary import ByteSummary, summarize
 from hybrid_engine.records.holdings import SideLayout
 
@@ -81,10 +80,7 @@ class JobPlan:
     @property
     def model_nbytes(self) -> int:
         """Bytes of all tensors that vLLM serves, each once."""
-        holdings = self.destination.holdings
-        return sum(
-            int(np.prod(holdings.shapes[name], dtype=np.int64)) * holdings.itemsizes[name] for name in holdings.owners
-        )
+        return self.destination.holdings.model_nbytes
 
     @cached_property
     def seconds(self) -> np.ndarray:
@@ -114,12 +110,12 @@ class JobPlan:
             return None
         return bool(self.host_nbytes.max() <= self.cluster.host_gib * GIB)
 
-    def plan_of(self, rank: int) -> RankPlan:
+    def plan_of(self, rank: int) -> ReshardPlan:
         """Every transfer of one rank."""
         hosts = self.cluster.hosts(self.world_size)
         unserved = [name for name in self.table.shapes if not self.table.is_served(name)]
-        return plan_of_rank(
-            self.source, self.destination, hosts, rank, self.bucket_nbytes, unserved, relaying_hosts=set(hosts)
+        return plan_sides(
+            self.source, self.destination, hosts, self.bucket_nbytes, unserved, rank, relaying_hosts=set(hosts)
         )
 
 

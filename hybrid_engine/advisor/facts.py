@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from hybrid_engine.advisor.cluster_plan import JobPlan
-from hybrid_engine.planning.plan import Link
-from hybrid_engine.planning.rank_plan import RankPlan
+from hybrid_engine.planning.plan import ByteCount, Link, ReshardPlan, Transfer
+from hybrid_engine.planning.relays import staging_nbytes
 from hybrid_engine.planning.summary import ByteSummary
 
 
@@ -62,18 +63,24 @@ def facts_of(plan: JobPlan) -> dict[str, Any]:
     }
 
 
-def facts_of_rank(plan: RankPlan) -> dict[str, Any]:
+def facts_of_rank(plan: ReshardPlan, rank: int) -> dict[str, Any]:
     """What one rank does."""
     transfers = list(plan.transfers())
+    count = plan.bytes_by_rank.get(rank, ByteCount(0, 0, 0, 0))
     return {
-        "rank": plan.rank,
+        "rank": rank,
         "transfers": len(transfers),
         "buckets": len(plan.buckets),
-        "received": {link.value: plan.received(link) for link in Link},
-        "sent": {link.value: plan.sent(link) for link in Link if link is not Link.SELF},
-        "staging": plan.staging_nbytes,
+        "received": {"self": count.own, "host": count.host, "network": count.network},
+        "sent": {link.value: _sent(transfers, rank, link) for link in (Link.HOST, Link.NETWORK)},
+        "staging": staging_nbytes(plan.buckets, plan.relays, rank),
         "peers": len({each.src_rank for each in transfers} | {each.dst_rank for each in transfers}) - 1,
     }
+
+
+def _sent(transfers: Iterable[Transfer], rank: int, link: Link) -> int:
+    """Bytes that go over a link to other ranks."""
+    return sum(each.nbytes for each in transfers if each.src_rank == rank and each.link is link)
 
 
 def _bytes(summary: ByteSummary) -> dict[str, dict[str, float]]:

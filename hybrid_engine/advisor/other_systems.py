@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
-from hybrid_engine.planning.routes import missing_by_rank
-from hybrid_engine.planning.summary import tensor_classes
+from hybrid_engine.planning.lower_bound import missing_by_rank
+from hybrid_engine.planning.tensor_classes import tensor_classes
 from hybrid_engine.records.holdings import Holdings
 from hybrid_engine.records.owners import BoxOwners
 
@@ -39,7 +39,7 @@ def peers(
     source: Holdings, destination: Holdings, train: TrainParallelism, infer: InferenceParallelism
 ) -> list[PeerBytes]:
     """All of them."""
-    model = _model_nbytes(source, destination)
+    model = destination.model_nbytes
     t, p, tg, pg = train.tensor, train.pipeline, infer.tensor, infer.pipeline
     broadcast = "(1/tg - 1/t) * M/p + (1 - 1/p) * M/tg"
     refused = list(_not_in_mindspeed(train, infer))
@@ -56,13 +56,6 @@ def peers(
 
 def _peer(system: str, formula: str, nbytes: float, reasons: list[str]) -> PeerBytes:
     return PeerBytes(system, formula, None, "; ".join(reasons)) if reasons else PeerBytes(system, formula, nbytes)
-
-
-def _model_nbytes(source: Holdings, destination: Holdings) -> int:
-    """Bytes of all tensors that are moved, each once."""
-    return sum(
-        int(np.prod(destination.shapes[name], dtype=np.int64)) * source.itemsizes[name] for name in destination.owners
-    )
 
 
 def _gathered(source: Holdings, destination: Holdings) -> np.ndarray:

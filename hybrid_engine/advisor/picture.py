@@ -17,9 +17,9 @@ import numpy as np
 
 from hybrid_engine.layouts.parameters import Location, parameters_of
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.records.holdings import Holdings, TensorOwners, first_members, joined, rank_classes
+from hybrid_engine.records.holdings import Holdings, TensorOwners, first_members, rank_classes
 from hybrid_engine.records.owners import presence_of
-from hybrid_engine.records.regions import Region
+from hybrid_engine.records.regions import Region, joined
 
 SIDES = ("train", "infer", "both")
 

@@ -73,7 +73,7 @@ def plan(
     facts["planning"] = {"seconds": time.perf_counter() - started}
     if rank is not None:
         started = time.perf_counter()
-        facts["rank"] = facts_of_rank(job.plan_of(rank))
+        facts["rank"] = facts_of_rank(job.plan_of(rank), rank)
         facts["rank"]["planning_seconds"] = time.perf_counter() - started
     facts["planning"]["peak_memory"] = _peak_memory()
     with writing():

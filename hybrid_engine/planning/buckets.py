@@ -10,7 +10,7 @@ fill the slices of all stages before anything of its own is freed; so stages tak
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -141,6 +141,7 @@ def _clusters(needs: Mapping[str, Need], num_ranks: int) -> list[_Cluster]:
 def _summed(parts: Sequence[BytesByRank], num_ranks: int) -> np.ndarray:
     """Bytes of all parts, one number per rank."""
     total = np.zeros(num_ranks, dtype=np.int64)
-    for part in parts:
-        np.add.at(total, part.ranks, part.nbytes)
+    times = Counter(map(id, parts))  # the experts of a layer are few objects, many times
+    for part in {id(part): part for part in parts}.values():
+        np.add.at(total, part.ranks, part.nbytes * times[id(part)])
     return total

@@ -3,7 +3,7 @@
     rows of a head, head after head                 32 transfers of [64, 896]   ->  1 of [32, 64, 896]
     one matrix of every expert of a layer          128 transfers of [768, 2048] ->  1 of [128, 768, 2048]
 
-What is moved stays the same. A combined transfer has the dims of the copy, no longer those of one canonical tensor.
+What is moved stays the same. A coalesced transfer has the dims of the copy, no longer those of one canonical tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybrid_engine.records.layout import Place
 
 
 def coalesce(transfers: Iterable[Transfer]) -> list[Transfer]:
-    """The same copies in as few transfers as regular distances allow.
+    """Make the same copies in as few transfers as regular distances allow.
 
     Transfers are only joined when they go from one buffer to one other, so what a pair of ranks gets depends on the
     pair's own transfers alone, and both ends derive the same; the result is in order of place.
@@ -31,14 +31,15 @@ def coalesce(transfers: Iterable[Transfer]) -> list[Transfer]:
 
 def _coalesced(transfers: list[Transfer]) -> list[Transfer]:
     """Join until nothing joins any more: heads, then experts of equal heads, and so on."""
-    while True:
+    while len(transfers) > 1:
         alike: dict[object, list[Transfer]] = {}
         for one in transfers:
             alike.setdefault((one.lengths, one.src.strides, one.dst.strides), []).append(one)
         joined = [_flattened(_join(run)) for same in alike.values() for run in _runs(same)]
         if len(joined) == len(transfers):
-            return transfers
+            break
         transfers = joined
+    return transfers
 
 
 def _runs(transfers: list[Transfer]) -> Iterator[list[Transfer]]:
@@ -86,10 +87,9 @@ def _flattened(transfer: Transfer) -> Transfer:
             kept[-1] = kept[-1][0] * length, src, dst
         else:
             kept.append((length, src, dst))
+    if len(kept) == len(dims):
+        return transfer
     lengths, src_strides, dst_strides = zip(*kept, strict=True) if kept else ((), (), ())
-    return replace(
-        transfer,
-        lengths=lengths,
-        src=Place(transfer.src.buffer, transfer.src.offset, src_strides),
-        dst=Place(transfer.dst.buffer, transfer.dst.offset, dst_strides),
-    )
+    src = Place(transfer.src.buffer, transfer.src.offset, src_strides)
+    dst = Place(transfer.dst.buffer, transfer.dst.offset, dst_strides)
+    return Transfer(transfer.tensor, lengths, src, dst, transfer.nbytes, transfer.link)

@@ -3,7 +3,8 @@
     Bucket.transfers   source buffer -> destination, or -> relay buffer     a box crosses the network once for a host
     Bucket.fan_out     relay buffer  -> destinations on its host            once it has come
 
-A relay buffer (planning/relays.py) lies on one of the ranks that need what comes into it.
+What is planned is what runs: transfers are as large as they can be (planning/coalescing.py). A relay buffer
+(planning/relays.py) lies on one of the ranks that need what comes into it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from hybrid_engine.records.layout import Buffer, BufferId, Place
+from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Place
 
 
 class Link(StrEnum):
@@ -25,12 +26,22 @@ class Link(StrEnum):
     NETWORK = "network"
 
 
+def wire_dtype(source: str, destination: str) -> str:
+    """The dtype in which elements cross a link: a message is cast before it is sent when the destination is narrower.
+
+    Every count of bytes is elements times the bytes per element of this dtype.
+    """
+    return destination if DTYPE_NBYTES[destination] < DTYPE_NBYTES[source] else source
+
+
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Copy a box of `lengths` elements of canonical `tensor` from `src` to `dst`.
+    """Copy a box of `lengths` elements from `src` to `dst`.
 
-    `nbytes` counts the bytes that cross the link: elements times bytes per element on the side where that is less, for
-    a message is cast before it is sent when the destination is narrower.
+    Attributes:
+        tensor: what is copied, for messages: a canonical tensor, or the first and the last of several.
+        lengths: per dim of the copy; strides of both places have as many entries.
+        nbytes: what crosses the link: elements times bytes per element of the `wire_dtype`.
     """
 
     tensor: str
@@ -90,7 +101,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class ByteCount:
-    """Bytes one rank reads in a reshard, by link, and the least any plan could make it receive.
+    """Bytes one rank reads in a reshard, by link, and those that any plan would make it receive.
 
     What comes to a host in a relay buffer counts as network where that buffer is, as host where it is read by others.
     """
@@ -115,17 +126,16 @@ class ReshardPlan:
         bytes_by_rank: what each destination rank reads; in the plan of one rank what that one reads.
         unread: canonical tensors the training side holds and the inference side was offered but never reads
             (e.g. a head that is tied to the embedding), by name.
-        fingerprint: digest of the two layouts and the hosts; a plan is valid only for layouts with this digest.
+        fingerprint: digest of the two layouts and the hosts; a plan is valid only for layouts with this digest. Empty
+            for a plan of computed layouts, which nothing runs.
         relays: the relay buffers, in the plan of one rank those it writes, holds or reads.
-        network_lower_bound: host -> bytes that its ranks together must receive from other hosts whatever the plan.
     """
 
     buckets: tuple[Bucket, ...]
     bytes_by_rank: Mapping[int, ByteCount]
     unread: tuple[str, ...]
-    fingerprint: str
+    fingerprint: str = ""
     relays: Mapping[BufferId, Buffer] = field(default_factory=dict)
-    network_lower_bound: Mapping[str, int] = field(default_factory=dict)
 
     def transfers(self) -> Iterable[Transfer]:
         """All transfers, in bucket order."""

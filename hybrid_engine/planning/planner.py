@@ -1,33 +1,39 @@
-"""Planning: box intersection of two layouts, tensor by tensor.
+"""The planner: from who holds and who needs which boxes to the transfers of all ranks, or of one.
 
-    sources and destinations of a tensor, region by region    who has it, who wants it
-    routes                                             who sends what to whom (planning/routes.py)
-    transfers                                          between the places that the records name
-    buckets                                            no destination group in two (planning/buckets.py)
-    relay buffers                                      for what several places of a host need (planning/relays.py)
+    layouts -> owners of boxes         records of all ranks in compact form (records/holdings.py)
+    owners -> tensor classes           tensors with the same owners on both sides (planning/tensor_classes.py)
+    class -> routes                    who sends what to whom (planning/routes.py)
+    routes -> transfers                between the places where the owners have the boxes
+    tensors -> buckets                 no destination group in two (planning/buckets.py)
+    boxes that several places need     over relay buffers (planning/relays.py)
+    transfers of a bucket              joined to fewer, larger ones (planning/coalescing.py)
 
-Everything is sorted and counted by position, so ranks that plan the same layouts get the same plan without talking; a
-rank that keeps only its own transfers keeps exactly those that are its own in everybody's plan.
+Everything is sorted and counted by position, so ranks that plan the same layouts get the same plan without talking. The
+plan of one rank is made without that of others, and has exactly those transfers of everybody's plan that it is part of.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 
 from hybrid_engine.errors import PlanError
 from hybrid_engine.planning.buckets import BytesByRank, Need, Outline, outline_buckets
-from hybrid_engine.planning.plan import Bucket, ByteCount, Link, ReshardPlan, Transfer, fingerprint_of
-from hybrid_engine.planning.relays import RelayedTransfer, RelayPlanner, wire_dtype
-from hybrid_engine.planning.routes import Hosts, RoundRobinOffset, Routes, missing_by_hosts, missing_by_rank
-from hybrid_engine.records.layout import Layout, Shard
-from hybrid_engine.records.owners import BoxOwners
+from hybrid_engine.planning.coalescing import coalesce
+from hybrid_engine.planning.lower_bound import missing_by_rank
+from hybrid_engine.planning.plan import Bucket, ByteCount, Link, ReshardPlan, Transfer, fingerprint_of, wire_dtype
+from hybrid_engine.planning.relays import RelayedTransfer, RelayPlanner
+from hybrid_engine.planning.routes import Hosts, RoundRobinOffset, Routes
+from hybrid_engine.planning.tensor_classes import TensorClass, holding_faults, tensor_classes
+from hybrid_engine.records.holdings import Holdings, PlacedHoldings, PlaceIndex, TensorOwners, placed_holdings
+from hybrid_engine.records.layout import DTYPE_NBYTES, Layout
+from hybrid_engine.records.owners import contains
 from hybrid_engine.records.regions import Region
-from hybrid_engine.records.validation import layout_faults, shard_fault
+from hybrid_engine.records.validation import layout_faults, unusable_tensors
 
 DEFAULT_BUCKET_NBYTES = 256 * 1024 * 1024
 
@@ -54,176 +60,177 @@ def plan(
             comes over the network once, to others once for every place.
 
     Raises:
-        PlanError: with every fault: bounds, overlaps, gaps, shapes that differ, destination regions that no rank
-            holds, source tensors that nobody reads.
+        PlanError: with every fault: bounds, overlaps, gaps, tensors of several dtypes or shapes, destination regions
+            that no rank holds, source tensors that nobody reads.
 
-    Routes are found in the order in which the destination declares the tensors (the model's own); buckets take turns
-    between pipeline stages (planning/buckets.py).
+    Round robins go through the tensors in the order in which the destination declares them (the model's own); buckets
+    take turns between pipeline stages (planning/buckets.py).
     """
-    faults = [*layout_faults(source, exact=False), *layout_faults(destination, exact=True)]
-    faults += _shape_faults(source, destination)
-    unusable = _unusable_tensors(source, destination) if faults else set()
-    src_by_tensor, dst_by_tensor = source.shards_by_tensor(), destination.shards_by_tensor()
+    sides = _checked_sides(source, destination, len(hosts), may_stay_unread)
+    found = plan_sides(*sides, hosts, bucket_nbytes, source.tensors, rank, relaying_hosts)
+    fingerprint = fingerprint_of(source.fingerprint(), destination.fingerprint(), hosts, relaying_hosts)
+    return replace(found, fingerprint=fingerprint)
+
+
+def plan_sides(
+    source: PlacedHoldings,
+    destination: PlacedHoldings,
+    hosts: Sequence[object],
+    bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
+    may_stay_unread: Iterable[str] = (),
+    rank: int | None = None,
+    relaying_hosts: Collection[object] = (),
+) -> ReshardPlan:
+    """The same for sides in compact form, e.g. computed from sizes; arguments as of `plan`.
+
+    Memory: the two sides, and the transfers that are asked for.
+
+    Raises:
+        PlanError: as `plan`, but for faults of buffers.
+    """
+    unread = _unread(source.holdings.owners, destination.holdings.owners)
+    if faults := _unread_faults(unread, may_stay_unread):
+        raise PlanError([*holding_faults(source.holdings, destination.holdings), *faults])
     planner = _Planner(source, destination, Hosts(hosts, relaying_hosts), rank)
-    needs: dict[str, Need] = {}
-    for tensor in (name for name in destination.tensors if name in dst_by_tensor and name not in unusable):
-        src_shards, dst_shards = src_by_tensor.get(tensor, []), dst_by_tensor[tensor]
-        planner.add(tensor, src_shards, dst_shards)
-        needs[tensor] = _need_of(source, destination, src_shards, dst_shards)
-    faults += planner.faults
-    unread = tuple(sorted(src_by_tensor.keys() - dst_by_tensor.keys()))
-    expected = set(may_stay_unread)
-    faults += [f"{name}: a training parameter that no inference rank reads" for name in unread if name not in expected]
-    if faults:
-        raise PlanError(faults)
+    for tensors in tensor_classes(source.holdings, destination.holdings):
+        planner.add(tensors)
+    outlines = outline_buckets(_needs(source, destination), len(hosts), bucket_nbytes)
     relays = RelayPlanner(rank)
-    buckets = fill_buckets(
-        outline_buckets(needs, len(hosts), bucket_nbytes), planner.transfers, planner.relayed, relays
-    )
-    return ReshardPlan(
-        buckets=buckets,
-        bytes_by_rank=planner.bytes_by_rank(buckets),
-        unread=unread,
-        fingerprint=fingerprint_of(source.fingerprint(), destination.fingerprint(), hosts, relaying_hosts),
-        relays=relays.buffers,
-        network_lower_bound=planner.network_lower_bound(),
-    )
+    buckets = tuple(planner.bucket(index, outline, relays) for index, outline in enumerate(outlines))
+    return ReshardPlan(buckets, planner.bytes_by_rank(buckets), unread, relays=relays.buffers)
 
 
-def fill_buckets(
-    outlines: Iterable[Outline],
-    transfers: Mapping[str, Sequence[Transfer]],
-    relayed: Mapping[str, Sequence[RelayedTransfer]],
-    relays: RelayPlanner,
-) -> tuple[Bucket, ...]:
-    """Buckets of these outlines, with what is known of their tensors; places in relay buffers are given by `relays`."""
-    buckets = []
-    for index, outline in enumerate(outlines):
-        straight = (each for tensor in outline.tensors for each in transfers.get(tensor, ()))
-        arriving, fan_out = relays.lay_out(
-            index, (each for tensor in outline.tensors for each in relayed.get(tensor, ()))
+def box_transfers(
+    source: Layout, destination: Layout, hosts: Sequence[str], rank: int, may_stay_unread: Iterable[str] = ()
+) -> list[Transfer]:
+    """One rank's transfers as boxes of canonical tensors, in order of place: for files, read and written box by box.
+
+    Without buckets, and not coalesced. Arguments and errors as of `plan`.
+    """
+    sides = _checked_sides(source, destination, len(hosts), may_stay_unread)
+    planner = _Planner(*sides, Hosts(hosts), rank)
+    for tensors in tensor_classes(sides[0].holdings, sides[1].holdings):
+        planner.add(tensors)
+    in_order = (sorted(planner.transfers.get(tensor, ()), key=_by_place) for tensor in sides[1].holdings.owners)
+    return list(chain.from_iterable(in_order))
+
+
+def _by_place(transfer: Transfer) -> tuple[object, ...]:
+    return transfer.dst.buffer, transfer.dst.offset, transfer.src.buffer, transfer.src.offset
+
+
+def _checked_sides(
+    source: Layout, destination: Layout, num_ranks: int, may_stay_unread: Iterable[str]
+) -> tuple[PlacedHoldings, PlacedHoldings]:
+    """Both sides in compact form. Raises PlanError with every fault."""
+    faults = [*layout_faults(source, exact=False), *layout_faults(destination, exact=True)]
+    names = ({shard.region.tensor for shard in layout.shards} for layout in (source, destination))
+    unread_faults = _unread_faults(_unread(*names), may_stay_unread)
+    if faults:  # only what is sound on both sides can be looked at further
+        unusable = unusable_tensors(source) | unusable_tensors(destination)
+        source, destination = source.without(unusable), destination.without(unusable)
+    sides = placed_holdings(source, num_ranks), placed_holdings(destination, num_ranks)
+    if faults or unread_faults:
+        raise PlanError([*faults, *holding_faults(sides[0].holdings, sides[1].holdings), *unread_faults])
+    return sides
+
+
+def _unread(source: Iterable[str], destination: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(set(source) - set(destination)))
+
+
+def _unread_faults(unread: Iterable[str], may_stay_unread: Iterable[str]) -> list[str]:
+    expected = set(may_stay_unread)
+    return [f"{name}: a training parameter that no inference rank reads" for name in unread if name not in expected]
+
+
+def _needs(source: PlacedHoldings, destination: PlacedHoldings) -> dict[str, Need]:
+    """Bytes of every tensor on both sides, in the plan's order."""
+    known: dict[tuple[int, str], BytesByRank] = {}  # one object for tensors with the same owners and dtype
+
+    def bytes_of(holdings: Holdings, tensor: str) -> BytesByRank:
+        owners, dtype = holdings.owners[tensor], holdings.dtypes[tensor]
+        if (id(owners), dtype) not in known:
+            known[id(owners), dtype] = _bytes_by_rank(owners, DTYPE_NBYTES[dtype])
+        return known[id(owners), dtype]
+
+    return {
+        tensor: Need(
+            tuple(dict.fromkeys(placed.group for placed in destination.placed[tensor])),
+            bytes_of(destination.holdings, tensor),
+            bytes_of(source.holdings, tensor),
         )
-        buckets.append(
-            Bucket(index, outline.tensors, (*straight, *arriving), outline.groups, outline.nbytes, tuple(fan_out))
-        )
-    return tuple(buckets)
-
-
-def _shape_faults(source: Layout, destination: Layout) -> list[str]:
-    return [
-        f"{name}: shape {source.tensors[name]} in training, {destination.tensors[name]} in inference"
-        for name in _tensors_of_two_shapes(source, destination)
-    ]
-
-
-def _tensors_of_two_shapes(source: Layout, destination: Layout) -> list[str]:
-    return [name for name, shape in destination.tensors.items() if source.tensors.get(name, shape) != shape]
-
-
-def _unusable_tensors(source: Layout, destination: Layout) -> set[str]:
-    """Tensors whose shards cannot be intersected; their faults have been found already."""
-    return set(_tensors_of_two_shapes(source, destination)) | {
-        shard.region.tensor for layout in (source, destination) for shard in layout.shards if shard_fault(layout, shard)
+        for tensor in destination.holdings.owners
     }
 
 
-def _need_of(source: Layout, destination: Layout, src_shards: Sequence[Shard], dst_shards: Sequence[Shard]) -> Need:
-    groups = dict.fromkeys(destination.buffers[shard.place.buffer].group for shard in dst_shards)
-    return Need(tuple(groups), _bytes_by_rank(destination, dst_shards), _bytes_by_rank(source, src_shards))
-
-
-def _bytes_by_rank(layout: Layout, shards: Sequence[Shard]) -> BytesByRank:
-    nbytes = [shard.region.numel * layout.buffers[shard.place.buffer].itemsize for shard in shards]
-    ranks = [shard.place.buffer.rank for shard in shards]
-    return BytesByRank(np.array(ranks, dtype=np.int64), np.array(nbytes, dtype=np.int64))
-
-
-class _Side:
-    """Where one tensor is on one side: region by region, in order, the shards of each rank.
-
-    Attributes:
-        regions: sorted.
-        shards: for every region, rank -> its shards in order of place.
-        owners: the same as numbers, without places.
-        key: equal for tensors with the same owners.
-    """
-
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        by_region: dict[Region, dict[int, list[Shard]]] = {}
-        for shard in shards:
-            by_region.setdefault(shard.region, {}).setdefault(shard.place.buffer.rank, []).append(shard)
-        self.regions = sorted(by_region)
-        self.shards = [by_region[region] for region in self.regions]
-        ranks = [tuple(rank for rank, own in by_rank.items() for _ in own) for by_rank in self.shards]
-        self.key = tuple((region.offsets, region.lengths, own) for region, own in zip(self.regions, ranks, strict=True))
-
-    @property
-    def owners(self) -> list[BoxOwners]:
-        return [BoxOwners(offsets, lengths, np.array(ranks, dtype=np.int64)) for offsets, lengths, ranks in self.key]
+def _bytes_by_rank(owners: TensorOwners, itemsize: int) -> BytesByRank:
+    nbytes = [np.full(len(box.ranks), box.region.numel * itemsize) for box in owners]
+    return BytesByRank(np.concatenate([box.ranks for box in owners]), np.concatenate(nbytes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Spreading:
-    """What tensors with the same owners have in common.
+class _Moving:
+    """One tensor of a class, as `_Planner` works on it.
 
     Attributes:
-        missing_by_rank: see `routes.missing_by_rank`. network_missing: see `routes.missing_by_hosts`.
+        offset: where it begins in the round robins of its class.
+        dtype: on the wire; `itemsize`: its bytes per element.
     """
 
+    name: str
+    classed: TensorClass
     routes: Routes
-    missing_by_rank: list[tuple[np.ndarray, int]]
-    network_missing: np.ndarray
+    offset: RoundRobinOffset
+    dtype: str
+
+    def box(self, region: Region) -> Region:
+        """A box of this tensor; routes know boxes of tensors without names."""
+        return Region(self.name, region.offsets, region.lengths)
+
+    def nbytes(self, region: Region) -> int:
+        return region.numel * DTYPE_NBYTES[self.dtype]
 
 
 class _Planner:
-    """Collects transfers, faults and bytes, tensor by tensor. Tensors with the same owners share their routes."""
+    """Collects transfers and bytes, class by class.
 
-    def __init__(self, source: Layout, destination: Layout, hosts: Hosts, rank: int | None) -> None:
+    Attributes:
+        transfers, relayed: tensor -> what goes straight, and what goes over relay buffers.
+    """
+
+    def __init__(self, source: PlacedHoldings, destination: PlacedHoldings, hosts: Hosts, rank: int | None) -> None:
         self.transfers: dict[str, list[Transfer]] = {}
         self.relayed: dict[str, list[RelayedTransfer]] = {}
-        self.faults: list[str] = []
-        self._source, self._destination = source, destination
+        self._dtypes = source.holdings.dtypes, destination.holdings.dtypes
+        self._sources, self._destinations = PlaceIndex(source), PlaceIndex(destination)
         self._hosts = hosts
         self._rank = rank
         self._lower_bound: Counter[int] = Counter()
-        self._network_lower_bound = np.zeros(hosts.count, dtype=np.int64)
-        self._offsets: dict[object, RoundRobinOffset] = {}
-        self._spreadings: dict[object, _Spreading] = {}
 
-    def add(self, tensor: str, src_shards: Sequence[Shard], dst_shards: Sequence[Shard]) -> None:
-        """Plan one tensor; tensors come in the plan's order."""
-        sources, destinations = _Side(src_shards), _Side(dst_shards)
-        spreading, offset = self._spreading_of(sources, destinations), self._offset_of(sources, destinations)
-        routes = spreading.routes
-        found: list[Transfer] = []
-        for receivers in routes.receivers:
-            by_rank = destinations.shards[receivers.want]
-            for missing in receivers.missing:
-                self.faults += [
-                    _missing_fault(shard, Region(tensor, missing.offsets, missing.lengths))
-                    for rank in receivers.ranks.tolist()
-                    for shard in by_rank[rank]
-                ]
-            for piece in receivers.pieces:
-                region = Region(tensor, piece.region.offsets, piece.region.lengths)
-                for dst_rank, src_rank in self._pairs(receivers.ranks, routes.senders(receivers, piece, offset)):
-                    src = sources.shards[piece.source][src_rank][0]
-                    found += [self._send(region, src, dst, piece.link) for dst in by_rank[dst_rank]]
-        for ingress in routes.ingress:
-            region = Region(tensor, ingress.region.offsets, ingress.region.lengths)
-            for (src_rank, relay_rank), readers in routes.ingress_of(ingress, offset, self._rank):
-                src = sources.shards[ingress.source][src_rank][0]
-                dsts = [
-                    shard
-                    for rank, want in zip(readers, ingress.destinations, strict=True)
-                    for shard in destinations.shards[want][rank]
-                ]
-                if ingress.is_relayed:
-                    self.relayed.setdefault(tensor, []).append(self._relay(region, src, relay_rank, dsts))
-                else:
-                    found.append(self._send(region, src, dsts[0], Link.NETWORK))
-        self.transfers[tensor] = sorted(found, key=transfer_order)
-        self._count_lower_bound(spreading, src_shards, dst_shards)
+    def add(self, tensors: TensorClass) -> None:
+        """Plan the tensors of a class, if the rank has to do with them."""
+        owners = tensors.sources, tensors.destinations
+        if not any(self._is_among(box.ranks) for box in chain(*owners)):
+            return
+        itemsize, among = int(tensors.itemsizes.sum()), None if self._rank is None else np.array([self._rank])
+        for ranks, numel in missing_by_rank(*owners, self._hosts.num_ranks, among):
+            for rank in ranks.tolist():
+                self._lower_bound[rank] += numel * itemsize
+        routes = Routes(*owners, self._hosts)
+        for index, name in enumerate(tensors.tensors):
+            dtype = wire_dtype(*(dtypes[name] for dtypes in self._dtypes))
+            moving = _Moving(name, tensors, routes, RoundRobinOffset(tensors.first, index), dtype)
+            self.transfers[name] = [*self._straight(moving)]
+            self._add_ingress(moving)
+
+    def bucket(self, index: int, outline: Outline, relays: RelayPlanner) -> Bucket:
+        """The bucket of an outline; places in relay buffers are given by `relays`."""
+        straight = chain.from_iterable(self.transfers.get(tensor, ()) for tensor in outline.tensors)
+        relayed = chain.from_iterable(self.relayed.get(tensor, ()) for tensor in outline.tensors)
+        arriving, fan_out = relays.lay_out(index, relayed)
+        transfers = tuple(coalesce(chain(straight, arriving)))
+        return Bucket(index, outline.tensors, transfers, outline.groups, outline.nbytes, tuple(coalesce(fan_out)))
 
     def bytes_by_rank(self, buckets: Iterable[Bucket]) -> dict[int, ByteCount]:
         """Of every destination rank, or of the one that the plan is for if it is one."""
@@ -231,82 +238,54 @@ class _Planner:
         for each in chain.from_iterable(bucket.counted() for bucket in buckets):
             moved[each.dst_rank, each.link] += each.nbytes
         return {
-            rank: ByteCount(
-                own=moved[rank, Link.SELF],
-                host=moved[rank, Link.HOST],
-                network=moved[rank, Link.NETWORK],
-                lower_bound=least,
-            )
-            for rank, least in sorted(self._lower_bound.items())
+            rank: ByteCount(*(moved[rank, link] for link in (Link.SELF, Link.HOST, Link.NETWORK)), lower_bound)
+            for rank, lower_bound in sorted(self._lower_bound.items())
         }
 
-    def network_lower_bound(self) -> dict[str, int]:
-        """By host."""
-        return {
-            str(name): int(nbytes) for name, nbytes in zip(self._hosts.names, self._network_lower_bound, strict=True)
-        }
+    def _straight(self, moving: _Moving) -> Iterator[Transfer]:
+        """What goes from one rank to one other."""
+        sources, destinations = moving.classed.sources, moving.classed.destinations
+        for receivers in moving.routes.receivers:
+            destination = destinations[receivers.destination]
+            for part in receivers.parts:
+                source = sources[part.source]
+                if not self._is_among(receivers.ranks) and not self._is_among(source.ranks):
+                    continue
+                region, nbytes = moving.box(part.region), moving.nbytes(part.region)
+                senders = moving.routes.senders(receivers, part, moving.offset)
+                for dst_rank, src_rank in self._own(receivers.ranks, senders):
+                    src = self._sources.places(moving.name, source, src_rank, region)[0]
+                    for dst in self._destinations.places(moving.name, destination, dst_rank, region):
+                        yield Transfer(moving.name, region.lengths, src, dst, nbytes, part.link)
 
-    def _spreading_of(self, sources: _Side, destinations: _Side) -> _Spreading:
-        key = sources.key, destinations.key
-        if key not in self._spreadings:
-            src, dst = sources.owners, destinations.owners
-            self._spreadings[key] = _Spreading(
-                Routes(src, dst, self._hosts),
-                list(missing_by_rank(src, dst, len(self._hosts.numbers))),
-                missing_by_hosts(src, dst, self._hosts),
-            )
-        return self._spreadings[key]
+    def _add_ingress(self, moving: _Moving) -> None:
+        """What comes to relaying hosts: over a relay buffer, or straight where one place needs it."""
+        for ingress in moving.routes.ingress:
+            region, source = moving.box(ingress.region), moving.classed.sources[ingress.source]
+            for (src_rank, relay_rank), readers in moving.routes.ingress_of(ingress, moving.offset, self._rank):
+                src = self._sources.places(moving.name, source, src_rank, region)[0]
+                places = tuple(
+                    place
+                    for rank, index in zip(readers, ingress.destinations, strict=True)
+                    for place in self._destinations.places(
+                        moving.name, moving.classed.destinations[index], rank, region
+                    )
+                )
+                if ingress.is_relayed:
+                    relayed = RelayedTransfer(region, src, relay_rank, moving.dtype, places)
+                    self.relayed.setdefault(moving.name, []).append(relayed)
+                else:
+                    nbytes = moving.nbytes(region)
+                    transfer = Transfer(moving.name, region.lengths, src, places[0], nbytes, Link.NETWORK)
+                    self.transfers[moving.name].append(transfer)
 
-    def _pairs(self, dst_ranks: np.ndarray, src_ranks: np.ndarray) -> Iterable[tuple[int, int]]:
+    def _own(self, dst_ranks: np.ndarray, src_ranks: np.ndarray) -> Iterable[tuple[int, int]]:
         """(destination, source), all of them or those of the rank that the plan is for."""
         if self._rank is not None:
             own = (dst_ranks == self._rank) | (src_ranks == self._rank)
             dst_ranks, src_ranks = dst_ranks[own], src_ranks[own]
         return zip(dst_ranks.tolist(), src_ranks.tolist(), strict=True)
 
-    def _offset_of(self, sources: _Side, destinations: _Side) -> RoundRobinOffset:
-        first = self._offsets.setdefault((sources.key, destinations.key), RoundRobinOffset(len(self.transfers), 0))
-        self._offsets[sources.key, destinations.key] = RoundRobinOffset(first.start, first.index + 1)
-        return first
-
-    def _send(self, region: Region, src: Shard, dst: Shard, link: Link) -> Transfer:
-        src_buffer, dst_buffer = self._source.buffers[src.place.buffer], self._destination.buffers[dst.place.buffer]
-        nbytes = region.numel * min(src_buffer.itemsize, dst_buffer.itemsize)
-        return Transfer(region.tensor, region.lengths, src.place_of(region), dst.place_of(region), nbytes, link)
-
-    def _relay(self, region: Region, src: Shard, relay_rank: int, dsts: Sequence[Shard]) -> RelayedTransfer:
-        buffers = [self._destination.buffers[dst.place.buffer] for dst in dsts]
-        return RelayedTransfer(
-            region,
-            src.place_of(region),
-            relay_rank,
-            wire_dtype(self._source.buffers[src.place.buffer].dtype, [buffer.dtype for buffer in buffers]),
-            tuple(dst.place_of(region) for dst in dsts),
-            tuple(buffer.itemsize for buffer in buffers),
-        )
-
-    def _count_lower_bound(
-        self, spreading: _Spreading, src_shards: Sequence[Shard], dst_shards: Sequence[Shard]
-    ) -> None:
-        if not src_shards:
-            return
-        sides = (self._source, src_shards), (self._destination, dst_shards)
-        itemsize = min(layout.buffers[shard.place.buffer].itemsize for layout, shards in sides for shard in shards)
-        for ranks, numel in spreading.missing_by_rank:
-            for rank in ranks.tolist():
-                if self._rank in (None, rank):
-                    self._lower_bound[rank] += numel * itemsize
-        self._network_lower_bound += spreading.network_missing * itemsize
-
-
-def transfer_order(transfer: Transfer) -> tuple[object, ...]:
-    """Sort key of one tensor's transfers: by place. The order of a rank's own does not depend on those of others."""
-    return transfer.dst.buffer, transfer.dst.offset, transfer.src.buffer, transfer.src.offset, transfer.lengths
-
-
-def _missing_fault(shard: Shard, region: Region) -> str:
-    buffer_id = shard.place.buffer
-    return (
-        f"{region.tensor}: elements [{region.offsets}, {region.ends}) are wanted by {buffer_id.name!r} "
-        f"on rank {buffer_id.rank}, but no training rank holds them"
-    )
+    def _is_among(self, ranks: np.ndarray) -> bool:
+        """Whether the rank that the plan is for is among sorted ranks; always if the plan is for all."""
+        return self._rank is None or contains(ranks, self._rank)

@@ -18,7 +18,7 @@ import numpy as np
 
 from hybrid_engine.errors import DependencyError
 from hybrid_engine.planning.routes import Hosts
-from hybrid_engine.planning.summary import TensorClass, tensor_classes
+from hybrid_engine.planning.tensor_classes import TensorClass, tensor_classes
 from hybrid_engine.records.holdings import Holdings, TensorOwners, first_members, rank_classes
 from hybrid_engine.records.owners import BoxOwners, groups_of_columns, presence_of
 from hybrid_engine.records.regions import subtract_all, union

@@ -29,8 +29,8 @@ class RelayedTransfer:
         region: the box.
         src: where the sender has it.
         relay_rank: the rank it comes to, one of the readers.
-        dtype: in which it crosses the network and lies in the relay buffer.
-        places: where it goes; itemsizes: bytes per element there.
+        dtype: in which it crosses the network and lies in the relay buffer (`plan.wire_dtype`).
+        places: where it goes.
     """
 
     region: Region
@@ -38,18 +38,11 @@ class RelayedTransfer:
     relay_rank: int
     dtype: str
     places: tuple[Place, ...]
-    itemsizes: tuple[int, ...]
 
     def buffer(self, index: int) -> BufferId:
         """The relay buffer it comes into in bucket `index`."""
         readers = "+".join(str(rank) for rank in sorted({place.buffer.rank for place in self.places}))
         return BufferId(self.relay_rank, f"relay {index} of {self.dtype} from {self.src.buffer.rank} for {readers}")
-
-
-def wire_dtype(source: str, destinations: Iterable[str]) -> str:
-    """In which dtype elements cross to places of these dtypes: a narrower one, unless the narrower ones differ."""
-    narrowest = {other if DTYPE_NBYTES[other] < DTYPE_NBYTES[source] else source for other in destinations}
-    return narrowest.pop() if len(narrowest) == 1 else source
 
 
 def staging_nbytes(buckets: Iterable[Bucket], relays: Mapping[BufferId, Buffer], rank: int) -> int:
@@ -100,11 +93,9 @@ class RelayPlanner:
             start = ends.get(buffer, 0)
             ends[buffer] = start + region.numel
             relay = Place(buffer, start, contiguous_strides(region.lengths))
-            itemsize = DTYPE_NBYTES[box.dtype]
-            nbytes = region.numel * itemsize
+            nbytes = region.numel * DTYPE_NBYTES[box.dtype]
             arriving.append(Transfer(region.tensor, region.lengths, box.src, relay, nbytes, Link.NETWORK))
-            for place, own_itemsize in zip(box.places, box.itemsizes, strict=True):
-                nbytes = region.numel * min(itemsize, own_itemsize)
+            for place in box.places:
                 link = Link.SELF if place.buffer.rank == box.relay_rank else Link.HOST
                 fan_out.append(Transfer(region.tensor, region.lengths, relay, place, nbytes, link))
             self.buffers[buffer] = Buffer(ends[buffer], box.dtype, group=str(index), exported=True)

@@ -1,19 +1,19 @@
-"""Who sends what of one tensor to whom, for all ranks that want it at once.
+"""Who sends what of one tensor to whom, for all ranks that need it at once.
 
-    receivers that want the same region, hold the same parts of it and whose hosts hold the same parts of it are one
+    receivers that need the same box, hold the same parts of it and whose hosts hold the same parts of it are one
     class: the box algebra runs once per class, whatever the number of ranks
 
     for every class:                                  self, then same host, then network
-        for every region that is held there:          the one with the largest common part first
-            move what that region has of the part still missing
-    of the ranks that hold a region equally near, receivers take turns
+        for every source box that is held there:      the one with the largest common part first
+            take what it has of the part that is still missing
+    the ranks that hold a box equally near send it in a round robin of its receivers
 
-    on hosts whose ranks read each other's memory (relaying ones): what several places of a host need over the network
-    is cut into common boxes; each comes once, to one of the ranks that want it (ingress); these take turns too
+    on relaying hosts, whose ranks read each other's memory: what several places of a host need over the network is cut
+    into common boxes; each comes once, to one of the ranks that need it (host ingress), these too in a round robin
 
-Tensors with the same owners go round in the same circle: the next one's receivers come after the last one's. So the
-choice depends on nothing but a tensor's holders and receivers, the hosts, and its place in the model: one rank's plan
-needs only the tensors it touches, and ranks that plan the same layouts get the same plan without talking.
+Tensors with the same owners continue the same round robin, so load stays balanced across tensors. The choice depends on
+nothing but a tensor's owners, the hosts, and its place in the model: one rank's plan needs only the tensors it touches,
+and ranks that plan the same layouts get the same plan without talking.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hybrid_engine.planning.plan import Link
-from hybrid_engine.records.owners import BoxOwners, groups_of_columns, presence_of
-from hybrid_engine.records.regions import Region, subtract_all, union
-
-_LINKS = tuple(Link)
+from hybrid_engine.records.owners import BoxOwners, groups_of_columns, touching
+from hybrid_engine.records.regions import Region, subtract_all
 
 
 class Hosts:
@@ -48,10 +46,14 @@ class Hosts:
         self.count = len(number_of)
         self.are_relaying = np.array([name in relaying for name in names], dtype=bool)
 
+    @property
+    def num_ranks(self) -> int:
+        return len(self.numbers)
+
 
 @dataclass(frozen=True, slots=True)
 class BoxSource:
-    """A part of what a class of receivers want, and the source region (by index) it comes out of."""
+    """A part of the box that a class of receivers needs, and the source box (by index) it comes out of."""
 
     region: Region
     source: int
@@ -60,23 +62,22 @@ class BoxSource:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Receivers:
-    """Ranks that want the same region and get its pieces over the same links.
+    """Ranks that need the same box and get its parts over the same links.
 
     Attributes:
-        want: index of the region they want.
+        destination: index of the box they need.
         ranks: sorted.
-        copies: how many places of each rank want it.
-        pieces: disjoint boxes that together with `missing` are the region.
-        missing: boxes that no rank holds.
-        turns: source index -> each rank's turn among those that ask for that source over the same link.
+        copies: how many places of each rank need it.
+        parts: disjoint boxes that together are the box, but for what comes to a relaying host over the network.
+        positions: source index -> each rank's position in the round robin of those that receive from that source over
+            the same link.
     """
 
-    want: int
+    destination: int
     ranks: np.ndarray
     copies: np.ndarray
-    pieces: tuple[BoxSource, ...]
-    missing: tuple[Region, ...]
-    turns: dict[int, np.ndarray]
+    parts: tuple[BoxSource, ...]
+    positions: Mapping[int, np.ndarray]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,12 +86,12 @@ class HostIngress:
 
     Attributes:
         region: the box.
-        source: index of the source region it comes out of.
-        readers: int array [hosts, columns]: ranks that want it; a rank that wants it by two regions is in two columns.
-        destinations: the region by which each column wants it.
-        copies: how many places of a rank of each column want it.
-        turns: of each host among those that ask for the source over the network.
-        number: position among the ingress at these hosts.
+        source: index of the source box it comes out of.
+        readers: int array [hosts, columns]: ranks that need it; a rank that needs it for two boxes is in two columns.
+        destinations: the box for which each column needs it.
+        copies: how many places of a rank of each column need it.
+        positions: of each host in the round robin of those that receive from the source over the network.
+        number: position among what comes to these hosts.
     """
 
     region: Region
@@ -98,7 +99,7 @@ class HostIngress:
     readers: np.ndarray
     destinations: tuple[int, ...]
     copies: tuple[int, ...]
-    turns: np.ndarray
+    positions: np.ndarray
     number: int
 
     @property
@@ -107,27 +108,21 @@ class HostIngress:
         return sum(self.copies) > 1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class IngressLoad:
-    """How often each rank takes part in an ingress; int arrays by rank.
-
-    Attributes:
-        sent_network, network: sends it, has it brought to itself.
-        sent_host, host: is read by another rank of its host, reads from one.
-    """
-
-    sent_network: np.ndarray
-    network: np.ndarray
-    sent_host: np.ndarray
-    host: np.ndarray
-
-
 @dataclass(frozen=True, slots=True)
 class RoundRobinOffset:
-    """Which of the tensors with the same owners: the first one's ordinal in the plan, how many of them came before."""
+    """Where a tensor begins in the round robins of its class: the ordinal of the class's first tensor in the plan, and
+    how many tensors of the class come before this one."""
 
-    start: int
+    first: int
     index: int
+
+
+class LinkBytes:
+    """Bytes of all ranks by link: link -> int array by rank, as seen by receivers and by senders."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.received = {link: np.zeros(num_ranks, dtype=np.int64) for link in Link}
+        self.sent = {link: np.zeros(num_ranks, dtype=np.int64) for link in Link}
 
 
 class _OnHosts:
@@ -149,101 +144,86 @@ class _OnHosts:
 
 
 class _Source(_OnHosts):
-    """One source region and its holders."""
+    """One source box and its holders."""
 
-    def __init__(self, box: BoxOwners, hosts: Hosts) -> None:
-        self.region = box.region
-        self.ranks = np.unique(box.ranks)
-        self.held = np.zeros(len(hosts.numbers), dtype=bool)
+    def __init__(self, owners: BoxOwners, hosts: Hosts) -> None:
+        self.region = owners.region
+        self.ranks = np.unique(owners.ranks)
+        self.held = np.zeros(hosts.num_ranks, dtype=bool)
         self.held[self.ranks] = True
         super().__init__(self.ranks, hosts)
 
 
 @dataclass(frozen=True, slots=True)
-class _Box:
-    """A box that the same classes of receivers (numbers) need."""
+class _CommonBox:
+    """A box that the same classes of receivers (by index) need."""
 
     region: Region
     source: int
-    receivers: tuple[int, ...]
+    classes: tuple[int, ...]
 
 
-def _common_boxes(needed: Mapping[int, Sequence[BoxSource]]) -> list[_Box]:
-    """Cut the pieces of some classes of receivers into disjoint boxes; `needed` is by class."""
-    boxes: list[_Box] = []
-    for receivers, pieces in needed.items():
-        for piece in pieces:
-            cut: list[_Box] = []
+def _common_boxes(needed: Mapping[int, Sequence[BoxSource]]) -> list[_CommonBox]:
+    """Cut what some classes of receivers need into disjoint boxes; `needed` is by class."""
+    boxes: list[_CommonBox] = []
+    for number, parts in needed.items():
+        for part in parts:
+            cut: list[_CommonBox] = []
             for box in boxes:
-                common = box.region.intersect(piece.region)
-                rest = box.region.subtract(piece.region)
-                cut += [_Box(region, box.source, box.receivers) for region in rest]
+                common = box.region.intersect(part.region)
+                rest = box.region.subtract(part.region)
+                cut += [_CommonBox(region, box.source, box.classes) for region in rest]
                 if common is not None:
-                    cut.append(_Box(common, box.source, (*box.receivers, receivers)))
-            new = subtract_all([piece.region], [box.region for box in boxes])
-            boxes = cut + [_Box(region, piece.source, (receivers,)) for region in new]
+                    cut.append(_CommonBox(common, box.source, (*box.classes, number)))
+            new = subtract_all([part.region], [box.region for box in boxes])
+            boxes = cut + [_CommonBox(region, part.source, (number,)) for region in new]
     return boxes
 
 
 class Routes:
-    """The choice of senders for one tensor, or for all tensors with the same owners.
+    """The choice of senders for the tensors of one class.
 
     Args:
-        sources: what training ranks hold.
-        destinations: what inference ranks want.
+        sources: what training ranks hold. destinations: what inference ranks need; all of it is held by some rank.
         hosts: of all ranks.
 
     Attributes:
-        receivers: the classes, in a fixed order; together they are all ranks and regions of `destinations`. On relaying
-            hosts their pieces are those that the host has.
+        receivers: their classes, in a fixed order; together they are all ranks and boxes of `destinations`.
         ingress: what comes to relaying hosts over the network.
     """
 
     def __init__(self, sources: Sequence[BoxOwners], destinations: Sequence[BoxOwners], hosts: Hosts) -> None:
         self._hosts = hosts
         self._sources = [_Source(box, hosts) for box in sources]
-        self._network_turns = np.zeros(len(sources), dtype=np.int64)
-        self._host_turns: dict[int, np.ndarray] = {}
-        touching = _touching(sources, destinations)
-        self._brought: list[tuple[Receivers, tuple[BoxSource, ...]]] = []  # to relaying hosts over the network
+        # How many receive from each source, over the network and by host: as far as a tensor advances a round robin.
+        self._network_rounds = np.zeros(len(sources), dtype=np.int64)
+        self._host_rounds: dict[int, np.ndarray] = {}
+        self._from_network: list[tuple[Receivers, tuple[BoxSource, ...]]] = []  # of relaying hosts
+        near = touching(sources, destinations)
         self.receivers = [
             receivers
-            for index, want in enumerate(destinations)
-            for receivers in self._classes(index, want, touching[index])
+            for index, destination in enumerate(destinations)
+            for receivers in self._classes(index, destination, near[index])
         ]
         self.ingress = list(self._find_ingress())
 
-    def senders(self, receivers: Receivers, piece: BoxSource, offset: RoundRobinOffset) -> np.ndarray:
-        """The rank that sends `piece` of one tensor to each of `receivers.ranks`."""
-        if piece.link is Link.SELF:
+    def senders(self, receivers: Receivers, part: BoxSource, offset: RoundRobinOffset) -> np.ndarray:
+        """The rank that sends `part` of one tensor to each of `receivers.ranks`."""
+        if part.link is Link.SELF:
             return receivers.ranks
-        if piece.link is Link.NETWORK:
-            return self._network_senders(piece.source, receivers.turns[piece.source], offset)
-        source, host = self._sources[piece.source], self._hosts.numbers[receivers.ranks]
-        turns = receivers.turns[piece.source] + offset.start + offset.index * self._host_turns[piece.source][host]
-        return source.by_host[source.start[host] + turns % source.count[host]]
-
-    def load(self, receivers: Receivers, piece: BoxSource, start: int, indices: np.ndarray) -> np.ndarray:
-        """How often each rank sends `piece` to these receivers in the laps `indices`; int array by rank."""
-        load = np.zeros(len(self._hosts.numbers), dtype=np.int64)
-        if piece.link is Link.SELF:
-            return load
-        source = self._sources[piece.source]
-        counts = source.count[self._hosts.numbers[receivers.ranks]] if piece.link is Link.HOST else len(source.ranks)
-        period = int(np.lcm.reduce(np.unique(counts)))  # laps this far apart are the same
-        for index, times in zip(*np.unique(indices % period, return_counts=True), strict=True):
-            np.add.at(
-                load, self.senders(receivers, piece, RoundRobinOffset(start, int(index))), times * receivers.copies
-            )
-        return load
-
-    def relay_ranks(self, ingress: HostIngress, offset: RoundRobinOffset) -> np.ndarray:
-        """The rank of each host to which an ingress of one tensor comes; one of its readers."""
-        return ingress.readers[:, (ingress.number + offset.start + offset.index) % ingress.readers.shape[1]]
+        if part.link is Link.NETWORK:
+            return self._network_senders(part.source, receivers.positions[part.source], offset)
+        source, host = self._sources[part.source], self._hosts.numbers[receivers.ranks]
+        rounds = offset.first + offset.index * self._host_rounds[part.source][host]
+        return source.by_host[source.start[host] + (receivers.positions[part.source] + rounds) % source.count[host]]
 
     def ingress_senders(self, ingress: HostIngress, offset: RoundRobinOffset) -> np.ndarray:
-        """The rank that sends an ingress of one tensor to each host."""
-        return self._network_senders(ingress.source, ingress.turns, offset)
+        """The rank that sends a box of one tensor to each host."""
+        return self._network_senders(ingress.source, ingress.positions, offset)
+
+    def relay_ranks(self, ingress: HostIngress, offset: RoundRobinOffset) -> np.ndarray:
+        """The rank of each host to which a box of one tensor comes; one of its readers."""
+        return ingress.readers[:, (ingress.number + offset.first + offset.index) % ingress.readers.shape[1]]
 
     def ingress_of(
         self, ingress: HostIngress, offset: RoundRobinOffset, rank: int | None = None
@@ -256,159 +236,151 @@ class Routes:
             senders, relay_ranks, readers = senders[own], relay_ranks[own], readers[own]
         return zip(zip(senders.tolist(), relay_ranks.tolist(), strict=True), readers.tolist(), strict=True)
 
-    def ingress_load(self, ingress: HostIngress, start: int, indices: np.ndarray) -> IngressLoad:
-        """How often each rank takes part in an ingress in the laps `indices`."""
-        load = IngressLoad(*(np.zeros(len(self._hosts.numbers), dtype=np.int64) for _ in range(4)))
-        num_columns = ingress.readers.shape[1]
-        period = int(np.lcm(len(self._sources[ingress.source].ranks), num_columns))
-        for index, times in zip(*np.unique(indices % period, return_counts=True), strict=True):
-            offset = RoundRobinOffset(start, int(index))
-            relay_ranks = self.relay_ranks(ingress, offset)
-            np.add.at(load.sent_network, self.ingress_senders(ingress, offset), times)
-            np.add.at(load.network, relay_ranks, times)
-            for column, copies in enumerate(ingress.copies):
-                readers = ingress.readers[:, column]
-                others = readers != relay_ranks
-                np.add.at(load.host, readers[others], times * copies)
-                np.add.at(load.sent_host, relay_ranks[others], times * copies)
-        return load
+    def count(self, first: int, itemsizes: np.ndarray, total: LinkBytes) -> None:
+        """Add the bytes of all ranks for the class's tensors.
 
-    def _network_senders(self, source: int, turns: np.ndarray, offset: RoundRobinOffset) -> np.ndarray:
+        Args:
+            first: ordinal of the class's first tensor in the plan.
+            itemsizes: bytes per element of each tensor.
+            total: is added to.
+        """
+        for receivers in self.receivers:
+            for part in receivers.parts:
+                numel = part.region.numel
+                total.received[part.link][receivers.ranks] += numel * int(itemsizes.sum()) * receivers.copies
+                if part.link is Link.SELF:
+                    continue
+                for offset, itemsize in _distinct_offsets(first, itemsizes, self._period(receivers, part)):
+                    senders = self.senders(receivers, part, offset)
+                    np.add.at(total.sent[part.link], senders, numel * itemsize * receivers.copies)
+        for ingress in self.ingress:
+            period = int(np.lcm(len(self._sources[ingress.source].ranks), ingress.readers.shape[1]))
+            for offset, itemsize in _distinct_offsets(first, itemsizes, period):
+                self._count_ingress(ingress, offset, ingress.region.numel * itemsize, total)
+
+    def _count_ingress(self, ingress: HostIngress, offset: RoundRobinOffset, nbytes: int, total: LinkBytes) -> None:
+        relay_ranks = self.relay_ranks(ingress, offset)
+        np.add.at(total.sent[Link.NETWORK], self.ingress_senders(ingress, offset), nbytes)
+        np.add.at(total.received[Link.NETWORK], relay_ranks, nbytes)
+        for column, copies in enumerate(ingress.copies):
+            readers = ingress.readers[:, column]
+            others = readers != relay_ranks
+            np.add.at(total.received[Link.HOST], readers[others], nbytes * copies)
+            np.add.at(total.sent[Link.HOST], relay_ranks[others], nbytes * copies)
+
+    def _period(self, receivers: Receivers, part: BoxSource) -> int:
+        """Tensors this far apart in a class have the same senders: a multiple of the holders in every round robin."""
+        source = self._sources[part.source]
+        counts = source.count[self._hosts.numbers[receivers.ranks]] if part.link is Link.HOST else len(source.ranks)
+        return int(np.lcm.reduce(np.unique(counts)))
+
+    def _network_senders(self, source: int, positions: np.ndarray, offset: RoundRobinOffset) -> np.ndarray:
         ranks = self._sources[source].ranks
-        return ranks[(turns + offset.start + offset.index * self._network_turns[source]) % len(ranks)]
+        return ranks[(positions + offset.first + offset.index * self._network_rounds[source]) % len(ranks)]
 
-    def _classes(self, index: int, want: BoxOwners, touching: Sequence[int]) -> Iterator[Receivers]:
-        ranks, copies = np.unique(want.ranks, return_counts=True)
+    def _classes(self, index: int, destination: BoxOwners, near: Sequence[int]) -> Iterator[Receivers]:
+        """The receivers of one box, by what they and their hosts hold of it and by how many places need it."""
+        ranks, copies = np.unique(destination.ranks, return_counts=True)
         host = self._hosts.numbers[ranks]
-        nearness = [self._sources[number].held[ranks] for number in touching]
-        nearness += [self._sources[number].count[host] > 0 for number in touching]
+        held = [self._sources[number].held[ranks] for number in near]
+        held_on_host = [self._sources[number].count[host] > 0 for number in near]
         kinds = [self._hosts.are_relaying[ranks], *(copies == number for number in np.unique(copies))]
-        for members in groups_of_columns([*nearness, *kinds], len(ranks)):
+        for members in groups_of_columns([*held, *held_on_host, *kinds], len(ranks)):
             first = members[0]
-            tiers: dict[Link, list[int]] = {link: [] for link in _LINKS}
-            for position, number in enumerate(touching):
-                own, near = nearness[position][first], nearness[position + len(touching)][first]
-                tiers[Link.SELF if own else Link.HOST if near else Link.NETWORK].append(number)
-            pieces, missing = self._cover(want.region, tiers)
-            brought: tuple[BoxSource, ...] = ()
+            by_link: dict[Link, list[int]] = {link: [] for link in Link}  # nearest first
+            for number, own, of_host in zip(near, held, held_on_host, strict=True):
+                by_link[Link.SELF if own[first] else Link.HOST if of_host[first] else Link.NETWORK].append(number)
+            parts = self._cover(destination.region, by_link)
+            from_network: tuple[BoxSource, ...] = ()
             if self._hosts.are_relaying[ranks[first]]:
-                brought = tuple(piece for piece in pieces if piece.link is Link.NETWORK)
-                pieces = tuple(piece for piece in pieces if piece.link is not Link.NETWORK)
-            asked = {piece.source: piece for piece in pieces if piece.link is not Link.SELF}
-            turns = {number: self._take_turns(piece, host[members]) for number, piece in asked.items()}
-            receivers = Receivers(index, ranks[members], copies[members], pieces, missing, turns)
-            if brought:
-                self._brought.append((receivers, brought))
+                from_network = tuple(part for part in parts if part.link is Link.NETWORK)
+                parts = tuple(part for part in parts if part.link is not Link.NETWORK)
+            asked = {part.source: part for part in parts if part.link is not Link.SELF}
+            positions = {number: self._enqueue(part, host[members]) for number, part in asked.items()}
+            receivers = Receivers(index, ranks[members], copies[members], parts, positions)
+            if from_network:
+                self._from_network.append((receivers, from_network))
             yield receivers
 
     def _find_ingress(self) -> Iterator[HostIngress]:
         """What relaying hosts need over the network, worked out once for hosts with equally many equal receivers."""
-        if not self._brought:
+        if not self._from_network:
             return
-        by_host = [_OnHosts(receivers.ranks, self._hosts) for receivers, _ in self._brought]
+        by_host = [_OnHosts(receivers.ranks, self._hosts) for receivers, _ in self._from_network]
+        # A column for each host: how many of its ranks are in each class of receivers. Hosts of equal columns are of
+        # one kind: the same boxes come to them, to ranks at the same positions.
         kinds, kind_of = np.unique([ranks.count for ranks in by_host], axis=1, return_inverse=True)
         for kind, counts in enumerate(kinds.T):
-            present = np.flatnonzero(counts)
             hosts = np.flatnonzero(kind_of.ravel() == kind)
-            boxes = _common_boxes({number: self._brought[number][1] for number in present.tolist()})
-            turns = {box.source: self._network_turns[box.source] + np.arange(len(hosts)) for box in boxes}
-            for source in turns:
-                self._network_turns[source] += len(hosts)
+            present = np.flatnonzero(counts).tolist()
+            boxes = _common_boxes({number: self._from_network[number][1] for number in present})
+            # All boxes that a host takes from one source come from the same sender: one position for each host.
+            positions = {box.source: self._network_rounds[box.source] + np.arange(len(hosts)) for box in boxes}
+            for source in positions:
+                self._network_rounds[source] += len(hosts)
             for number, box in enumerate(boxes):
-                wanting = [self._brought[receivers][0] for receivers in box.receivers for _ in range(counts[receivers])]
+                columns = [self._from_network[each][0] for each in box.classes for _ in range(counts[each])]
                 yield HostIngress(
                     box.region,
                     box.source,
-                    np.concatenate([by_host[receivers].rows(hosts) for receivers in box.receivers], axis=1),
-                    tuple(receivers.want for receivers in wanting),
-                    tuple(int(receivers.copies[0]) for receivers in wanting),
-                    turns[box.source],
+                    np.concatenate([by_host[each].rows(hosts) for each in box.classes], axis=1),
+                    tuple(receivers.destination for receivers in columns),
+                    tuple(int(receivers.copies[0]) for receivers in columns),
+                    positions[box.source],
                     number,
                 )
 
-    def _cover(self, wanted: Region, tiers: dict[Link, list[int]]) -> tuple[tuple[BoxSource, ...], tuple[Region, ...]]:
-        """Cut `wanted` into pieces, nearest sources first, each as much as it has of what is still missing."""
-        pieces: list[BoxSource] = []
-        missing = [wanted]
-        for link, numbers in tiers.items():
-            commons = {number: wanted.intersect(self._sources[number].region) for number in numbers}
-            for number in sorted(numbers, key=lambda number: (-commons[number].numel, commons[number])):
+    def _cover(self, needed: Region, by_link: Mapping[Link, Sequence[int]]) -> tuple[BoxSource, ...]:
+        """Cut `needed` into parts, nearest sources first, each as much as it has of what is still missing."""
+        parts: list[BoxSource] = []
+        missing = [needed]
+        for link, numbers in by_link.items():
+            common = {number: needed.intersect(self._sources[number].region) for number in numbers}
+            for number in sorted(numbers, key=lambda number: _largest_first(common[number])):
                 region = self._sources[number].region
-                found = [common for part in missing if (common := part.intersect(region)) is not None]
+                found = [part for each in missing if (part := each.intersect(region)) is not None]
                 if found:
-                    pieces += (BoxSource(common, number, link) for common in found)
+                    parts += (BoxSource(part, number, link) for part in found)
                     missing = subtract_all(missing, [region])
                 if not missing:
-                    return tuple(pieces), ()
-        return tuple(pieces), tuple(missing)
+                    return tuple(parts)
+        return tuple(parts)
 
-    def _take_turns(self, piece: BoxSource, host: np.ndarray) -> np.ndarray:
-        """The next turns at a source for ranks on these hosts; over the network one queue, else one for each host.
+    def _enqueue(self, part: BoxSource, host: np.ndarray) -> np.ndarray:
+        """The next positions in a source's round robin for ranks on these hosts: one over the network, one per host.
 
-        Classes ask one after another, so the receivers of a source have consecutive turns and its holders equal shares.
+        Classes enqueue one after another, so the receivers of a source have consecutive positions and its holders equal
+        shares.
         """
-        if piece.link is Link.NETWORK:
-            turns = self._network_turns[piece.source] + np.arange(len(host))
-            self._network_turns[piece.source] += len(host)
-            return turns
-        queues = self._host_turns.setdefault(piece.source, np.zeros(self._hosts.count, dtype=np.int64))
-        turns = queues[host] + _position_on_host(host)
-        queues += np.bincount(host, minlength=self._hosts.count)
-        return turns
+        if part.link is Link.NETWORK:
+            positions = self._network_rounds[part.source] + np.arange(len(host))
+            self._network_rounds[part.source] += len(host)
+            return positions
+        rounds = self._host_rounds.setdefault(part.source, np.zeros(self._hosts.count, dtype=np.int64))
+        positions = rounds[host] + _position_on_host(host)
+        rounds += np.bincount(host, minlength=self._hosts.count)
+        return positions
 
 
-def missing_by_rank(
-    sources: Sequence[BoxOwners], destinations: Sequence[BoxOwners], num_ranks: int
-) -> Iterator[tuple[np.ndarray, int]]:
-    """What each rank must receive whatever the plan: |wanted minus held|, each element once.
-
-    Yields (ranks, elements); every rank that wants anything is in one of them.
-    """
-    num_wants = len(destinations)
-    presence = [presence_of(box, num_ranks) for box in (*destinations, *sources)]
-    concerned = np.flatnonzero(np.any(presence[:num_wants], axis=0)) if destinations else np.zeros(0, dtype=np.int64)
-    columns = [present[concerned] for present in presence]
-    for members in groups_of_columns(columns, len(concerned)):
-        has = [bool(column[members[0]]) for column in columns]
-        wanted = union(box.region for box, yes in zip(destinations, has[:num_wants], strict=True) if yes)
-        held = [box.region for box, yes in zip(sources, has[num_wants:], strict=True) if yes]
-        yield concerned[members], sum(region.numel for region in subtract_all(wanted, held))
+def _distinct_offsets(first: int, itemsizes: np.ndarray, period: int) -> Iterator[tuple[RoundRobinOffset, int]]:
+    """Tensors of a class a multiple of `period` apart have the same senders: one offset for them, bytes per element of
+    all of them together."""
+    for index in range(min(period, len(itemsizes))):
+        yield RoundRobinOffset(first, index), int(itemsizes[index::period].sum())
 
 
-def missing_by_hosts(sources: Sequence[BoxOwners], destinations: Sequence[BoxOwners], hosts: Hosts) -> np.ndarray:
-    """Elements that must come to each host over the network whatever the plan; int array by host."""
-    numel = np.zeros(hosts.count, dtype=np.int64)
-
-    def by_host(owners: Sequence[BoxOwners]) -> list[BoxOwners]:
-        return [BoxOwners(each.offsets, each.lengths, hosts.numbers[each.ranks]) for each in owners]
-
-    for numbers, count in missing_by_rank(by_host(sources), by_host(destinations), hosts.count):
-        numel[numbers] += count
-    return numel
-
-
-def _touching(sources: Sequence[BoxOwners], destinations: Sequence[BoxOwners]) -> list[list[int]]:
-    """For every wanted box, the indices of the source boxes that share elements with it."""
-    if not sources or not destinations:
-        return [[] for _ in destinations]
-    shape = (len(sources), len(destinations[0].offsets))  # a scalar has no dims, and all of it is common
-    low = np.array([box.offsets for box in sources], dtype=np.int64).reshape(shape)
-    high = low + np.array([box.lengths for box in sources], dtype=np.int64).reshape(shape)
-    found = []
-    for want in destinations:
-        start = np.array(want.offsets, dtype=np.int64)
-        stop = start + np.array(want.lengths, dtype=np.int64)
-        common = np.all(np.maximum(low, start) < np.minimum(high, stop), axis=1)
-        found.append(np.flatnonzero(common).tolist())
-    return found
+def _largest_first(common: Region | None) -> tuple[int, Region]:
+    assert common is not None, "sources were chosen because they touch the box"
+    return -common.numel, common
 
 
 def _position_on_host(host: np.ndarray) -> np.ndarray:
-    """How many earlier entries are equal to each entry."""
-    order = np.argsort(host, kind="stable")
+    """How many earlier entries are equal to each entry: [5, 7, 5, 5, 7] -> [0, 0, 1, 2, 1]."""
+    order = np.argsort(host, kind="stable")  # equal entries are neighbours now, in the order in which they came
     in_order = host[order]
-    starts = np.flatnonzero(np.r_[True, in_order[1:] != in_order[:-1]])
+    starts = np.flatnonzero(np.r_[True, in_order[1:] != in_order[:-1]])  # where each run of equal entries begins
     lengths = np.diff(np.r_[starts, len(host)])
     positions = np.empty(len(host), dtype=np.int64)
+    # A run's entries are numbered from its start; `positions[order]` takes the numbers back to where entries came from.
     positions[order] = np.arange(len(host)) - np.repeat(starts, lengths)
     return positions

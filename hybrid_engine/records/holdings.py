@@ -1,21 +1,30 @@
-"""The layout of all ranks of one side in compact form: no object per rank and record.
+"""The records of all ranks of one side in compact form: no object per rank and record.
 
 A tensor's `BoxOwners` say which boxes of it are held and by which ranks. Tensors with the same owners (the experts of
 one stage, a projection in the layers of one stage) share one tuple of them, so whoever works on the owners works once.
+
+    Holdings         who holds which boxes
+    PlacedHoldings   and where in their buffers: from explicit records by `placed_holdings`
+    SideLayout       the same of a side that is computed (layouts/), collected by `SideBuilder`
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from hybrid_engine.errors import PlanError
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
-from hybrid_engine.records.owners import BoxOwners, presence_of
-from hybrid_engine.records.regions import Region, union
+from hybrid_engine.records.owners import BoxOwners, contains, presence_of
+from hybrid_engine.records.regions import Region
+from hybrid_engine.records.validation import dtype_faults
 
 TensorOwners = tuple[BoxOwners, ...]
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and lengths."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,26 +34,32 @@ class Holdings:
     Attributes:
         num_ranks: of the world.
         shapes: of all tensors that this side knows, in the model's order, held or not.
-        itemsizes: bytes per element of the tensors that are held.
-        owners: of the tensors that are held. Boxes are sorted and differ; equal tuples are one object.
+        dtypes: of the tensors that are held; one for each, whoever holds it.
+        owners: of the tensors that are held, in the order of `shapes`. Boxes are sorted and differ; equal tuples are
+            one object.
     """
 
     num_ranks: int
     shapes: Mapping[str, tuple[int, ...]]
-    itemsizes: Mapping[str, int]
+    dtypes: Mapping[str, str]
     owners: Mapping[str, TensorOwners]
+
+    @property
+    def model_nbytes(self) -> int:
+        """Bytes of all tensors that are held, each once."""
+        return sum(math.prod(self.shapes[name]) * DTYPE_NBYTES[dtype] for name, dtype in self.dtypes.items())
 
     def nbytes_by_rank(self) -> np.ndarray:
         """Bytes of canonical tensors that each rank holds; int array. Padding and copies count as they are held."""
         total = np.zeros(self.num_ranks, dtype=np.int64)
-        weights: dict[int, int] = {}
+        itemsizes: dict[int, int] = {}
         known: dict[int, TensorOwners] = {}
         for name, owners in self.owners.items():
             known[id(owners)] = owners
-            weights[id(owners)] = weights.get(id(owners), 0) + self.itemsizes[name]
+            itemsizes[id(owners)] = itemsizes.get(id(owners), 0) + DTYPE_NBYTES[self.dtypes[name]]
         for key, owners in known.items():
             for box in owners:
-                np.add.at(total, box.ranks, box.region.numel * weights[key])
+                np.add.at(total, box.ranks, box.region.numel * itemsizes[key])
         return total
 
 
@@ -56,6 +71,8 @@ def rank_classes(holdings: Holdings) -> np.ndarray:
         for box in owners:
             if id(box.ranks) not in seen:
                 seen.add(id(box.ranks))
+                # Each box splits every class in two, those that hold it (odd) and those that do not (even). `unique`
+                # numbers the halves anew, so that numbers stay below the number of ranks and cannot overflow.
                 _, classes = np.unique(2 * classes + presence_of(box, holdings.num_ranks), return_inverse=True)
     return classes
 
@@ -66,75 +83,30 @@ def first_members(classes: np.ndarray) -> np.ndarray:
 
 
 class Interned:
-    """Makes equal tuples of owners one object."""
+    """Makes equal arrays of ranks one object, and equal tuples of owners."""
 
     def __init__(self) -> None:
-        self._known: dict[object, TensorOwners] = {}
+        self._ranks: dict[bytes, np.ndarray] = {}
+        self._owners: dict[object, TensorOwners] = {}
 
-    def of(self, owners: Iterable[BoxOwners]) -> TensorOwners:
-        """These owners, sorted, those of one box joined."""
-        by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[np.ndarray]] = {}
-        for box in owners:
+    def ranks(self, ranks: Iterable[int]) -> np.ndarray:
+        """These ranks, sorted."""
+        found = np.sort(np.array(ranks, dtype=np.int64))
+        return self._ranks.setdefault(found.tobytes(), found)
+
+    def owners(self, boxes: Iterable[BoxOwners]) -> TensorOwners:
+        """These boxes, sorted, the owners of one box joined."""
+        by_box: dict[Box, list[np.ndarray]] = {}
+        for box in boxes:
             by_box.setdefault((box.offsets, box.lengths), []).append(box.ranks)
-        merged = [(box, np.sort(np.concatenate(ranks))) for box, ranks in sorted(by_box.items())]
-        key = tuple((box, ranks.tobytes()) for box, ranks in merged)
-        if key not in self._known:
-            self._known[key] = tuple(BoxOwners(*box, ranks) for box, ranks in merged)
-        return self._known[key]
-
-
-def holdings_of(layout: Layout, num_ranks: int) -> Holdings:
-    """The compact form of explicit records, e.g. of live engines.
-
-    Raises ValueError for a tensor whose buffers have elements of different sizes.
-    """
-    interned = Interned()
-    itemsizes: dict[str, int] = {}
-    owners: dict[str, TensorOwners] = {}
-    for name, shards in layout.shards_by_tensor().items():
-        sizes = {layout.buffers[shard.place.buffer].itemsize for shard in shards}
-        if len(sizes) > 1:
-            raise ValueError(f"{name}: elements of {sorted(sizes)} bytes on different ranks or buffers")
-        itemsizes[name] = sizes.pop()
-        owners[name] = interned.of(
-            BoxOwners(shard.region.offsets, shard.region.lengths, np.array([shard.place.buffer.rank]))
-            for shard in shards
-        )
-    in_order = {name: owners[name] for name in layout.tensors if name in owners}
-    return Holdings(num_ranks, layout.tensors, itemsizes, in_order)
-
-
-def regions_by_tensor(layout: Layout) -> dict[str, list[Region]]:
-    """Tensor -> what a layout has of it, in as few boxes as joining neighbours gives; sorted, each element once.
-
-    Equal for layouts of one rank that hold the same, however they cut it: rows that follow one another are one box.
-    """
-    regions: dict[str, set[Region]] = {}
-    for shard in layout.shards:
-        regions.setdefault(shard.region.tensor, set()).add(shard.region)
-    return {tensor: joined(union(sorted(found))) for tensor, found in sorted(regions.items())}
-
-
-def joined(regions: Iterable[Region]) -> list[Region]:
-    """Join boxes that differ in one dim only and touch, dim by dim."""
-    boxes = sorted(regions)
-    for dim in range(len(boxes[0].lengths)):
-        ordered = sorted(boxes, key=lambda box, dim=dim: (_without(box, dim), box.offsets[dim]))
-        boxes = ordered[:1]
-        for box in ordered[1:]:
-            last = boxes[-1]
-            if _without(last, dim) == _without(box, dim) and last.ends[dim] == box.offsets[dim]:
-                lengths = list(last.lengths)
-                lengths[dim] += box.lengths[dim]
-                boxes[-1] = Region(last.tensor, last.offsets, tuple(lengths))
-            else:
-                boxes.append(box)
-    return sorted(boxes)
-
-
-def _without(box: Region, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A box's bounds in the other dims."""
-    return box.offsets[:dim] + box.offsets[dim + 1 :], box.lengths[:dim] + box.lengths[dim + 1 :]
+        joined = [
+            (box, parts[0] if len(parts) == 1 else self.ranks(np.concatenate(parts)))
+            for box, parts in sorted(by_box.items())
+        ]
+        key = tuple((box, ranks.tobytes()) for box, ranks in joined)
+        if key not in self._owners:
+            self._owners[key] = tuple(BoxOwners(*box, ranks) for box, ranks in joined)
+        return self._owners[key]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,7 +115,7 @@ class PlacedBox:
 
     Attributes:
         owners: the box and the ranks.
-        buffer: name pattern of the buffer, with `{layer}` and `{expert}`.
+        buffer: name pattern of the buffer, with `{layer}`, `{expert}` or `{name}`.
         numel: of the buffer.
         start, strides: where the box lies in it; elements.
     """
@@ -157,44 +129,118 @@ class PlacedBox:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedBoxes:
-    """Pieces of one tensor; `indices` are the values of the numbers in their names."""
+    """Boxes of one tensor; `indices` are the values of the names in their buffers' patterns."""
 
-    pieces: tuple[PlacedBox, ...]
+    boxes: tuple[PlacedBox, ...]
     indices: Mapping[str, int | str]
     group: str
 
 
 @dataclass(frozen=True, eq=False)
-class SideLayout:
-    """All ranks of one side: the holdings, and where each piece of them lies.
+class PlacedHoldings:
+    """All ranks of one side: the holdings, and where each box of them lies.
 
     Attributes:
         holdings: who holds what.
-        placed: tensor -> its pieces.
-        dtypes: tensor -> dtype.
+        placed: tensor -> its boxes.
+    """
+
+    holdings: Holdings
+    placed: Mapping[str, tuple[PlacedBoxes, ...]]
+
+    def shards_of(self, rank: int, tensor: str) -> Iterator[tuple[Shard, Buffer]]:
+        """One rank's records of one tensor, with their buffers."""
+        for placed in self.placed.get(tensor, ()):
+            for box in placed.boxes:
+                if contains(box.owners.ranks, rank):
+                    buffer_id = BufferId(rank, box.buffer.format(**placed.indices))
+                    region = Region(tensor, box.owners.offsets, box.owners.lengths)
+                    shard = Shard(region, Place(buffer_id, box.start, box.strides))
+                    yield shard, Buffer(box.numel, self.holdings.dtypes[tensor], placed.group)
+
+
+class PlaceIndex:
+    """Finds where a rank has a part of a box, without going through all boxes of the tensor."""
+
+    def __init__(self, side: PlacedHoldings) -> None:
+        self._side = side
+        self._by_box: dict[int, dict[Box, list[PlacedBox]]] = {}  # by identity of a tuple of boxes
+
+    def places(self, tensor: str, owners: BoxOwners, rank: int, part: Region) -> list[Place]:
+        """One for every place in which `rank` has exactly this box, in order of place; `part` lies inside the box."""
+        found = []
+        for placed in self._side.placed[tensor]:
+            for box in self._boxes(placed.boxes).get((owners.offsets, owners.lengths), ()):
+                if contains(box.owners.ranks, rank):
+                    buffer_id = BufferId(rank, box.buffer.format(**placed.indices))
+                    start = zip(part.offsets, owners.offsets, strict=True)
+                    found.append(Place(buffer_id, box.start, box.strides).at(low - base for low, base in start))
+        return sorted(found, key=lambda place: (place.buffer, place.offset)) if len(found) > 1 else found
+
+    def _boxes(self, boxes: tuple[PlacedBox, ...]) -> dict[Box, list[PlacedBox]]:
+        index = self._by_box.get(id(boxes))
+        if index is None:
+            index = self._by_box[id(boxes)] = {}
+            for box in boxes:
+                index.setdefault((box.owners.offsets, box.owners.lengths), []).append(box)
+        return index
+
+
+def placed_holdings(layout: Layout, num_ranks: int) -> PlacedHoldings:
+    """The compact form of explicit records, e.g. of live engines; padding and exports are left out.
+
+    Raises PlanError naming every tensor that is held in several dtypes.
+    """
+    interned = Interned()
+    dtypes: dict[str, str] = {}
+    owners: dict[str, TensorOwners] = {}
+    placed: dict[str, tuple[PlacedBoxes, ...]] = {}
+    shards_by_tensor = layout.shards_by_tensor()
+    if faults := dtype_faults(layout):
+        raise PlanError(faults)
+    for name in (name for name in layout.tensors if name in shards_by_tensor):
+        by_buffer: dict[tuple[str, str], dict[tuple[Box, int, int, tuple[int, ...]], list[int]]] = {}
+        for shard in shards_by_tensor[name]:
+            region, place_in = shard.region, shard.place
+            buffer_id = place_in.buffer
+            buffer = layout.buffers[buffer_id]
+            same_place = (region.offsets, region.lengths), buffer.numel, place_in.offset, place_in.strides
+            by_place = by_buffer.setdefault((buffer_id.name, buffer.group), {})
+            by_place.setdefault(same_place, []).append(buffer_id.rank)
+            dtypes[name] = buffer.dtype
+        placed[name] = tuple(
+            PlacedBoxes(
+                tuple(
+                    PlacedBox(BoxOwners(*box, interned.ranks(ranks)), "{name}", numel, start, strides)
+                    for (box, numel, start, strides), ranks in by_place.items()
+                ),
+                {"name": buffer_name},
+                group,
+            )
+            for (buffer_name, group), by_place in by_buffer.items()
+        )
+        owners[name] = interned.owners(box.owners for part in placed[name] for box in part.boxes)
+    return PlacedHoldings(Holdings(num_ranks, layout.tensors, dtypes, owners), placed)
+
+
+def holdings_of(layout: Layout, num_ranks: int) -> Holdings:
+    """Who holds what, of explicit records; errors as of `placed_holdings`."""
+    return placed_holdings(layout, num_ranks).holdings
+
+
+@dataclass(frozen=True, eq=False)
+class SideLayout(PlacedHoldings):
+    """All ranks of one side, computed from sizes.
+
+    Attributes:
         num_elements: elements of the parameters that each rank stores, padding and copies included; int array by rank.
         num_expert_elements: those of them that belong to experts.
         is_offered_all: a rank's layout names all tensors of this side (inference), not only those it holds (training).
     """
 
-    holdings: Holdings
-    placed: Mapping[str, tuple[PlacedBoxes, ...]]
-    dtypes: Mapping[str, str]
     num_elements: np.ndarray
     num_expert_elements: np.ndarray
     is_offered_all: bool
-
-    def shards_of(self, rank: int, tensor: str) -> Iterator[tuple[Shard, Buffer]]:
-        """One rank's records of one tensor, with their buffers."""
-        for placed in self.placed.get(tensor, ()):
-            for piece in placed.pieces:
-                position = np.searchsorted(piece.owners.ranks, rank)
-                if position == len(piece.owners.ranks) or piece.owners.ranks[position] != rank:
-                    continue
-                buffer_id = BufferId(rank, piece.buffer.format(**placed.indices))
-                region = Region(tensor, piece.owners.offsets, piece.owners.lengths)
-                shard = Shard(region, Place(buffer_id, piece.start, piece.strides))
-                yield shard, Buffer(piece.numel, self.dtypes[tensor], placed.group)
 
     def layout_of(self, *ranks: int) -> Layout:
         """The explicit records of some ranks."""
@@ -216,7 +262,7 @@ class SideLayout:
 
 
 class SideBuilder:
-    """Collects the pieces of one side.
+    """Collects the boxes of one side.
 
     Args:
         num_ranks: of the world.
@@ -224,7 +270,7 @@ class SideBuilder:
         dtype: of the weights; `dtypes`: of the tensors that have another one.
         is_offered_all: see `SideLayout`.
 
-    Tensors that lie alike are recognised by the identity of their tuples of pieces: make such a tuple once.
+    Tensors that lie alike are recognised by the identity of their tuples of boxes: make such a tuple once.
     """
 
     def __init__(
@@ -244,7 +290,7 @@ class SideBuilder:
         self._elements: dict[tuple[int, bool], tuple[np.ndarray, int]] = {}
 
     def add(self, tensor: str, placed: PlacedBoxes) -> None:
-        """More pieces of `tensor`."""
+        """More boxes of `tensor`."""
         self._placed.setdefault(tensor, []).append(placed)
 
     def add_elements(self, ranks: np.ndarray, numel: int, *, of_expert: bool) -> None:
@@ -257,16 +303,15 @@ class SideBuilder:
         interned = Interned()
         placed = {name: tuple(self._placed[name]) for name in self._shapes if name in self._placed}
         dtypes = {name: self._dtypes.get(name, self._dtype) for name in placed}
-        by_pieces: dict[tuple[int, ...], TensorOwners] = {}
+        by_boxes: dict[tuple[int, ...], TensorOwners] = {}
         owners: dict[str, TensorOwners] = {}
         for name, parts in placed.items():
-            key = tuple(id(part.pieces) for part in parts)
-            if key not in by_pieces:
-                by_pieces[key] = interned.of(piece.owners for part in parts for piece in part.pieces)
-            owners[name] = by_pieces[key]
+            key = tuple(id(part.boxes) for part in parts)
+            if key not in by_boxes:
+                by_boxes[key] = interned.owners(box.owners for part in parts for box in part.boxes)
+            owners[name] = by_boxes[key]
         counts = {of_expert: np.zeros(self._num_ranks, dtype=np.int64) for of_expert in (False, True)}
         for (_, of_expert), (ranks, numel) in self._elements.items():
             np.add.at(counts[of_expert], ranks, numel)
-        itemsizes = {name: DTYPE_NBYTES[dtype] for name, dtype in dtypes.items()}
-        holdings = Holdings(self._num_ranks, self._shapes, itemsizes, owners)
-        return SideLayout(holdings, placed, dtypes, counts[False] + counts[True], counts[True], self._is_offered_all)
+        holdings = Holdings(self._num_ranks, self._shapes, dtypes, owners)
+        return SideLayout(holdings, placed, counts[False] + counts[True], counts[True], self._is_offered_all)

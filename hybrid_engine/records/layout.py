@@ -12,8 +12,8 @@ their own rank; `Layout.merge` joins those of all ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from hybrid_engine.errors import PlanError
 from hybrid_engine.records.regions import Region
@@ -158,6 +158,10 @@ class Layout:
         if faults:
             raise PlanError(faults)
         return Layout(tensors, buffers, tuple(shards))
+
+    def without(self, tensors: Collection[str]) -> Layout:
+        """The layout without the shards of some tensors."""
+        return replace(self, shards=tuple(shard for shard in self.shards if shard.region.tensor not in tensors))
 
     def shards_by_tensor(self) -> dict[str, list[Shard]]:
         """Canonical name -> its shards, in order of rank and of place; the order in which they were emitted is lost."""

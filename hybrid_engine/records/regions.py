@@ -83,6 +83,29 @@ def union(regions: Iterable[Region]) -> list[Region]:
     return disjoint
 
 
+def joined(regions: Iterable[Region]) -> list[Region]:
+    """Join boxes that differ in one dim only and touch, dim by dim; sorted."""
+    boxes = sorted(regions)
+    for dim in range(len(boxes[0].lengths)):
+        # Boxes that differ in this dim only become neighbours, in order along it.
+        ordered = sorted(boxes, key=lambda box, dim=dim: (_without(box, dim), box.offsets[dim]))
+        boxes = ordered[:1]
+        for box in ordered[1:]:
+            last = boxes[-1]
+            if _without(last, dim) == _without(box, dim) and last.ends[dim] == box.offsets[dim]:
+                lengths = list(last.lengths)
+                lengths[dim] += box.lengths[dim]
+                boxes[-1] = Region(last.tensor, last.offsets, tuple(lengths))
+            else:
+                boxes.append(box)
+    return sorted(boxes)
+
+
+def _without(box: Region, dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A box's bounds in the other dims."""
+    return box.offsets[:dim] + box.offsets[dim + 1 :], box.lengths[:dim] + box.lengths[dim + 1 :]
+
+
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Row-major strides of `shape`, in elements."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -40,7 +40,30 @@ def layout_faults(layout: Layout, *, exact: bool) -> list[str]:
         faults.extend(out_of_bounds)
         if exact and not out_of_bounds:
             faults.extend(_coverage_faults(buffer_id, buffer, shards))
-    return faults
+    return faults + dtype_faults(layout)
+
+
+def dtype_faults(layout: Layout) -> list[str]:
+    """Tensors that are held in several dtypes: what of them crosses a link, and in how many bytes, would be unclear."""
+    return [
+        f"{tensor}: held as {' and as '.join(sorted(dtypes))}; a tensor has one dtype on each side"
+        for tensor, dtypes in sorted(_dtypes_by_tensor(layout).items())
+        if len(dtypes) > 1
+    ]
+
+
+def unusable_tensors(layout: Layout) -> set[str]:
+    """Tensors of which nothing more can be said: their records or dtypes are at fault."""
+    several = {tensor for tensor, dtypes in _dtypes_by_tensor(layout).items() if len(dtypes) > 1}
+    return several | {shard.region.tensor for shard in layout.shards if shard_fault(layout, shard)}
+
+
+def _dtypes_by_tensor(layout: Layout) -> dict[str, set[str]]:
+    dtypes: dict[str, set[str]] = {}
+    for shard in layout.shards:
+        if (buffer := layout.buffers.get(shard.place.buffer)) is not None:
+            dtypes.setdefault(shard.region.tensor, set()).add(buffer.dtype)
+    return dtypes
 
 
 def shard_fault(layout: Layout, shard: Shard) -> str | None:

@@ -10,7 +10,6 @@ import torch
 
 from hybrid_engine.errors import ConfigError, PeerTransportError, TransportError, Violation
 from hybrid_engine.memory.elastic import Handle, export_tensor
-from hybrid_engine.planning.coalescing import coalesce
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.ports import Transport
 from hybrid_engine.records.layout import BufferId
@@ -257,8 +256,8 @@ class TransportSet:
                 nbytes_by_link[transfer.link] += transfer.nbytes
         return _BucketShare(
             bucket,
-            {name: coalesce(same) for name, same in transfers.items()},
-            {name: coalesce(same) for name, same in fan_out.items()},
+            transfers,
+            fan_out,
             nbytes,
             nbytes_by_link,
             frozenset(each.dst_rank for each in own.fan_out) - {self.rank},
@@ -283,7 +282,7 @@ class _BucketShare:
     """What a rank does in a bucket.
 
     Attributes:
-        transfers, fan_out: by transport name, coalesced.
+        transfers, fan_out: by transport name.
         nbytes, nbytes_by_link: as in RunReport.
         readers: other ranks that read this one's relay buffers. relay_ranks: whose relay buffers it reads.
     """

@@ -19,9 +19,11 @@ from hybrid_engine import ActorHybridWorker, ReferenceModel
 from hybrid_engine.errors import ConfigError, HybridEngineError, StateError, Violation
 from hybrid_engine.planning.relays import staging_nbytes
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch import rendezvous
 from hybrid_engine.worker import share_of
 from tests.harness.launch import Ranks, remembered
+from tests.hybrid_engine.planning.cases import network_lower_bound
 from tests.zoo import workers
 from tests.zoo.megatron_models import running
 
@@ -157,13 +159,15 @@ def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> dict[str, Any]:
         with worker.train_context():
             worker.update(workers.batch(seed), workers.cross_entropy)
     plan = worker.sharding.plan
+    layouts: list[Any] = [None] * len(hosts)
+    dist.all_gather_object(layouts, (worker.sharding.training.layout(), worker.sharding.inference.layout()))
     found = {
         "digests": digests,
         "tokens": completions[0][0].token_ids,
         "received": report.bytes_received,
         "least": report.bytes_least,
         "across_hosts": report.bytes_across_hosts,
-        "network_least": plan.network_lower_bound,
+        "network_least": network_lower_bound(*(Layout.merge(side) for side in zip(*layouts, strict=True)), hosts),
         "transports": set(report.bytes_by_transport),
         "staging": report.staging_bytes,
         "staging planned": staging_nbytes(plan.buckets, plan.relays, worker.rank),

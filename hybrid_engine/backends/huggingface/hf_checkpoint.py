@@ -25,7 +25,7 @@ from hybrid_engine.errors import ConfigError, HybridEngineError, ParameterMismat
 from hybrid_engine.files.durable import naming, write_bytes, write_text
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Transfer
-from hybrid_engine.planning.planner import plan
+from hybrid_engine.planning.planner import box_transfers
 from hybrid_engine.ports import TrainingWeights
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
@@ -88,7 +88,7 @@ def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelT
         known = {name: stored[name] for name in table.shapes}
         rank = dist.get_world_size()
         source = _layout_of(known, rank, {})
-        transfers = list(plan(source, weights.layout(), _hosts(), may_stay_unread=table.shapes).transfers())
+        transfers = box_transfers(source, weights.layout(), _hosts(), dist.get_rank(), table.shapes)
     with agreement.phase("verifying the checkpoint"):
         for file in _share_of_files(stored):
             if not files.verify_checksum(directory / file):
@@ -140,7 +140,7 @@ def save_hf_checkpoint(
         source = Layout.merge(layouts)
         stored = writing.plan_files(_tensors_to_store(source, table, dtype), file_nbytes)
         destination = _layout_of(stored, dist.get_world_size(), table.copies)
-        transfers = [part for part in plan(source, destination, _hosts()).transfers() if part.src_rank == rank]
+        transfers = box_transfers(source, destination, _hosts(), rank)
     publication = writing.Publication(directory, stored)
     try:
         with agreement.phase("creating the checkpoint's files"):

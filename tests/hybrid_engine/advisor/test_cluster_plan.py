@@ -18,8 +18,7 @@ from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.planning.summary import summarize
-from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, LayoutCase, layout_cases
-from tests.hybrid_engine.planning.test_summary import JOBS
+from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, layout_cases
 
 
 def job(train: TrainParallelism, infer: InferenceParallelism, cluster: Cluster | None = None) -> JobPlan:

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hypothesis import assume
+from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 
 from hybrid_engine.layouts.inference import inference_side
@@ -17,6 +17,8 @@ from hybrid_engine.layouts.stages import split_violations
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import ModelTable, table_for
 from hybrid_engine.records.holdings import SideLayout
+from hybrid_engine.records.layout import Layout
+from hybrid_engine.records.regions import Region, joined, union
 
 # 12 heads of 2 elements: 1, 2, 3, 4, 6 and 12 ranks can share them. 150 tokens: vLLM pads to 192, Megatron otherwise.
 DENSE: dict[str, Any] = {
@@ -66,32 +68,53 @@ GPT2: dict[str, Any] = {
 }
 
 
+# most random sizes are impossible
+JOBS = settings(
+    max_examples=settings().max_examples // 2,
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+    deadline=None,
+)
+
+
 @dataclass(frozen=True)
 class LayoutCase:
-    """A job; `hosts` by rank, `relaying` those whose ranks read each other's memory."""
+    """A job; `hosts` by rank, `relaying` those whose ranks read each other's memory; dtypes of both sides' weights."""
 
     table: ModelTable = field(repr=False)
     train: TrainParallelism
     infer: InferenceParallelism
     hosts: tuple[int, ...]
     relaying: tuple[int, ...] = ()
+    train_dtype: str = "bfloat16"
+    infer_dtype: str = "bfloat16"
 
     @property
     def source(self) -> SideLayout:
-        return training_side(self.table, self.train)
+        return training_side(self.table, self.train, self.train_dtype)
 
     @property
     def destination(self) -> SideLayout:
-        return inference_side(self.table, self.infer)
+        return inference_side(self.table, self.infer, self.infer_dtype)
 
     @property
     def positions(self) -> SideLayout:
         """What inference positions need, by position."""
-        return inference_side(self.table, replace(self.infer, rank_order=None))
+        return inference_side(self.table, replace(self.infer, rank_order=None), self.infer_dtype)
 
     @property
     def unserved(self) -> list[str]:
         return [name for name in self.table.shapes if not self.table.is_served(name)]
+
+
+def regions_by_tensor(layout: Layout) -> dict[str, list[Region]]:
+    """Tensor -> what a layout has of it, in as few boxes as joining neighbours gives; sorted, each element once.
+
+    Equal for layouts of one rank that hold the same, however they cut it: rows that follow one another are one box.
+    """
+    regions: dict[str, set[Region]] = {}
+    for shard in layout.shards:
+        regions.setdefault(shard.region.tensor, set()).add(shard.region)
+    return {tensor: joined(union(sorted(found))) for tensor, found in sorted(regions.items())}
 
 
 def divisors(number: int) -> list[int]:
@@ -166,4 +189,5 @@ def layout_cases(draw: st.DrawFn) -> LayoutCase:
     hosts = draw(st.lists(st.integers(0, 2), min_size=world_size, max_size=world_size).map(tuple))
     in_order = draw(st.booleans())
     relaying = draw(st.sampled_from([(), (1,), (0, 1, 2)]))
-    return LayoutCase(table, train, infer, tuple(sorted(hosts)) if in_order else hosts, relaying)
+    dtypes = draw(st.sampled_from([("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32")]))
+    return LayoutCase(table, train, infer, tuple(sorted(hosts)) if in_order else hosts, relaying, *dtypes)

@@ -16,10 +16,8 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.inference import expert_bounds, inference_side, stage_bounds
 from hybrid_engine.layouts.parallelism import InferenceParallelism, InferencePlace
 from hybrid_engine.models import table_for
-from hybrid_engine.records.holdings import regions_by_tensor
 from hybrid_engine.records.validation import layout_faults
-from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, LayoutCase, layout_cases
-from tests.hybrid_engine.planning.test_summary import JOBS
+from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, layout_cases, regions_by_tensor
 
 
 @given(st.integers(1, 70), st.integers(1, 12))

@@ -16,9 +16,9 @@ from hybrid_engine.layouts.parallelism import TrainParallelism, named
 from hybrid_engine.layouts.stages import Chunk, chunks_of, parse_layout, split_violations
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
-from hybrid_engine.records.holdings import regions_by_tensor
 from hybrid_engine.records.regions import Region
 from tests.harness.launch import Ranks
+from tests.hybrid_engine.layouts.cases import regions_by_tensor
 from tests.zoo.families import served_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
 

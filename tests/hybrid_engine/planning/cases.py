@@ -3,25 +3,29 @@
 Each tensor is sharded on each side in a way of its own: cut along dims into uneven parts over some of the ranks
 (tensor and pipeline parallel), several such copies on other ranks (data parallel), overlapping windows (replicated KV
 heads), the rank's part cut again and stored in another order among other tensors' parts (fused and interleaved
-projections), transposed, with gaps (padding).
+projections), transposed, with gaps (padding). Each side has one dtype, or two that tensors choose from.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from hypothesis import strategies as st
 
 from hybrid_engine.planning.plan import ReshardPlan, Transfer
+from hybrid_engine.planning.summary import summarize
+from hybrid_engine.records.holdings import holdings_of
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
-from hybrid_engine.records.regions import Region
+from hybrid_engine.records.regions import Region, contiguous_strides
 
 Index = tuple[int, ...]
 NOT_WRITTEN = -1
+DTYPES = (("bfloat16",), ("float32",), ("bfloat16", "float32"))
+"""Of a side's tensors: fp32 to bf16 and the other way, bf16 to bf16, or mixed."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,13 @@ class Case:
     hosts: tuple[str, ...]
     bucket_nbytes: int
     relaying: tuple[str, ...] = ()
+
+
+def whole(tensor: str, shape: tuple[int, ...], rank: int, name: str, group: str = "") -> Layout:
+    """One tensor in a buffer of its own."""
+    buffer_id = BufferId(rank, name)
+    shard = Shard(Region(tensor, (0,) * len(shape), shape), Place(buffer_id, 0, contiguous_strides(shape)))
+    return Layout({tensor: shape}, {buffer_id: Buffer(math.prod(shape), "bfloat16", group)}, (shard,))
 
 
 def canonical_values(tensors: Mapping[str, Index]) -> dict[str, np.ndarray]:
@@ -89,6 +100,23 @@ def carry_out(plan: ReshardPlan, case: Case) -> tuple[dict[BufferId, np.ndarray]
     return found, counts
 
 
+def itemsizes(layout: Layout) -> dict[str, int]:
+    """Tensor -> bytes per element where it is held."""
+    return {shard.region.tensor: layout.buffers[shard.place.buffer].itemsize for shard in layout.shards}
+
+
+def wire_itemsizes(case: Case) -> dict[str, int]:
+    """Tensor -> bytes per element that cross a link: those of the narrower side."""
+    source, destination = itemsizes(case.source), itemsizes(case.destination)
+    return {name: min(source[name], nbytes) for name, nbytes in destination.items()}
+
+
+def network_lower_bound(source: Layout, destination: Layout, hosts: Sequence[str]) -> dict[str, int]:
+    """Host -> bytes that its ranks together must receive from other hosts, whatever the plan."""
+    sides = (holdings_of(layout, len(hosts)) for layout in (source, destination))
+    return dict(zip(dict.fromkeys(hosts), summarize(*sides, hosts).network_lower_bound.tolist(), strict=True))
+
+
 def positions_of(transfer: Transfer, place: Place) -> np.ndarray:
     """Where each element of a transfer's box lies at one end of it."""
     region = Region(transfer.tensor, (0,) * len(transfer.lengths), transfer.lengths)
@@ -103,8 +131,8 @@ def cases(draw: st.DrawFn) -> Case:
         for number in range(draw(st.integers(1, 4)))
     }
     return Case(
-        source=draw(layouts(tensors, num_ranks, dtype="bfloat16")),
-        destination=draw(layouts(tensors, num_ranks, dtype=draw(st.sampled_from(["bfloat16", "float32"])))),
+        source=draw(layouts(tensors, num_ranks, draw(st.sampled_from(DTYPES)))),
+        destination=draw(layouts(tensors, num_ranks, draw(st.sampled_from(DTYPES)))),
         hosts=tuple(draw(st.lists(st.sampled_from("ab"), min_size=num_ranks, max_size=num_ranks))),
         bucket_nbytes=draw(st.sampled_from([1, 40, 10**9])),
         relaying=tuple(draw(st.sampled_from([(), "a", "ab"]))),
@@ -112,15 +140,16 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, tensors: Mapping[str, Index], num_ranks: int, dtype: str) -> Layout:
+def layouts(draw: st.DrawFn, tensors: Mapping[str, Index], num_ranks: int, dtypes: Sequence[str]) -> Layout:
     """A layout in which the ranks together hold all of every tensor, each buffer without overlap."""
-    parts: dict[BufferId, list[Region]] = {}
+    parts: dict[tuple[BufferId, str], list[Region]] = {}
     for name, shape in tensors.items():
+        dtype = draw(st.sampled_from(dtypes))
         for region, rank in draw(holders(name, shape, num_ranks)):
-            buffer_id = BufferId(rank, draw(st.sampled_from(["one", "two"])))
-            parts.setdefault(buffer_id, []).extend(draw(cuts(region)))
+            buffer_id = BufferId(rank, f"{draw(st.sampled_from(['one', 'two']))} {dtype}")
+            parts.setdefault((buffer_id, dtype), []).extend(draw(cuts(region)))
     buffers, shards = {}, []
-    for buffer_id, regions in parts.items():
+    for (buffer_id, dtype), regions in parts.items():
         buffers[buffer_id], placed = draw(placements(buffer_id, draw(st.permutations(regions)), dtype))
         shards += placed
     return Layout(dict(tensors), buffers, tuple(draw(st.permutations(shards))))

@@ -1,49 +1,39 @@
-"""Combined transfers copy the same elements to the same places, whatever the two layouts."""
+"""Coalesced transfers: of pairs of ranks, and of boxes at regular distances. What they copy is seen in test_planner."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
 
-import numpy as np
 from hypothesis import given
 
 from hybrid_engine.planning.coalescing import coalesce
-from hybrid_engine.planning.plan import Link, ReshardPlan, Transfer
-from hybrid_engine.planning.planner import plan
+from hybrid_engine.planning.plan import Link, Transfer
+from hybrid_engine.planning.planner import box_transfers, plan
 from hybrid_engine.records.layout import BufferId, Place
-from tests.hybrid_engine.planning.cases import Case, carry_out, cases
+from tests.hybrid_engine.planning.cases import Case, cases
 
 SOURCE, DESTINATION = BufferId(0, "source"), BufferId(1, "destination")
 
 
-def combined(whole: ReshardPlan) -> ReshardPlan:
-    return replace(
-        whole, buckets=tuple(replace(one, transfers=tuple(coalesce(one.transfers))) for one in whole.buckets)
-    )
+@given(cases())
+def test_what_a_pair_of_ranks_gets_depends_on_the_pair_alone(case: Case) -> None:
+    """So both ends derive the same, whatever else is in their plans; bytes stay."""
+    sides = case.source, case.destination
+    of_ranks = [box_transfers(*sides, case.hosts, rank) for rank in range(len(case.hosts))]
+    boxes = list(dict.fromkeys(itertools.chain(*of_ranks)))  # most are in those of two ranks
+    everything = coalesce(boxes)
+    assert sum(one.nbytes for one in everything) == sum(one.nbytes for one in boxes)
+    assert all(stride >= 0 for one in everything for stride in (*one.src.strides, *one.dst.strides))
+    for src, dst in {(one.src_rank, one.dst_rank) for one in boxes}:
+        own = [one for one in boxes if (one.src_rank, one.dst_rank) == (src, dst)]
+        assert coalesce(own) == [one for one in everything if (one.src_rank, one.dst_rank) == (src, dst)]
 
 
 @given(cases())
-def test_the_same_elements_arrive_once(case: Case) -> None:
-    whole = plan(case.source, case.destination, case.hosts, case.bucket_nbytes)
-    expected, counts = carry_out(whole, case)
-    found, counts_found = carry_out(combined(whole), case)
-    for buffer_id in expected:
-        np.testing.assert_array_equal(found[buffer_id], expected[buffer_id])
-        np.testing.assert_array_equal(counts_found[buffer_id], counts[buffer_id])
-
-
-@given(cases())
-def test_bytes_stay_and_both_ends_derive_the_same(case: Case) -> None:
-    for bucket in plan(case.source, case.destination, case.hosts, case.bucket_nbytes).buckets:
-        everything = coalesce(bucket.transfers)
-        assert sum(one.nbytes for one in everything) == sum(one.nbytes for one in bucket.transfers)
-        assert all(stride >= 0 for one in everything for stride in (*one.src.strides, *one.dst.strides))
-        for src in range(len(case.hosts)):
-            for dst in range(len(case.hosts)):
-                own = [one for one in bucket.transfers if (one.src_rank, one.dst_rank) == (src, dst)]
-                seen_by_src = coalesce(one for one in bucket.transfers if src in (one.src_rank, one.dst_rank))
-                pair = [one for one in seen_by_src if (one.src_rank, one.dst_rank) == (src, dst)]
-                assert pair == coalesce(own)
+def test_a_plan_is_coalesced_as_far_as_it_can_be(case: Case) -> None:
+    for bucket in plan(case.source, case.destination, case.hosts, relaying_hosts=case.relaying).buckets:
+        assert coalesce(bucket.transfers) == list(bucket.transfers)
+        assert coalesce(bucket.fan_out) == list(bucket.fan_out)
 
 
 def box(tensor: str, lengths: tuple[int, ...], src: int, dst: int, src_strides: tuple[int, ...]) -> Transfer:

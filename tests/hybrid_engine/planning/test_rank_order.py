@@ -19,8 +19,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.planning.rank_order import held_nbytes, rank_order
 from hybrid_engine.planning.summary import summarize
 from hybrid_engine.records.holdings import Holdings, holdings_of
-from tests.hybrid_engine.layouts.cases import DENSE, LayoutCase, layout_cases
-from tests.hybrid_engine.planning.test_summary import JOBS
+from tests.hybrid_engine.layouts.cases import DENSE, JOBS, LayoutCase, layout_cases
 
 
 def order_of(case: LayoutCase) -> tuple[int, ...]:

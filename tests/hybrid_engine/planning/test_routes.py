@@ -1,20 +1,20 @@
-"""Who sends: holders of a box have equal shares, whoever asks; and what must be received in any case."""
+"""Who sends: holders of a box have equal shares, whoever receives; and what must be received in any case."""
 
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_engine.planning.lower_bound import missing_by_rank
 from hybrid_engine.planning.plan import Link
-from hybrid_engine.planning.routes import HostIngress, Hosts, RoundRobinOffset, Routes, missing_by_rank
+from hybrid_engine.planning.routes import HostIngress, Hosts, LinkBytes, RoundRobinOffset, Routes
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.owners import BoxOwners, groups_of_columns
 from tests.hybrid_engine.planning.cases import Case, cases, elements_of
-
-INGRESS_LOADS = ("sent_network", "network", "sent_host", "host")
 
 
 def owners_of(layout: Layout, tensor: str) -> list[BoxOwners]:
@@ -26,75 +26,75 @@ def owners_of(layout: Layout, tensor: str) -> list[BoxOwners]:
 
 
 @given(cases(), st.integers(0, 50), st.integers(1, 9))
-def test_holders_of_a_box_have_equal_shares(case: Case, start: int, num_laps: int) -> None:
-    """Over any number of tensors with the same owners, whoever asks over the same link."""
+def test_holders_of_a_box_have_equal_shares(case: Case, first: int, num_tensors: int) -> None:
+    """Over any number of tensors of a class, whoever receives over the same link."""
     for tensor in case.destination.tensors:
         sources = owners_of(case.source, tensor)
         routes = Routes(sources, owners_of(case.destination, tensor), Hosts(case.hosts, case.relaying))
-        asked: Counter[tuple[int, Link, str]] = Counter()
+        received: Counter[tuple[int, Link, str]] = Counter()
         sent: Counter[tuple[int, Link, str, int]] = Counter()
         for receivers in routes.receivers:
-            assert receivers.missing == ()
-            for piece in {piece.source: piece for piece in receivers.pieces}.values():
-                for index in range(num_laps):
-                    senders = routes.senders(receivers, piece, RoundRobinOffset(start, index))
+            for part in {part.source: part for part in receivers.parts}.values():
+                for index in range(num_tensors):
+                    senders = routes.senders(receivers, part, RoundRobinOffset(first, index))
                     for dst, src in zip(receivers.ranks.tolist(), senders.tolist(), strict=True):
-                        host = case.hosts[dst] if piece.link is Link.HOST else ""
-                        asked[piece.source, piece.link, host] += piece.link is not Link.SELF
-                        sent[piece.source, piece.link, host, src] += 1
-        of_hosts: dict[tuple[int, tuple[int, ...]], HostIngress] = {}  # boxes of one source share the turns of a host
+                        host = case.hosts[dst] if part.link is Link.HOST else ""
+                        received[part.source, part.link, host] += part.link is not Link.SELF
+                        sent[part.source, part.link, host, src] += 1
+        # boxes of one source have the same sender to a host
+        of_hosts: dict[tuple[int, tuple[int, ...]], HostIngress] = {}
         for ingress in routes.ingress:
-            of_hosts.setdefault((ingress.source, tuple(ingress.turns.tolist())), ingress)
+            of_hosts.setdefault((ingress.source, tuple(ingress.positions.tolist())), ingress)
         for (number, _), ingress in of_hosts.items():
-            for index in range(num_laps):
-                for src in routes.ingress_senders(ingress, RoundRobinOffset(start, index)).tolist():
-                    asked[number, Link.NETWORK, ""] += 1
+            for index in range(num_tensors):
+                for src in routes.ingress_senders(ingress, RoundRobinOffset(first, index)).tolist():
+                    received[number, Link.NETWORK, ""] += 1
                     sent[number, Link.NETWORK, "", src] += 1
-        for (number, link, host), count in asked.items():
+        for (number, link, host), count in received.items():
             holders = [rank for rank in set(sources[number].ranks.tolist()) if host in ("", case.hosts[rank])]
             shares = [sent[number, link, host, rank] for rank in holders] if link is not Link.SELF else []
             assert sum(shares) == count
             assert max(shares, default=0) - min(shares, default=0) <= 1
 
 
-@given(cases(), st.integers(0, 50), st.sets(st.integers(0, 40), min_size=1, max_size=6))
-def test_loads_are_counted_senders(case: Case, start: int, laps: set[int]) -> None:
+def _move(
+    received: Counter[tuple[Link, int]], sent: Counter[tuple[Link, int]], link: Link, src: int, dst: int, nbytes: int
+) -> None:
+    received[link, dst] += nbytes
+    sent[link, src] += nbytes if link is not Link.SELF else 0
+
+
+@given(cases(), st.integers(0, 50), st.lists(st.sampled_from([2, 4]), min_size=1, max_size=40))
+def test_bytes_are_those_of_every_tensor_of_the_class(case: Case, first: int, sizes: list[int]) -> None:
+    """Tensor by tensor and rank by rank, without knowing when senders repeat."""
     for tensor in case.destination.tensors:
         destinations = owners_of(case.destination, tensor)
         routes = Routes(owners_of(case.source, tensor), destinations, Hosts(case.hosts, case.relaying))
-        for receivers in routes.receivers:
-            copies = [int((destinations[receivers.want].ranks == rank).sum()) for rank in receivers.ranks]
-            assert receivers.copies.tolist() == copies
-            for piece in receivers.pieces:
-                expected = np.zeros(len(case.hosts), int)
-                if piece.link is not Link.SELF:
-                    for index in laps:
-                        np.add.at(expected, routes.senders(receivers, piece, RoundRobinOffset(start, index)), copies)
-                found = routes.load(receivers, piece, start, np.array(sorted(laps)))
-                np.testing.assert_array_equal(found, expected)
-
-
-@given(cases(), st.integers(0, 50), st.sets(st.integers(0, 40), min_size=1, max_size=6))
-def test_loads_of_arrivals_are_counted(case: Case, start: int, laps: set[int]) -> None:
-    for tensor in case.destination.tensors:
-        destinations = owners_of(case.destination, tensor)
-        routes = Routes(owners_of(case.source, tensor), destinations, Hosts(case.hosts, case.relaying))
-        for ingress in routes.ingress:
-            expected: dict[str, Counter[int]] = {name: Counter() for name in INGRESS_LOADS}
-            for index in laps:
-                for (sender, relay_rank), readers in routes.ingress_of(ingress, RoundRobinOffset(start, index)):
+        received: Counter[tuple[Link, int]] = Counter()
+        sent: Counter[tuple[Link, int]] = Counter()
+        move = partial(_move, received, sent)
+        for index, itemsize in enumerate(sizes):
+            offset = RoundRobinOffset(first, index)
+            for receivers in routes.receivers:
+                needed = destinations[receivers.destination].ranks
+                for part in receivers.parts:
+                    for src, dst in zip(routes.senders(receivers, part, offset), receivers.ranks, strict=True):
+                        move(part.link, src, dst, part.region.numel * itemsize * int((needed == dst).sum()))
+            for ingress in routes.ingress:
+                nbytes = ingress.region.numel * itemsize
+                for (sender, relay_rank), readers in routes.ingress_of(ingress, offset):
                     assert relay_rank in readers and case.hosts[sender] != case.hosts[relay_rank]
                     assert {case.hosts[rank] for rank in readers} == {case.hosts[relay_rank]}
-                    expected["sent_network"][sender] += 1
-                    expected["network"][relay_rank] += 1
-                    for rank, want, copies in zip(readers, ingress.destinations, ingress.copies, strict=True):
-                        assert copies == int((destinations[want].ranks == rank).sum())
+                    move(Link.NETWORK, sender, relay_rank, nbytes)
+                    for rank, number in zip(readers, ingress.destinations, strict=True):
                         if rank != relay_rank:
-                            expected["host"][rank] += copies
-                            expected["sent_host"][relay_rank] += copies
-            load = routes.ingress_load(ingress, start, np.array(sorted(laps)))
-            for name, counts in expected.items():
-                assert getattr(load, name).tolist() == [counts[rank] for rank in range(len(case.hosts))], name
+                            move(Link.HOST, relay_rank, rank, nbytes * int((destinations[number].ranks == rank).sum()))
+        found = LinkBytes(len(case.hosts))
+        routes.count(first, np.array(sizes), found)
+        for link in Link:
+            ranks = range(len(case.hosts))
+            assert found.received[link].tolist() == [received[link, rank] for rank in ranks]
+            assert found.sent[link].tolist() == [sent[link, rank] for rank in ranks]
 
 
 @given(cases())

@@ -25,7 +25,7 @@ from hybrid_engine.records.regions import Region
 from hybrid_engine.transports import CollectiveTransport, RelayBuffers, TransportSet, Wiring, export_handles
 from hybrid_engine.transports.registry import REGISTRY, RegisteredTransport
 from tests.harness.launch import Ranks
-from tests.hybrid_engine.planning.cases import NOT_WRITTEN, filled_buffers
+from tests.hybrid_engine.planning.cases import NOT_WRITTEN, filled_buffers, network_lower_bound
 from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
 from tests.hybrid_engine.transports.cases import outcome_of
 
@@ -171,7 +171,7 @@ def run_job(make: Callable[[], Job]) -> dict[str, object]:
     return {
         "wrong": wrong,
         "network": count.network,
-        "least": rank.plan.network_lower_bound,
+        "least": network_lower_bound(job.source, job.destination, HOSTS),
         "relays": len(rank.plan.relays),
     }
 

@@ -1,0 +1,212 @@
+"""One planner: bytes of all ranks, plans of single ranks and the plan of everything agree, with casts and without."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_engine.errors import PlanError
+from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
+from hybrid_engine.layouts.training import training_side
+from hybrid_engine.models import table_for
+from hybrid_engine.planning.plan import ByteCount, Link, ReshardPlan
+from hybrid_engine.planning.planner import plan, plan_sides
+from hybrid_engine.planning.rank_order import rank_order
+from hybrid_engine.planning.summary import ByteSummary, summarize
+from hybrid_engine.records.holdings import holdings_of, placed_holdings
+from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
+from hybrid_engine.records.regions import Region
+from hybrid_engine.records.validation import layout_faults
+from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, layout_cases
+from tests.hybrid_engine.planning.cases import Case, carry_out, cases, filled_buffers, whole
+
+
+def full_plan(case: LayoutCase, rank: int | None = None) -> ReshardPlan:
+    source, destination = case.source.layout(), case.destination.layout()
+    hosts = [str(host) for host in case.hosts]
+    return plan(source, destination, hosts, 700, case.unserved, rank, relaying_hosts=list(map(str, case.relaying)))
+
+
+@JOBS
+@given(layout_cases())
+def test_every_element_arrives_where_vllm_has_it(case: LayoutCase) -> None:
+    source, destination = case.source.layout(), case.destination.layout()
+    assert layout_faults(source, exact=False) == []
+    pair = Case(source, destination, tuple(map(str, case.hosts)), 700)
+    found, counts = carry_out(full_plan(case), pair)
+    for buffer_id, expected in filled_buffers(destination).items():
+        np.testing.assert_array_equal(found[buffer_id], expected)
+        assert (counts[buffer_id] == 1).all()
+
+
+@JOBS
+@given(layout_cases())
+def test_the_summary_is_the_plans(case: LayoutCase) -> None:
+    summary = summarize(case.source.holdings, case.destination.holdings, case.hosts, case.relaying)
+    assert_same_bytes(full_plan(case), summary)
+
+
+@JOBS
+@given(layout_cases())
+def test_no_rank_receives_more_than_the_least(case: LayoutCase) -> None:
+    summary = summarize(case.source.holdings, case.destination.holdings, case.hosts, case.relaying)
+    np.testing.assert_array_equal(summary.received, summary.lower_bound)
+    if DTYPE_NBYTES[case.infer_dtype] <= DTYPE_NBYTES[case.train_dtype]:
+        np.testing.assert_array_equal(summary.own + summary.received, case.destination.holdings.nbytes_by_rank())
+    for host, least in zip(dict.fromkeys(case.hosts), summary.network_lower_bound, strict=True):
+        entered = summary.network[np.array(case.hosts) == host].sum()
+        assert entered == least if host in case.relaying else entered >= least
+
+
+@given(cases())
+def test_the_summary_is_the_plans_for_any_records(case: Case) -> None:
+    """Boxes that overlap, ranks that hold a box twice, tensors that are cut in several dims."""
+    holdings = (holdings_of(layout, len(case.hosts)) for layout in (case.source, case.destination))
+    summary = summarize(*holdings, case.hosts, case.relaying)
+    assert_same_bytes(plan(case.source, case.destination, case.hosts, relaying_hosts=case.relaying), summary)
+
+
+def assert_same_bytes(expected: ReshardPlan, summary: ByteSummary) -> None:
+    sent: Counter[tuple[int, Link]] = Counter()
+    for transfer in expected.transfers():
+        sent[transfer.src_rank, transfer.link] += transfer.nbytes
+    for rank in range(len(summary.own)):
+        count = expected.bytes_by_rank.get(rank, ByteCount(0, 0, 0, 0))
+        found = summary.own[rank], summary.host[rank], summary.network[rank], summary.lower_bound[rank]
+        assert found == (count.own, count.host, count.network, count.lower_bound)
+        sent_by_rank = sent[rank, Link.HOST], sent[rank, Link.NETWORK]
+        assert (summary.sent_host[rank], summary.sent_network[rank]) == sent_by_rank
+
+
+@JOBS
+@given(layout_cases(), st.data())
+def test_one_ranks_plan_is_its_part_of_everybodys(case: LayoutCase, data: st.DataObject) -> None:
+    """From records, and from compact sides."""
+    rank = data.draw(st.integers(0, len(case.hosts) - 1))
+    everybody, own = full_plan(case), full_plan(case, rank)
+    found = plan_sides(case.source, case.destination, case.hosts, 700, case.unserved, rank, case.relaying)
+    assert replace(found, fingerprint=own.fingerprint) == own
+    assert own.buckets == tuple(whole.of_rank(rank) for whole in everybody.buckets)
+    assert own.bytes_by_rank == {key: count for key, count in everybody.bytes_by_rank.items() if key == rank}
+
+
+@given(cases())
+def test_plans_of_all_ranks_together_are_the_plan(case: Case) -> None:
+    """Every transfer is in the plans of its two ranks, or of its one, and nothing else is."""
+    arguments = case.source, case.destination, case.hosts, case.bucket_nbytes
+    everybody = plan(*arguments, relaying_hosts=case.relaying)
+    ranks = [plan(*arguments, rank=rank, relaying_hosts=case.relaying) for rank in range(len(case.hosts))]
+    found = Counter(transfer for own in ranks for transfer in own.transfers())
+    assert found == {each: len({each.src_rank, each.dst_rank}) for each in everybody.transfers()}
+    assert {buffer: relay for own in ranks for buffer, relay in own.relays.items()} == everybody.relays
+    assert {rank: count for own in ranks for rank, count in own.bytes_by_rank.items()} == everybody.bytes_by_rank
+
+
+@pytest.mark.parametrize(("train", "infer"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_bytes_of_a_cast_are_the_narrower_ones_in_every_count(train: str, infer: str) -> None:
+    """Two ranks with half of a tensor each, that both need all of it."""
+    shape = (4, 10)
+    halves = [Region("t", (2 * rank, 0), (2, 10)) for rank in range(2)]
+    source = Layout(
+        {"t": shape},
+        {BufferId(rank, "half"): Buffer(20, train) for rank in range(2)},
+        tuple(Shard(half, Place(BufferId(rank, "half"), 0, (10, 1))) for rank, half in enumerate(halves)),
+    )
+    destination = Layout(
+        {"t": shape},
+        {BufferId(rank, "whole"): Buffer(40, infer) for rank in range(2)},
+        tuple(Shard(Region("t", (0, 0), shape), Place(BufferId(rank, "whole"), 0, (10, 1))) for rank in range(2)),
+    )
+    everybody, own = (plan(source, destination, ["a", "a"], rank=rank) for rank in (None, 1))
+    summary = summarize(holdings_of(source, 2), holdings_of(destination, 2), ["a", "a"])
+    assert everybody.bytes_by_rank[1] == own.bytes_by_rank[1] == ByteCount(40, 40, 0, 40)
+    assert (summary.own[1], summary.host[1], summary.sent_host[1], summary.lower_bound[1]) == (40, 40, 40, 40)
+
+
+@JOBS
+@given(layout_cases())
+def test_holdings_are_those_of_the_records(case: LayoutCase) -> None:
+    for side in (case.source, case.destination):
+        expected = holdings_of(side.layout(), len(case.hosts))
+        assert side.holdings.dtypes == expected.dtypes
+        assert list(side.holdings.owners) == list(expected.owners)
+        for name, owners in side.holdings.owners.items():
+            pairs = zip(owners, expected.owners[name], strict=True)
+            assert all(found.region == other.region and (found.ranks == other.ranks).all() for found, other in pairs)
+
+
+def test_what_cannot_be_planned_is_said_in_the_same_words() -> None:
+    """By the plan of all ranks, the plan of one, the summary and the choice of a rank order."""
+    source = Layout.merge([whole("half", (2,), 0, "half"), whole("reshaped", (2, 2), 0, "reshaped")])
+    source = Layout({**source.tensors, "half": (4,)}, source.buffers, source.shards)
+    needed = [("half", (4,), 0), ("reshaped", (4,), 0), ("absent", (3,), 0), ("absent", (3,), 1)]
+    destination = Layout.merge(whole(*each, each[0]) for each in needed)
+    sides = placed_holdings(source, 2), placed_holdings(destination, 2)
+    holdings = [side.holdings for side in sides]
+    expected = {
+        "reshaped: shape (2, 2) in training, (4,) in inference",
+        "half: elements [(2,), (4,)) are needed by rank 0, but no training rank holds them",
+        "absent: elements [(0,), (3,)) are needed by rank 0 and 1 other, but no training rank holds them",
+    }
+    for attempt in (
+        lambda: plan(source, destination, ["a", "a"]),
+        lambda: plan(source, destination, ["a", "a"], rank=1),
+        lambda: plan_sides(*sides, ["a", "a"], rank=1),
+        lambda: summarize(*holdings, ["a", "a"]),
+        lambda: rank_order("auto", *holdings, ["a", "a"], 1),
+    ):
+        with pytest.raises(PlanError) as caught:
+            attempt()
+        assert set(caught.value.findings) == expected
+
+
+def test_a_tensor_has_one_dtype_on_each_side() -> None:
+    mixed = Layout.merge([whole("t", (4,), 0, "a"), whole("u", (4,), 0, "u")])
+    other = BufferId(1, "b")
+    mixed = Layout(
+        mixed.tensors,
+        {**mixed.buffers, other: Buffer(4, "float32")},
+        (*mixed.shards, Shard(Region("t", (0,), (4,)), Place(other, 0, (1,)))),
+    )
+    text = "t: held as bfloat16 and as float32; a tensor has one dtype on each side"
+    needed = Layout.merge([whole("t", (4,), 0, "t"), whole("u", (4,), 0, "u")])
+    for attempt in (lambda: placed_holdings(mixed, 2), lambda: plan(mixed, needed, ["a", "a"])):
+        with pytest.raises(PlanError) as caught:
+            attempt()
+        assert caught.value.findings == (text,)
+
+
+BALANCED = [
+    # training tp, pp, ep; inference tp, ep; ranks, ranks of a host
+    ((4, 4, 1), (2, 1), 64, 8),
+    ((6, 1, 1), (2, 1), 48, 12),
+    ((2, 1, 1), (6, 1), 48, 6),
+    ((2, 2, 6), (2, 6), 96, 8),
+    ((2, 2, 3), (1, 3), 96, 8),
+]
+
+
+@pytest.mark.parametrize(("train", "infer", "num_ranks", "per_host"), BALANCED)
+def test_ranks_that_hold_the_same_send_as_much(
+    train: tuple[int, int, int], infer: tuple[int, int], num_ranks: int, per_host: int
+) -> None:
+    """But for those that need a part of what they hold, and so are not asked by themselves. The vocabulary is left out:
+    the first ranks hold more of it."""
+    table = table_for(EXPERTS if train[2] > 1 else DENSE)
+    tensor, pipeline, expert = train
+    sizes = TrainParallelism(num_ranks, tensor, pipeline, expert=expert, expert_tensor=1 if expert > 1 else None)
+    source = training_side(table, sizes).holdings
+    destination = inference_side(table, InferenceParallelism(num_ranks, infer[0], expert=infer[1])).holdings
+    source, destination = (
+        replace(side, owners={name: owners for name, owners in side.owners.items() if ".layers." in name})
+        for side in (source, destination)
+    )
+    sent = summarize(source, destination, [rank // per_host for rank in range(num_ranks)]).sent
+    by_stage = sent.reshape(pipeline, -1)
+    assert (by_stage.max(axis=1) <= 1.3 * by_stage.mean(axis=1)).all(), by_stage.max(axis=1) / by_stage.mean(axis=1)
