@@ -1,0 +1,12 @@
+"""A job as it would be on a cluster, without one: what moves at a switch, what fits, how long it takes.
+
+    1  sizes_text.py      "tp=8,pp=2" -> sizes                            called by the command `plan`
+    2  cluster_plan.py    plan_job: both layouts (layouts/), rank order and bytes (planning/) -> JobPlan
+    3  memory_peaks.py    bytes on device and host, for step 2
+       other_systems.py   what others would move by their formulas, for step 2
+    4  facts.py           JobPlan -> Answer: numbers with names, the JSON of `plan --json`
+    5  page.py            JobPlan -> one HTML page, with the picture of picture.py
+
+Nothing here plans by itself: bytes are those of `planning.summary`, the transfers of a rank those of
+`planning.planner`.
+"""
