@@ -1,14 +1,20 @@
-"""GRPO on two-operand addition: Megatron trains, vLLM samples, weights are resharded between them every iteration.
+"""GRPO on two-digit addition: Megatron trains, vLLM samples, weights are resharded between them every iteration.
 
-    data/*.jsonl -> task.py (characters, problems, reward)
-                         |
-    train.py  ->  trainer.py: warm up, then again and again
-    (processes,     generate   vLLM       groups of completions, reward by code
-     signals,       score      Megatron   log-probabilities under the actor and the frozen reference
-     terminal)      update     Megatron   grpo.py: clipped policy gradient + KL
-                    evaluate   vLLM       greedy accuracy on held-out problems
-                         |
-                    run_state.py (checkpoints, resume)   report.py (metrics.jsonl, TensorBoard, reward.png, terminal)
+data/*.jsonl -> task.py (characters, problems, reward)
+                     |
+train.py  ->  trainer.py: warm up, then repeat
+                generate   vLLM       groups of completions, reward by code
+                score      Megatron   log-probabilities under the actor and the frozen reference
+                update     Megatron   grpo.py: clipped policy gradient + KL, on batches.py's batches
+                evaluate   vLLM       greedy accuracy on held-out problems
+                     |
+              run_state.py (checkpoints, resume), report.py (metrics.jsonl, TensorBoard, reward.png, terminal)
 
-settings.py documents every key of `rl_config`; configs/ has one file per layout.
+settings.py            every key of `rl_config`; configs/ has one file per layout
+make_data.py           writes data/
+measure.py             seconds by phase, bytes and memory of an iteration
+output.py              terminal and log of one rank
+run_lock.py            one job at a time writes a run's directory
+stopping.py            Ctrl-C and SIGTERM
+pretrain_gpt_rl.py     the same inside Megatron-LM's own training loop; rollouts.py is its dataset
 """
