@@ -60,7 +60,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 @functools.cache
-def dataset(num_samples: int) -> torch.utils.data.Dataset:
+def dataset(num_samples: int) -> torch.utils.data.Dataset[Batch]:
     """Training data of the stage, on every rank; Megatron's samplers take from it in order."""
     args, resharding = get_args(), script.options()
     _check(args, resharding)
@@ -82,7 +82,9 @@ def dataset(num_samples: int) -> torch.utils.data.Dataset:
     return rollouts.install(Rollouts(settings, num_samples, args.consumed_train_samples, score, _report))
 
 
-def datasets(num_samples: Sequence[int], vp_stage: int | None = None) -> tuple[torch.utils.data.Dataset, None, None]:
+def datasets(
+    num_samples: Sequence[int], vp_stage: int | None = None
+) -> tuple[torch.utils.data.Dataset[Batch], None, None]:
     """For training, evaluation and test, as Megatron asks: for every virtual stage, all of which share one."""
     return dataset(num_samples[0]), None, None
 

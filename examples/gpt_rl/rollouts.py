@@ -65,7 +65,7 @@ class RolloutSettings:
         return Sampling(n=self.samples_per_prompt, max_tokens=self.max_tokens, stop_token_ids=(task.END,))
 
 
-class Rollouts(torch.utils.data.Dataset):
+class Rollouts(torch.utils.data.Dataset[Batch]):
     """The samples that the next optimizer steps learn from; those of steps to come are not there yet.
 
     Args:
@@ -180,7 +180,7 @@ def _batch(
     return {**batch, "old_log_probs": old_log_probs, "ref_log_probs": old_log_probs, "advantages": advantages}
 
 
-class Demonstrations(torch.utils.data.Dataset):
+class Demonstrations(torch.utils.data.Dataset[Batch]):
     """Samples to imitate, for the warm-up: sample i is one of the problems, in an order that the seed gives.
 
     Args:

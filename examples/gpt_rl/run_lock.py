@@ -1,8 +1,8 @@
 """One job at a time writes a run's directory.
 
 Rank 0 holds OUT/lock from before it writes anything there until its process ends: the kernel releases the lock however
-it ends. The other ranks wait for the lock before they write, through the store of torchrun's rendezvous; so a second job
-leaves the logs of the first alone.
+it ends. The other ranks wait for the lock before they write, through the store of torchrun's rendezvous; so a second
+job leaves the logs of the first alone.
 
 The lock is that of flock(2), which belongs to the open file. One of fcntl(2) would be lost as soon as anything in the
 process opens and closes the file again. On NFS Linux turns flock into such a lock, so hosts see each other's. A file

@@ -25,7 +25,7 @@ import typer
 
 from examples.gpt_rl.output import Output
 from examples.gpt_rl.run_lock import take_lock, tell_others, wait_for_lock
-from examples.gpt_rl.run_state import RunDirectory
+from examples.gpt_rl.run_state import Row, RunDirectory
 from examples.gpt_rl.settings import Settings, load_settings
 from examples.gpt_rl.stopping import StopRequest
 from hybrid_engine.errors import ConfigError, Violation
@@ -136,7 +136,7 @@ def _is_finished(directory: RunDirectory, settings: Settings) -> bool:
     return has_row and progress.iteration >= settings.rl.iterations
 
 
-def _rows_so_far(directory: RunDirectory) -> list[dict]:
+def _rows_so_far(directory: RunDirectory) -> list[Row]:
     progress = directory.progress()
     return [] if progress is None else [row for row in directory.rows() if row["iteration"] <= progress.iteration]
 

@@ -39,7 +39,7 @@ class _ManagedTensor(ctypes.Structure):
     _fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
-_lent: dict[int, tuple[_ManagedTensor, ctypes.Array, object]] = {}
+_lent: dict[int, tuple[_ManagedTensor, ctypes.Array[ctypes.c_int64], object]] = {}
 """By address of the record: what must stay alive until torch returns it."""
 
 
