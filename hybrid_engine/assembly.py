@@ -5,10 +5,12 @@ Shared by those who bring the training model: `ActorHybridWorker` builds one, `m
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.config import HybridConfig
+from hybrid_engine.layouts.comparison import differences
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.models import table_for
 from hybrid_engine.models.lora_tensors import VLLM_LORA_RANKS, adapted_modules, adapter_shapes
@@ -22,6 +24,8 @@ from hybrid_engine.records.layout import Layout
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings
 
+logger = logging.getLogger("hybrid_engine")
+
 
 def build_inference_engine(
     config: HybridConfig, table: ModelTable, training_layouts: Sequence[Layout], job: Job
@@ -29,32 +33,38 @@ def build_inference_engine(
     """vLLM in the ranks that train, each with the shard that suits what it holds for training. Collective.
 
     vLLM looks at the memory that is free while it starts: training state is best off the device meanwhile.
-    `training_layouts`: of all ranks (`rendezvous.gather_layouts`).
+    `training_layouts`: of all ranks (`rendezvous.gather_layouts`). Which rank takes which shard follows from them and
+    from what vLLM is computed to hold, the same on all ranks; with the engine there, that is compared with the truth.
     """
+    generate, sizes = config.generate_config, config.generate_config.sizes(job.world_size)
     with job.agreement.phase("choosing the order of ranks"):
-        order = _choose_rank_order(config, table, training_layouts, job)
+        positions, order = None, tuple(range(job.world_size))
+        if generate.infer_rank_order != "sequential":
+            positions = inference_side(table, sizes, config.actor_config.params_dtype)
+            held = holdings_of(Layout.merge(training_layouts), job.world_size)
+            order = rank_order(generate.infer_rank_order, held, positions.holdings, job.hosts, sizes.tensor)
     with job.agreement.phase("building the inference engine", SHORT_PATIENCE):
         from hybrid_engine.backends.vllm import InferenceEngine
 
         settings = inference_settings(config, job.world_size, order)
-        return InferenceEngine(settings, table.shapes, job, dtypes=table.dtypes)
+        engine = InferenceEngine(settings, table.shapes, job, dtypes=table.dtypes)
+        if positions is not None:
+            position = settings.sizes.place_of(job.rank).position
+            warn_of_differences(positions.layout_of(position), engine.adaptor.layout(), job.rank)
+    return engine
 
 
-def _choose_rank_order(
-    config: HybridConfig, table: ModelTable, training_layouts: Sequence[Layout], job: Job
-) -> tuple[int, ...]:
-    """Which rank takes which inference shard, from what the ranks hold; the same on all of them."""
-    kind = config.generate_config.infer_rank_order
-    if kind == "sequential":
-        return tuple(range(job.world_size))
-    sizes = config.generate_config.sizes(job.world_size)
-    return rank_order(
-        kind,
-        holdings_of(Layout.merge(training_layouts), job.world_size),
-        inference_side(table, sizes, config.actor_config.params_dtype).holdings,
-        job.hosts,
-        sizes.tensor,
-    )
+def warn_of_differences(computed: Layout, traced: Layout, rank: int) -> None:
+    """Log what `rank` holds otherwise than the layout says that the order of ranks was chosen by.
+
+    What is moved follows the traced layout, so the weights are right all the same.
+    """
+    if wrong := differences(computed, traced):
+        logger.warning(
+            "rank %d: vLLM holds other parts of %d tensors than layouts/inference.py computes, e.g. %s: the order of "
+            "ranks may move more bytes than it must",
+            *(rank, len(wrong), wrong[0]),
+        )
 
 
 def inference_settings(
