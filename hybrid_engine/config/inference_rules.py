@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from hybrid_engine.config.rules import Constraint, JobContext, constraint, size_constraints
-from hybrid_engine.errors import Violation
+from hybrid_engine.config.rules import Constraint, Finding, JobContext, constraint, size_constraints
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.parameters import parameters_of
 from hybrid_engine.layouts.size_rules import INFER_RULES
@@ -22,29 +21,28 @@ NARROWER = frozenset({("float32", "bfloat16"), ("float32", "float16")})
 @constraint(
     INFERENCE, "generate_config.infer_data_parallel_size", "If given, DP satisfies TP x PP x DP == number of ranks."
 )
-def _inference_replicas(context: JobContext) -> Iterator[Violation]:
+def _inference_replicas(context: JobContext) -> Iterator[Finding]:
     tp, pp = context.infer_sizes.tensor, context.infer_sizes.pipeline
     replicas = context.generate.infer_data_parallel_size
     if replicas is not None and tp * pp * replicas != context.world_size:
-        yield Violation(
-            "generate_config.infer_data_parallel_size",
+        yield (
             f"TP {tp} x PP {pp} x DP {replicas} is not the world size {context.world_size}",
             "Leave it out: it is what remains of the world",
         )
 
 
 @constraint(INFERENCE, "generate_config.dtype", "dtype is the one in which weights are sent.")
-def _dtype(context: JobContext) -> Iterator[Violation]:
+def _dtype(context: JobContext) -> Iterator[Finding]:
     if context.generate.dtype not in (None, context.wire_dtype):
         problem = f"{context.generate.dtype}, but weights are sent in {context.wire_dtype}"
-        yield Violation("generate_config.dtype", problem, "Leave it out, or set compress_reshard and compression_dtype")
+        yield problem, "Leave it out, or set compress_reshard and compression_dtype"
 
 
 @constraint(INFERENCE, "generate_config.compression_dtype", "compression_dtype is narrower than params_dtype.")
-def _compression(context: JobContext) -> Iterator[Violation]:
+def _compression(context: JobContext) -> Iterator[Finding]:
     if context.generate.compress_reshard and (context.actor.params_dtype, context.wire_dtype) not in NARROWER:
         problem = f"{context.wire_dtype} is not narrower than the training dtype {context.actor.params_dtype}"
-        yield Violation("generate_config.compression_dtype", problem, "Set compress_reshard to false")
+        yield problem, "Set compress_reshard to false"
 
 
 QUANTIZATIONS: Mapping[str, tuple[str, ...]] = {"cpu": ("fp8_per_channel",), "cuda": ()}
@@ -56,39 +54,29 @@ QUANTIZATIONS: Mapping[str, tuple[str, ...]] = {"cpu": ("fp8_per_channel",), "cu
     "generate_config.quantization",
     "The method was tested on some device type: refilled weights equal vLLM's own load. The engine checks its own.",
 )
-def _quantization(context: JobContext) -> Iterator[Violation]:
+def _quantization(context: JobContext) -> Iterator[Finding]:
     chosen, tried = context.generate.quantization, {method for methods in QUANTIZATIONS.values() for method in methods}
     if chosen is not None and chosen not in tried:
         problem = f"refilling weights of method {chosen!r} was not tested on any device"
-        yield Violation("generate_config.quantization", problem, f"Use {' or '.join(sorted(tried))}, or leave it out")
+        yield problem, f"Use {' or '.join(sorted(tried))}, or leave it out"
 
 
 @constraint(INFERENCE, "generate_config.lora_delivery", "Adapters of weights that are stored transposed are merged.")
-def _lora_transposed(context: JobContext) -> Iterator[Violation]:
+def _lora_transposed(context: JobContext) -> Iterator[Finding]:
     if context.generate.lora_delivery != "adapter" or context.actor.lora is None:
         return
     if any(parameter.packing.transposed for parameter in parameters_of(context.table)):
-        problem = "adapter, but this model's checkpoint has transposed weights"
-        yield Violation("generate_config.lora_delivery", problem, "Use merge")
+        yield "adapter, but this model's checkpoint has transposed weights", "Use merge"
 
 
 @constraint(INFERENCE, "generate_config.lora_delivery", "adapter needs actor_config.lora.")
-def _lora_delivery(context: JobContext) -> Iterator[Violation]:
+def _lora_delivery(context: JobContext) -> Iterator[Finding]:
     if context.generate.lora_delivery == "adapter" and context.actor.lora is None:
-        yield Violation(
-            "generate_config.lora_delivery",
-            "adapter, but no adapters are trained",
-            "Set actor_config.lora or leave it out",
-        )
+        yield ("adapter, but no adapters are trained", "Set actor_config.lora or leave it out")
 
 
-@constraint(
-    INFERENCE,
-    "generate_config.lora_delivery",
-    "With adapter, the rank is one that vLLM supports.",
-)
-def _lora_rank(context: JobContext) -> Iterator[Violation]:
+@constraint(INFERENCE, "generate_config.lora_delivery", "With adapter, the rank is one that vLLM supports.")
+def _lora_rank(context: JobContext) -> Iterator[Finding]:
     lora = context.actor.lora
     if context.generate.lora_delivery == "adapter" and lora is not None and lora.rank > VLLM_LORA_RANKS[-1]:
-        problem = f"adapter, but rank {lora.rank} is above vLLM's {VLLM_LORA_RANKS[-1]}"
-        yield Violation("generate_config.lora_delivery", problem, "Use a smaller rank or merge")
+        yield f"adapter, but rank {lora.rank} is above vLLM's {VLLM_LORA_RANKS[-1]}", "Use a smaller rank or merge"

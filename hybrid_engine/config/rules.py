@@ -50,7 +50,8 @@ class JobContext(TrainingContext):
 
 Context = TypeVar("Context", bound=TrainingContext)
 Sizes = TypeVar("Sizes", TrainParallelism, InferenceParallelism)
-Find = Callable[[Context], Iterator[Violation]]
+Finding = tuple[str, str]
+"""What is wrong, and what to do about it."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +67,20 @@ class Constraint(Generic[Context]):
 
     key: str
     rule: str
-    find: Find[Context]
+    find: Callable[[Context], Iterator[Violation]]
     computing: bool = False
 
 
 def constraint(
     table: list[Constraint[Context]], key: str, rule: str, *, computing: bool = False
-) -> Callable[[Find[Context]], Find[Context]]:
-    """Decorator: the function finds what breaks a rule, which joins `table`."""
+) -> Callable[[Callable[[Context], Iterator[Finding]]], None]:
+    """Decorator: the function yields what breaks a rule under its key; the rule joins `table`."""
 
-    def register(find: Find[Context]) -> Find[Context]:
-        table.append(Constraint(key, rule, find, computing))
-        return find
+    def register(find: Callable[[Context], Iterator[Finding]]) -> None:
+        def violations(context: Context) -> Iterator[Violation]:
+            return (Violation(key, *found) for found in find(context))
+
+        table.append(Constraint(key, rule, violations, computing))
 
     return register
 
@@ -94,7 +97,7 @@ def size_constraints(
     """
     keys = {size.name: f"{section}.{size.key}" for size in sizes_of(side)}
 
-    def rekeyed(rule: SizeRule[Sizes]) -> Find[Context]:
+    def rekeyed(rule: SizeRule[Sizes]) -> Callable[[Context], Iterator[Violation]]:
         return lambda context: (
             Violation(keys[found.key], found.problem, found.remedy)
             for found in rule.find(sizes(context), context.table)

@@ -6,8 +6,7 @@ import fnmatch
 from collections.abc import Iterator
 
 from hybrid_engine.config.keys import LoraConfig
-from hybrid_engine.config.rules import Constraint, TrainingContext, constraint, size_constraints
-from hybrid_engine.errors import Violation
+from hybrid_engine.config.rules import Constraint, Finding, TrainingContext, constraint, size_constraints
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.parameters import parameters_of
 from hybrid_engine.layouts.size_rules import TRAIN_RULES
@@ -18,9 +17,9 @@ TRAINING: list[Constraint[TrainingContext]] = []
 
 
 @constraint(TRAINING, "model", "build_model() implements everything that config.json asks for.", computing=True)
-def _model_is_built(context: TrainingContext) -> Iterator[Violation]:
+def _model_is_built(context: TrainingContext) -> Iterator[Finding]:
     for what in context.table.not_built:
-        yield Violation("model", f"{what} is not implemented by build_model()", "Pass your own Megatron model")
+        yield f"{what} is not implemented by build_model()", "Pass your own Megatron model"
 
 
 TRAINING += size_constraints("actor_config", TrainParallelism, TRAIN_RULES, lambda context: context.train_sizes)
@@ -32,11 +31,11 @@ TRAINING += size_constraints("actor_config", TrainParallelism, TRAIN_RULES, lamb
     "ETP is TP where EP is 1: megatron-core 0.16.1 would sum gradients of experts over the wrong ranks.",
     computing=True,
 )
-def _expert_tensor_alone(context: TrainingContext) -> Iterator[Violation]:
+def _expert_tensor_alone(context: TrainingContext) -> Iterator[Finding]:
     sizes = context.train_sizes
     if context.table.dims.num_experts and sizes.expert == 1 and sizes.expert_cut != sizes.tensor:
         problem = f"{sizes.expert_cut} with TP {sizes.tensor} and EP 1: replicas of the experts would diverge"
-        yield Violation("actor_config.expert_tensor_parallel_size", problem, "Leave it out, or raise EP")
+        yield problem, "Leave it out, or raise EP"
 
 
 @constraint(
@@ -44,7 +43,7 @@ def _expert_tensor_alone(context: TrainingContext) -> Iterator[Violation]:
     "actor_config.pipeline_model_parallel_layout",
     "With tied embeddings, MTP layers must be on the last pipeline stage: Megatron keeps only two copies equal.",
 )
-def _tied_mtp_layers(context: TrainingContext) -> Iterator[Violation]:
+def _tied_mtp_layers(context: TrainingContext) -> Iterator[Finding]:
     sizes, dims = context.train_sizes, context.table.dims
     layers = dims.num_layers, dims.num_mtp_layers
     if sizes.pipeline_layout is None or not dims.tied_embeddings or any(split_violations(sizes, *layers)):
@@ -52,7 +51,7 @@ def _tied_mtp_layers(context: TrainingContext) -> Iterator[Violation]:
     with_mtp = {chunk.stage for chunk in chunks_of(sizes, *layers) if chunk.has_mtp}
     if with_mtp - {sizes.pipeline - 1}:
         problem = f"{sizes.pipeline_layout}: the embedding is tied, and MTP layers are not on the last pipeline stage"
-        yield Violation("actor_config.pipeline_model_parallel_layout", problem, "Move them there")
+        yield problem, "Move them there"
 
 
 @constraint(
@@ -61,16 +60,15 @@ def _tied_mtp_layers(context: TrainingContext) -> Iterator[Violation]:
     "CP is 1 where TrainEngine trains; Megatron's own training loop may use more.",
     computing=True,
 )
-def _context_parallel(context: TrainingContext) -> Iterator[Violation]:
+def _context_parallel(context: TrainingContext) -> Iterator[Finding]:
     if (cp := context.train_sizes.context) > 1:
-        problem = f"{cp}: TrainEngine does not split sequences over ranks"
-        yield Violation("actor_config.context_parallel_size", problem, "Use 1, or train with Megatron's own loop")
+        yield f"{cp}: TrainEngine does not split sequences over ranks", "Use 1, or train with Megatron's own loop"
 
 
 @constraint(TRAINING, "actor_config.sequence_parallel", "Sequence parallelism needs TP > 1.")
-def _sequence_parallel(context: TrainingContext) -> Iterator[Violation]:
+def _sequence_parallel(context: TrainingContext) -> Iterator[Finding]:
     if context.actor.sequence_parallel and context.train_sizes.tensor == 1:
-        yield Violation("actor_config.sequence_parallel", "needs tensor parallelism", "Set it to false or raise TP")
+        yield "needs tensor parallelism", "Set it to false or raise TP"
 
 
 @constraint(
@@ -79,32 +77,26 @@ def _sequence_parallel(context: TrainingContext) -> Iterator[Violation]:
     "Training experts with TP > 1 needs sequence parallelism.",
     computing=True,
 )
-def _sequence_parallel_of_experts(context: TrainingContext) -> Iterator[Violation]:
+def _sequence_parallel_of_experts(context: TrainingContext) -> Iterator[Finding]:
     tp = context.train_sizes.tensor
     if context.table.dims.num_experts and tp > 1 and not context.actor.sequence_parallel:
         problem = f"false with TP {tp}: megatron-core needs it to train experts under tensor parallelism"
-        yield Violation("actor_config.sequence_parallel", problem, "Set it to true, or TP to 1")
+        yield problem, "Set it to true, or TP to 1"
 
 
 @constraint(TRAINING, "actor_config.seq_length", "With sequence parallelism, seq_length % TP == 0.")
-def _sequence_length(context: TrainingContext) -> Iterator[Violation]:
+def _sequence_length(context: TrainingContext) -> Iterator[Finding]:
     if context.actor.sequence_parallel:
         tp, length = context.train_sizes.tensor, context.actor.seq_length
         if length % tp:
-            yield Violation(
-                "actor_config.seq_length", f"{tp} does not divide the sequence length {length}", "Use a multiple"
-            )
+            yield f"{tp} does not divide the sequence length {length}", "Use a multiple"
 
 
 @constraint(TRAINING, "actor_config.seq_length", "seq_length is at most the number of learned positions.")
-def _learned_positions(context: TrainingContext) -> Iterator[Violation]:
+def _learned_positions(context: TrainingContext) -> Iterator[Finding]:
     positions = context.table.gpt.get("max_sequence_length")
     if positions is not None and context.actor.seq_length > positions:
-        yield Violation(
-            "actor_config.seq_length",
-            f"{context.actor.seq_length}, but the model has {positions} positions",
-            f"Use at most {positions}",
-        )
+        yield (f"{context.actor.seq_length}, but the model has {positions} positions", f"Use at most {positions}")
 
 
 @constraint(
@@ -112,17 +104,16 @@ def _learned_positions(context: TrainingContext) -> Iterator[Violation]:
     "actor_config.frozen_parameters",
     "Every pattern matches a parameter, by one of its names in megatron-core's layer specs.",
 )
-def _frozen_parameters(context: TrainingContext) -> Iterator[Violation]:
+def _frozen_parameters(context: TrainingContext) -> Iterator[Finding]:
     if not (patterns := context.actor.frozen_parameters):
         return
     names = [name for pattern in _megatron_names(context.table) for name in _with_adapters(pattern, context.actor.lora)]
     if unknown := [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]:
-        problem = f"no parameter matches {', '.join(unknown)}"
-        yield Violation("actor_config.frozen_parameters", problem, f"Names look like {names[0]}, {names[-1]}")
+        yield f"no parameter matches {', '.join(unknown)}", f"Names look like {names[0]}, {names[-1]}"
 
 
 @constraint(TRAINING, "actor_config.frozen_parameters", "At least one trained parameter is not frozen.", computing=True)
-def _frozen_all(context: TrainingContext) -> Iterator[Violation]:
+def _frozen_all(context: TrainingContext) -> Iterator[Finding]:
     if not (patterns := context.actor.frozen_parameters):
         return
     lora = context.actor.lora
@@ -130,8 +121,7 @@ def _frozen_all(context: TrainingContext) -> Iterator[Violation]:
     if lora is not None:
         names = {name for name in names if ".adapter." in name}
     if names and not names.difference(*(fnmatch.filter(names, pattern) for pattern in patterns)):
-        problem = f"{', '.join(patterns[:5])} would freeze every trained parameter"
-        yield Violation("actor_config.frozen_parameters", problem, "Leave some out")
+        yield f"{', '.join(patterns[:5])} would freeze every trained parameter", "Leave some out"
 
 
 def _megatron_names(table: ModelTable) -> list[str]:
@@ -153,37 +143,32 @@ def _with_adapters(name: str, lora: LoraConfig | None) -> list[str]:
 
 
 @constraint(TRAINING, "actor_config.overlap_param_gather", "overlap_param_gather needs use_distributed_optimizer.")
-def _gather_needs_distributed_optimizer(context: TrainingContext) -> Iterator[Violation]:
+def _gather_needs_distributed_optimizer(context: TrainingContext) -> Iterator[Finding]:
     if context.actor.overlap_param_gather and not context.actor.use_distributed_optimizer:
-        problem = "only the distributed optimizer gathers parameters"
-        yield Violation("actor_config.overlap_param_gather", problem, "Set use_distributed_optimizer to true")
+        yield "only the distributed optimizer gathers parameters", "Set use_distributed_optimizer to true"
 
 
-@constraint(
-    TRAINING,
-    "actor_config.overlap_param_gather",
-    "overlap_param_gather needs overlap_grad_reduce.",
-)
-def _gather_needs_overlapped_reduction(context: TrainingContext) -> Iterator[Violation]:
+@constraint(TRAINING, "actor_config.overlap_param_gather", "overlap_param_gather needs overlap_grad_reduce.")
+def _gather_needs_overlapped_reduction(context: TrainingContext) -> Iterator[Finding]:
     if context.actor.overlap_param_gather and not context.actor.overlap_grad_reduce:
         problem = "Megatron overlaps the gather only if it overlaps the gradient reduction too"
-        yield Violation("actor_config.overlap_param_gather", problem, "Set overlap_grad_reduce to true")
+        yield problem, "Set overlap_grad_reduce to true"
 
 
 @constraint(TRAINING, "actor_config.lora", "target_modules are linear layers of the model, none of experts.")
-def _lora_targets(context: TrainingContext) -> Iterator[Violation]:
+def _lora_targets(context: TrainingContext) -> Iterator[Finding]:
     if context.actor.lora is None:
         return
     modules = _linear_modules(context.table)
     targets = context.actor.lora.target_modules
     if unknown := [target for target in targets if target not in modules]:
         problem = f"target_modules {', '.join(unknown)}: Megatron has no linear layers of these names in this model"
-        yield Violation("actor_config.lora", problem, f"Use some of {', '.join(sorted(modules))}")
+        yield problem, f"Use some of {', '.join(sorted(modules))}"
     if in_experts := [target for target in targets if modules.get(target)]:
         problem = f"target_modules {', '.join(in_experts)} are parts of experts, where adapters are not supported"
-        yield Violation("actor_config.lora", problem, "Leave them out")
+        yield problem, "Leave them out"
     if not targets:
-        yield Violation("actor_config.lora", "target_modules is empty: nothing would be trained", "Name some")
+        yield "target_modules is empty: nothing would be trained", "Name some"
 
 
 def _linear_modules(table: ModelTable) -> dict[str, bool]:

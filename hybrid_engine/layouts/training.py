@@ -14,12 +14,7 @@ import numpy as np
 
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import TrainParallelism
-from hybrid_engine.layouts.parameters import (
-    Location,
-    Parameter,
-    packed_size,
-    parameters_of,
-)
+from hybrid_engine.layouts.parameters import Location, Parameter, packed_size, parameters_of
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.layouts.stages import Chunk, chunks_of
 from hybrid_engine.models.packing import Over, Shape, Vocabulary, held_regions
