@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory.elastic import ElasticBuffer, exported_buffer_of
 from hybrid_engine.memory.spans import Spans
+from hybrid_engine.ranks.torch_internals import storage_id, wrapped_tensors
 
 Kind = Literal["param", "grad", "optimizer"]
 Action = Literal["copy", "drop", "rebuild"]
@@ -254,10 +254,10 @@ def survey(items: Iterable[OffloadItem], device_type: str) -> Survey:
 
 def storage_of(owner: str, tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, ElasticBuffer | None]:
     """Return the tensor's storage, its key, and the elastic buffer it lies in, if any."""
-    if is_traceable_wrapper_subclass(tensor):
+    if wrapped_tensors(tensor):
         raise OffloadError(f"{owner}: a {type(tensor).__name__} only wraps other tensors; list those")
     storage, buffer = tensor.untyped_storage(), exported_buffer_of(tensor)
-    return storage, (storage._cdata if buffer is None else buffer.address), buffer
+    return storage, (storage_id(storage) if buffer is None else buffer.address), buffer
 
 
 def _covers(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:

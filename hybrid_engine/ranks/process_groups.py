@@ -6,6 +6,8 @@ import re
 
 import torch.distributed as dist
 
+from hybrid_engine.ranks.torch_internals import is_alive
+
 _SOURCE = re.compile(r"^\[[^\]]*\]\s*")
 _ADVICE = re.compile(r"\s*This is typically caused by .*", re.DOTALL)
 
@@ -28,5 +30,5 @@ def end_groups(*groups: dist.ProcessGroup | None) -> None:
     Their connections and threads, of which gloo has three for each, go once nothing refers to them. Never run on NCCL.
     """
     for group in groups:
-        if group in dist.distributed_c10d._world.pg_map:
+        if is_alive(group):
             dist.destroy_process_group(group)

@@ -1,0 +1,62 @@
+"""Private names of torch that the engine uses below the backends, and the record of such a name.
+
+Each backend has a module `internals` of the same kind for its library. Tests look every name up in the installed
+version, so an upgrade that lost one says so at once, by name and reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+@dataclass(frozen=True)
+class Internal:
+    """A name that a library does not document.
+
+    Attributes:
+        target: ``module:attr.path``; the attribute may be one that the class's constructor sets.
+        reason: what it is needed for, where no public name serves.
+        since: the version of the library that brought it, if a supported one lacks it.
+    """
+
+    target: str
+    reason: str
+    since: str = ""
+
+
+INTERNALS = (
+    Internal(
+        "torch.distributed.distributed_c10d:_world.pg_map",
+        "says which process groups are alive: destroying one that is gone, as after the job's end, raises",
+    ),
+    Internal(
+        "torch:UntypedStorage._cdata",
+        "identifies a storage: data_ptr() is 0 for all meta and released storages, and Python objects are transient",
+    ),
+    Internal(
+        "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
+        "tells tensors that only wrap others, whose own storage is not where the data is",
+    ),
+)
+
+
+def is_alive(group: dist.ProcessGroup | None) -> bool:
+    """Whether a process group exists and was not destroyed; False for None."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """What tells a storage from every other that exists now, with memory or without."""
+    return storage._cdata
+
+
+def wrapped_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """By attribute, the tensors that hold the data of a tensor subclass which only wraps them; empty for all others."""
+    wrapper: Any = tensor
+    names = wrapper.__tensor_flatten__()[0] if is_traceable_wrapper_subclass(wrapper) else ()
+    return {name: getattr(tensor, name) for name in names}
