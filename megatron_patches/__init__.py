@@ -1,25 +1,35 @@
-"""Monkey patches for Megatron (megatron-core 0.16.1): hooks to build on, and a CPU to run on.
+"""Patches for Megatron (megatron-core 0.15.3 and 0.16.1): hooks to build on, and what it takes to run without CUDA.
 
-    apply() ──> catalog ──> registry: versions, targets, conflicts checked, then swapped
-                   │            └── revert() puts every original back
-                   ├── buffers      group "hooks": who allocates the flat buffers; iter_buffers reads them
-                   ├── optimizers   group "hooks": weight versions after each step; optimizer_tensors lists state
-                   │     └── optimizer_state   gather_state: that state in flat tensors of our choice
-                   ├── cpu          group "cpu" (only without CUDA): megatron on CPU tensors and gloo
-                   │     ├── cpu_torch   the `torch` that megatron's modules see
-                   │     └── gloo        the few collectives that gloo refuses
-                   ├── cpu_training group "cpu_training": the same for megatron.training
-                   └── script       group "script": --enable-resharding on Megatron-LM's own scripts
-                         ├── launcher    python -m megatron_patches SCRIPT
-                         ├── arguments   the command line, which Megatron's Namespace never sees
-                         └── engines     the protocol of an engine, and how one is found
+    apply() ──> applying ──> registry: versions, targets and conflicts are checked, then all targets swapped
+                   ^            └── revert() restores every original
+    catalog ───────┘ registers on import the patches of
+       ├── buffers          group "hooks": who allocates the flat buffers; `iter_buffers` reads them
+       ├── optimizers       group "hooks": counts weight versions; `optimizer_tensors` lists state
+       │     └── optimizer_state    `gather_state`: that state in flat tensors of one's own allocator
+       ├── cpu              group "cpu" (by default without CUDA): megatron-core on CPU tensors and gloo
+       │     ├── cpu_torch          the `torch` that megatron's modules see
+       │     └── gloo               the few collectives that gloo lacks
+       ├── cpu_training     group "cpu_training": the same for megatron.training
+       └── script           group "script": --enable-resharding on Megatron-LM's own scripts
+             ├── launcher           python -m megatron_patches SCRIPT
+             ├── arguments          the command line, which is kept out of Megatron's Namespace
+             └── engines            the protocol of an engine, and how one is found
 
-A patch is a record (`patch.Patch`); ``python -m megatron_patches list`` prints them all. Only
-attributes of ``megatron.*`` are ever replaced: torch stays itself. Knows nothing of hybrid_engine.
+A patch is a record (`patch.Patch`); ``python -m megatron_patches list`` prints them all. Only attributes of
+``megatron.*`` are ever replaced, never torch's. Knows nothing of hybrid_engine.
 """
 
+from megatron_patches import catalog as catalog  # registers every patch
+from megatron_patches.applying import (
+    apply,
+    check_version,
+    default_groups,
+    hooks_applied,
+    require_supported_version,
+    revert,
+    states,
+)
 from megatron_patches.buffers import (
-    BucketRecord,
     BufferAllocator,
     BufferRecord,
     ParamSlot,
@@ -27,37 +37,28 @@ from megatron_patches.buffers import (
     iter_buffers,
     set_buffer_allocator,
 )
-from megatron_patches.catalog import apply, default_groups, hooks_applied, revert, states
 from megatron_patches.optimizer_state import GatheredState, StateAllocator, StateBuffer, gather_state
-from megatron_patches.optimizers import (
-    HookHandle,
-    OptimizerTensor,
-    add_post_step_hook,
-    optimizer_tensors,
-    set_weight_version,
-    weight_version,
-)
+from megatron_patches.optimizers import OptimizerTensor, optimizer_tensors, set_weight_version, weight_version
 from megatron_patches.patch import Patch
 
 __all__ = [
-    "BucketRecord",
     "BufferAllocator",
     "BufferRecord",
     "GatheredState",
-    "HookHandle",
     "OptimizerTensor",
     "ParamSlot",
     "Patch",
     "StateAllocator",
     "StateBuffer",
-    "add_post_step_hook",
     "apply",
     "buffer_allocator",
+    "check_version",
     "default_groups",
     "gather_state",
     "hooks_applied",
     "iter_buffers",
     "optimizer_tensors",
+    "require_supported_version",
     "revert",
     "set_buffer_allocator",
     "set_weight_version",

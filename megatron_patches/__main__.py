@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megatron_patches.catalog import apply, default_groups, states
+from megatron_patches.applying import apply, default_groups, states
 from megatron_patches.errors import MegatronPatchError
 from megatron_patches.launcher import run_script
 from megatron_patches.registry import PatchState

@@ -7,7 +7,7 @@ checkpoint, and a checkpoint must not show whether a run resharded.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
 class _Collect(argparse.Action):
     """Stores into `given` instead of the Namespace; a flag without a value is True, or False in its --no- form."""
 
-    def __init__(self, *args: Any, given: dict[str, Any], field: str, **kwargs: Any) -> None:
-        super().__init__(*args, default=argparse.SUPPRESS, **kwargs)
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, *, given: dict[str, Any], field: str, **kwargs: Any
+    ) -> None:
+        super().__init__(option_strings, dest, default=argparse.SUPPRESS, **kwargs)
         self._given = given
         self._field = field
 

@@ -1,11 +1,11 @@
 """Megatron's flat parameter and gradient buffers: what lies where, and who allocates them.
 
 Megatron's DDP keeps the parameters and gradients of one dtype in one or two flat 1-D tensors per
-`_ParamAndGradBuffer`, cut into buckets; each parameter is a view:
+`_ParamAndGradBuffer`; each parameter is a view, in reverse order of the model's, with padding between and after them:
 
-    param_data  |bucket 0: p9 |pad| p8 |pad..|bucket 1: p7 ...|     (distributed optimizer only)
-    grad_data   |bucket 0: g9 |pad| g8 |pad..|bucket 1: g7 ...|     (always)
-                 0          start    end      end of bucket 0       units: elements
+    param_data  | p9 |pad| p8 |pad..| p7 ...|     distributed optimizer only
+    grad_data   | g9 |pad| g8 |pad..| g7 ...|     always
+                0    start   end                  units: elements
 
 `iter_buffers` reads this; `set_buffer_allocator` decides where the flat tensors come from.
 """
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron_patches.applying import hooks_applied
 from megatron_patches.errors import BufferAllocationError, UnsupportedModelError
 from megatron_patches.patch import CORE_VERSIONS, Patch
 
@@ -35,68 +36,47 @@ TensorKind = Literal["param", "grad"]
 class ParamSlot:
     """Where one parameter lies in its buffer.
 
-    name: from ``chunk.named_parameters()``, so with the wrappers' ``module.`` prefixes.
-    param: the live parameter; with the distributed optimizer a view of ``param_data[start:end]``.
-    start, end: elements within the whole buffer (not the bucket); ``end - start == param.numel()``.
+    Attributes:
+        name: from ``chunk.named_parameters()``, so with the wrappers' ``module.`` prefixes.
+        param: the live parameter; with the distributed optimizer a view of ``param_data[start:end]``.
+        start: first element within the buffer.
+        end: the element after the last; ``end - start == param.numel()``.
     """
 
     name: str
     param: torch.nn.Parameter
     start: int
     end: int
-    bucket_id: int
-
-
-@dataclass(frozen=True, eq=False)
-class BucketRecord:
-    """One bucket: the range of the buffer that megatron communicates at once.
-
-    start, end: elements within the buffer, padding included; numel_unpadded: without the padding at the end.
-    param_data: view of the buffer's (None without the distributed optimizer); grad_data: likewise.
-    """
-
-    bucket_id: int
-    start: int
-    end: int
-    numel_unpadded: int
-    param_data: torch.Tensor | None
-    grad_data: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class BufferRecord:
     """One `_ParamAndGradBuffer` of one model chunk. Holds the live tensors, copies nothing.
 
-    chunk_index: position in the list of model chunks (the virtual pipeline stage).
-    kind: "dense", or "expert" for parameters that expert parallelism splits (reduced over another group).
-    index: position among the buffers of this chunk and kind (one per parameter dtype).
-    numel: elements of each flat tensor, padding included.
-    param_data: 1-D of shape (numel,), param_dtype; None without the distributed optimizer, where every
-        parameter owns its storage.
-    grad_data: 1-D of shape (numel,), grad_dtype; `param.main_grad` are its views.
-    buckets: in buffer order; they cover [0, numel) without gaps.
-    slots: in buffer order (reverse of the model's). Gaps between slots are padding, never read by the model.
-    param_index_map: megatron's own {param: (start, end, bucket_id)}, the same as `slots`.
+    Attributes:
+        chunk_index: position in the list of model chunks (the virtual pipeline stage).
+        kind: "dense", or "expert" for parameters that expert parallelism splits (reduced over another group).
+        index: position among the buffers of this chunk and kind (one per parameter dtype).
+        param_data: 1-D; None without the distributed optimizer, where every parameter owns its storage.
+        grad_data: 1-D of as many elements, padding included; `param.main_grad` are its views.
+        slots: in buffer order. Gaps between them are padding, never read by the model.
     """
 
     chunk_index: int
     kind: BufferKind
     index: int
-    numel: int
-    param_dtype: torch.dtype
-    grad_dtype: torch.dtype
     param_data: torch.Tensor | None
     grad_data: torch.Tensor
-    buckets: tuple[BucketRecord, ...]
     slots: tuple[ParamSlot, ...]
-    param_index_map: Mapping[torch.nn.Parameter, tuple[int, int, int]]
 
 
 def iter_buffers(model_chunks: Sequence[DistributedDataParallel]) -> list[BufferRecord]:
     """A record of every buffer of every chunk: by chunk, dense before expert, then by position.
 
     Reads only, needs no patch, and may be called at any time after DDP has wrapped the chunks.
-    Raises UnsupportedModelError for a chunk that is not wrapped in megatron's DistributedDataParallel.
+
+    Raises:
+        UnsupportedModelError: for a chunk that is not wrapped in megatron's DistributedDataParallel.
     """
     from megatron.core.distributed import DistributedDataParallel
 
@@ -122,31 +102,9 @@ def iter_buffers(model_chunks: Sequence[DistributedDataParallel]) -> list[Buffer
 def _buffer_record(
     chunk_index: int, kind: BufferKind, index: int, buffer: Any, names: Mapping[torch.nn.Parameter, str]
 ) -> BufferRecord:
-    slots = [ParamSlot(names[param], param, *place) for param, place in buffer.param_index_map.items()]
-    return BufferRecord(
-        chunk_index=chunk_index,
-        kind=kind,
-        index=index,
-        numel=buffer.numel,
-        param_dtype=buffer.param_dtype,
-        grad_dtype=buffer.grad_dtype,
-        param_data=buffer.param_data,
-        grad_data=buffer.grad_data,
-        buckets=tuple(_bucket_record(bucket) for bucket in buffer.buckets),
-        slots=tuple(sorted(slots, key=lambda slot: slot.start)),
-        param_index_map=buffer.param_index_map,
-    )
-
-
-def _bucket_record(bucket: Any) -> BucketRecord:
-    return BucketRecord(
-        bucket_id=bucket.bucket_id,
-        start=bucket.offset,
-        end=bucket.offset + bucket.grad_data.numel(),
-        numel_unpadded=bucket.numel_unpadded,
-        param_data=bucket.param_data,
-        grad_data=bucket.grad_data,
-    )
+    slots = [ParamSlot(names[param], param, start, end) for param, (start, end, _) in buffer.param_index_map.items()]
+    slots.sort(key=lambda slot: slot.start)
+    return BufferRecord(chunk_index, kind, index, buffer.param_data, buffer.grad_data, tuple(slots))
 
 
 class BufferAllocator(Protocol):
@@ -167,23 +125,20 @@ _allocator: BufferAllocator | None = None
 def set_buffer_allocator(allocate: BufferAllocator | None) -> None:
     """Let `allocate` make the flat tensors of every buffer built from now on; None: Megatron itself.
 
-    Buffers that exist already do not change. Raises BufferAllocationError while the "hooks" patches are
-    not applied: Megatron would not ask `allocate`.
-    """
-    from megatron_patches.catalog import hooks_applied  # the catalog imports this module
+    Buffers that exist already do not change.
 
+    Raises:
+        BufferAllocationError: while the "hooks" patches are not applied, for Megatron would not call `allocate`.
+    """
     global _allocator
     if allocate is not None and not hooks_applied():
-        raise BufferAllocationError(
-            'Megatron asks for an allocator only while the "hooks" patches are applied; '
-            "call megatron_patches.apply() before"
-        )
+        raise BufferAllocationError("Megatron does not know the allocator: call megatron_patches.apply() first")
     _allocator = allocate
 
 
 @contextlib.contextmanager
 def buffer_allocator(allocate: BufferAllocator) -> Iterator[None]:
-    """`set_buffer_allocator` for the length of a with block (around the construction of DDP)."""
+    """`set_buffer_allocator` within a with block (around the construction of DDP)."""
     before = _allocator
     set_buffer_allocator(allocate)
     try:
@@ -205,6 +160,7 @@ class _Redirected(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # a buffer makes other tensors too, and only its flat ones are of exactly `numel` elements, given by position
         if func is torch.zeros and args == (getattr(self._buffer, "numel", None),):
             return self._flat_tensor(kwargs["dtype"], _as_device(kwargs["device"]))
         return func(*args, **kwargs)
@@ -217,12 +173,12 @@ class _Redirected(TorchFunctionMode):
             raise BufferAllocationError("nccl_ub registers megatron's own allocation; turn it off to use an allocator")
         if len(self._made) == len(self._expected()):
             raise BufferAllocationError(
-                f"megatron allocates one more flat tensor ({self._buffer.numel} elements of {dtype}) after "
-                f"{self._made}, which the allocator has no kind for; build this buffer without an allocator"
+                f"unexpected flat tensor of {self._buffer.numel} elements of {dtype} after {self._made}: this buffer "
+                "cannot use an allocator"
             )
         kind = self._expected()[len(self._made)]
         tensor = self._allocate(self._buffer.numel, dtype, device, kind)
-        _check_flat(tensor, self._buffer.numel, dtype, device, kind)
+        check_flat(f"the buffer allocator, for {kind} data,", tensor, self._buffer.numel, dtype, device)
         self._made.append(kind)
         return tensor
 
@@ -239,12 +195,13 @@ def _as_device(device: Any) -> torch.device:
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
-def _check_flat(tensor: torch.Tensor, numel: int, dtype: torch.dtype, device: torch.device, kind: TensorKind) -> None:
-    found = (tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.is_contiguous())
-    wanted = ((numel,), dtype, device.type, True)
-    if found != wanted:
+def check_flat(allocator: str, tensor: torch.Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise BufferAllocationError unless `tensor` is what `allocator` was asked for."""
+    returned = (tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.is_contiguous())
+    asked = ((numel,), dtype, device.type, True)
+    if returned != asked:
         raise BufferAllocationError(
-            f"the buffer allocator returned (shape, dtype, device, contiguous) {found} for {kind} data, need {wanted}"
+            f"{allocator} returned (shape, dtype, device, contiguous) {returned}, expected {asked}"
         )
 
 

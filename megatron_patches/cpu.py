@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -69,7 +69,8 @@ def _build_norm_new(original: Callable[..., torch.nn.Module]) -> Callable[..., t
         plain = copy.copy(config)
         plain.sequence_parallel = False
         norm = original(cls, plain, *args, **kwargs)
-        for parameter in norm.parameters():
+        parameters: Iterator[Any] = norm.parameters()
+        for parameter in parameters:
             parameter.sequence_parallel = True
         return norm
 

@@ -129,6 +129,10 @@ class Event:
 _THE_STREAM = Stream()
 
 
+def _the_stream(device: Any = None) -> Stream:
+    return _THE_STREAM
+
+
 def get_rng_state(device: Any = "cuda") -> torch.Tensor:
     """The state of the one generator a CPU has, bytes as uint8 of shape (5056,)."""
     return torch.get_rng_state()
@@ -187,8 +191,8 @@ def _cuda_on_cpu() -> Namespace:
         "Stream": Stream,
         "Event": Event,
         "stream": _device_context,
-        "current_stream": lambda device=None: _THE_STREAM,
-        "default_stream": lambda device=None: _THE_STREAM,
+        "current_stream": _the_stream,
+        "default_stream": _the_stream,
         "set_stream": _nothing,
     }
     nothing = (

@@ -5,7 +5,7 @@
     │   ├── MissingMegatronError        megatron-core cannot be imported
     │   ├── UnsupportedVersionError     a megatron-core version that the patches were not tested with
     │   ├── MissingTargetError          a patched attribute does not exist
-    │   └── TargetConflictError         two patches, or a patch and someone else, claim one attribute
+    │   └── TargetConflictError         two patches, or a patch and somebody else, claim one attribute
     ├── UnknownGroupError               apply() was asked for a group that does not exist
     ├── UnsupportedModelError           a model chunk without Megatron's flat buffers
     ├── UnsupportedOptimizerError       an optimizer type whose tensors are not known

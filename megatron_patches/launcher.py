@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_patches import script
-from megatron_patches.catalog import apply
+from megatron_patches.applying import apply
 from megatron_patches.errors import MegatronPatchError
 
 

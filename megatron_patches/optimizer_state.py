@@ -4,8 +4,8 @@
     after    |main_param a|main_param b|exp_avg a|exp_avg b| ...     one flat tensor; each of them is a view of it
 
 The tensor objects stay (``tensor.data = view``), and with them everything that refers to one: the torch optimizer's
-groups and state, megatron's shard lists, ``param.main_param``. Who allocates the flat tensor decides what it can do,
-as for the buffers of `buffers.py`.
+groups and state, megatron's shard lists, ``param.main_param``. The allocator decides what memory the
+flat tensor lies in, as for the buffers of `buffers.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_patches.errors import BufferAllocationError
+from megatron_patches.buffers import check_flat
 from megatron_patches.optimizers import OptimizerTensor, member_tensors, optimizer_members
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ _ALIGNMENT = 256  # bytes between the starts of two tensors in a flat one: what 
 class StateBuffer:
     """One flat tensor with main params and moments of one optimizer.
 
-    path: of that optimizer, from the one that was asked, such as ``chained_optimizers[0].``; empty for itself.
-    tensor: 1-D; the tensors in it start at multiples of 256 bytes, the gaps mean nothing.
+    Attributes:
+        path: of that optimizer, from the outermost one, such as ``chained_optimizers[0].``; empty for itself.
+        tensor: 1-D; the tensors in it start at multiples of 256 bytes, the contents of the gaps are unspecified.
     """
 
     path: str
@@ -45,8 +46,9 @@ class StateBuffer:
 class GatheredState:
     """What `gather_state` made of an optimizer's memory.
 
-    buffers: the flat tensors, by member and in the order they were made.
-    outside: the optimizer's tensors that lie in none of them: gradients, and what cannot be moved.
+    Attributes:
+        buffers: the flat tensors, by member and in the order they were made.
+        outside: the optimizer's tensors that lie in none of them: gradients, and what cannot be moved.
     """
 
     buffers: tuple[StateBuffer, ...]
@@ -54,16 +56,17 @@ class GatheredState:
 
 
 def gather_state(optimizer: MegatronOptimizer, allocate: StateAllocator) -> GatheredState:
-    """Move main params and moments into flat tensors of `allocate`; call it as often as you like.
+    """Move main params and moments into flat tensors of `allocate`. Idempotent.
 
-    Nothing is moved of an optimizer that has no moments yet, so that all of its state comes to lie together. State
-    that a checkpoint replaced is copied to where the old one was; state that is new gets a flat tensor of its own.
-    Gradients are left alone, and so is whatever has no memory at the moment (resized to 0 bytes), is not contiguous or
-    is a tensor subclass. Memory: with S bytes of state, S more are allocated, and each tensor's old memory goes as
-    soon as it is copied.
+    An optimizer without moments is left alone until it has some, so that all of its state lies together. State that a
+    checkpoint replaced is copied to where the old one was; new state gets a flat tensor of its own. Gradients stay
+    where they are, and so do tensors without memory at the moment (resized to 0 bytes), non-contiguous tensors and
+    tensor subclasses. On errors nothing is moved. Memory: S bytes of state allocate S more, and each tensor's old
+    memory is freed once copied.
 
-    Raises UnsupportedOptimizerError as `optimizer_tensors` does, and BufferAllocationError for a tensor of
-    `allocate` that is not as asked; nothing is moved then.
+    Raises:
+        UnsupportedOptimizerError: as `optimizer_tensors` does.
+        BufferAllocationError: for a wrong tensor from `allocate`.
     """
     buffers: list[StateBuffer] = []
     outside: list[OptimizerTensor] = []
@@ -71,7 +74,7 @@ def gather_state(optimizer: MegatronOptimizer, allocate: StateAllocator) -> Gath
         home = _homes.setdefault(member, _Home())
         tensors = list(member_tensors(path, member))
         if member.optimizer.state:
-            home.take_in([found for found in tensors if _is_movable(found)], path, allocate)
+            home.adopt([found for found in tensors if _is_movable(found)], path, allocate)
         buffers += [StateBuffer(path, flat) for flat in home.flats]
         outside += [found for found in tensors if not home.holds(found.tensor)]
     return GatheredState(tuple(buffers), tuple(outside))
@@ -79,7 +82,11 @@ def gather_state(optimizer: MegatronOptimizer, allocate: StateAllocator) -> Gath
 
 @dataclass
 class _Home:
-    """The flat tensors of one optimizer, and which part of them is whose (by the tensor's place in the optimizer)."""
+    """The flat tensors of one optimizer.
+
+    Attributes:
+        slots: the part of a flat tensor that belongs to the optimizer's tensor of this (path, key).
+    """
 
     flats: list[torch.Tensor] = field(default_factory=list)
     slots: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
@@ -88,11 +95,11 @@ class _Home:
         return any(tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for flat in self.flats)
 
     @torch.no_grad()
-    def take_in(self, tensors: Iterable[OptimizerTensor], path: str, allocate: StateAllocator) -> None:
+    def adopt(self, tensors: Iterable[OptimizerTensor], path: str, allocate: StateAllocator) -> None:
         """Move every tensor that is outside into its slot; make slots for those that have none."""
-        coming = [found for found in tensors if not self.holds(found.tensor)]
-        self._make_slots([found for found in coming if not self._has_slot(found, path)], path, allocate)
-        for found in coming:
+        outside = [found for found in tensors if not self.holds(found.tensor)]
+        self._make_slots([found for found in outside if not self._has_slot(found, path)], path, allocate)
+        for found in outside:
             slot = self.slots[_name(found, path)]
             slot.copy_(found.tensor.reshape(-1))
             found.tensor.data = slot.view(found.tensor.shape)
@@ -109,9 +116,9 @@ class _Home:
             groups.setdefault((found.tensor.dtype, found.tensor.device), []).append(found)
         for (dtype, device), group in groups.items():
             step = _ALIGNMENT // dtype.itemsize
-            sizes = [-(-found.tensor.numel() // step) * step for found in group]
+            sizes = [-(-found.tensor.numel() // step) * step for found in group]  # rounded up to the alignment
             flat = allocate(sum(sizes), dtype, device, "optimizer")
-            _check_flat(flat, sum(sizes), dtype, device)
+            check_flat("the state allocator", flat, sum(sizes), dtype, device)
             self.flats.append(flat)
             for found, part in zip(group, flat.split(sizes), strict=True):
                 self.slots[_name(found, path)] = part[: found.tensor.numel()]
@@ -121,7 +128,7 @@ _homes: weakref.WeakKeyDictionary[Any, _Home] = weakref.WeakKeyDictionary()
 
 
 def _name(found: OptimizerTensor, path: str) -> tuple[str, str]:
-    """Where in its own optimizer the tensor is, whichever chain that was asked through."""
+    """The tensor's place in its own optimizer: the same whether that is asked itself or a chain around it."""
     return found.path.removeprefix(path), found.key
 
 
@@ -134,12 +141,3 @@ def _is_movable(found: OptimizerTensor) -> bool:
         and tensor.numel() > 0
         and tensor.untyped_storage().nbytes() > 0
     )
-
-
-def _check_flat(flat: torch.Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-    found = (tuple(flat.shape), flat.dtype, flat.device.type, flat.is_contiguous())
-    wanted = ((numel,), dtype, device.type, True)
-    if found != wanted:
-        raise BufferAllocationError(
-            f"the state allocator returned (shape, dtype, device, contiguous) {found}, need {wanted}"
-        )

@@ -1,11 +1,11 @@
 """Megatron's optimizers: which tensors they hold, and which version of the weights they have made.
 
-torch optimizer inside        its parameters are                 so optimizer_tensors lists
+Megatron optimizer            parameters of the torch optimizer  `optimizer_tensors` lists
 DistributedOptimizer, bf16    fp32 copies of this rank's shards  main_param + moments
 DistributedOptimizer, fp32    views of the model's parameters    moments
 Float16Optimizer…             fp32 copies of whole parameters    main_param + moments
 FP32Optimizer                 the model's parameters             moments
-ChainedOptimizer              those of its members (may nest)    all of them
+ChainedOptimizer              those of its members (may nest)    all of theirs
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 OptimizerTensorKind = Literal["main_param", "main_grad", "moment", "state"]
-PostStepHook = Callable[["MegatronOptimizer", int], None]
 
 _MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
 _MASTER_WEIGHTS = frozenset({"master_param"})
@@ -39,12 +38,13 @@ _MASTER_WEIGHTS = frozenset({"master_param"})
 class OptimizerTensor:
     """One tensor that an optimizer holds, in memory of its own.
 
-    path: of the parameter it belongs to, a Python expression from the optimizer that was asked, such as
-        ``chained_optimizers[0].optimizer.param_groups[1]['params'][3]``.
-    kind: "main_param" fp32 copy of (a shard of) a parameter; "main_grad" gradient converted for it;
-        "moment" of Adam or SGD; "state" anything else of one dim or more in the optimizer's state.
-    key: name within the state (``exp_avg``), or "param" / "grad" / "decoupled_grad".
-    tensor: the live tensor.
+    Attributes:
+        path: of the parameter it belongs to, a Python expression from the outermost optimizer, such as
+            ``chained_optimizers[0].optimizer.param_groups[1]['params'][3]``.
+        kind: "main_param" fp32 copy of (a shard of) a parameter; "main_grad" gradient converted for it;
+            "moment" of Adam or SGD; "state" anything else of one dim or more in the optimizer's state.
+        key: name within the state (``exp_avg``), or "param" / "grad" / "decoupled_grad".
+        tensor: the live tensor.
     """
 
     path: str
@@ -60,18 +60,24 @@ class OptimizerTensor:
 def optimizer_tensors(optimizer: MegatronOptimizer) -> list[OptimizerTensor]:
     """Every tensor worth offloading that `optimizer` holds now, in the order of its parameters.
 
-    Left out, because they are no memory of the optimizer's own: parameters and gradients that are
-    views of the model's (FP32Optimizer; fp32 parameters of the others), which `iter_buffers` lists.
-    Left out, because they weigh nothing: zero-dim state (Adam's ``step``), the grad scaler's scalars.
-    Moments exist only after the first step (or a loaded checkpoint); before it none are listed.
-    Raises UnsupportedOptimizerError, before anything is listed, when any member has an unknown type.
+    Left out are views of the model's parameters and gradients (FP32Optimizer; fp32 parameters of the others), which
+    `iter_buffers` lists, and zero-dim state (Adam's ``step``, the grad scaler's scalars), which takes no memory to
+    speak of. Moments exist only after the first step or a loaded checkpoint.
+
+    Raises:
+        UnsupportedOptimizerError: when a member has an unknown type, before anything is listed.
     """
     return [tensor for path, member in optimizer_members(optimizer) for tensor in member_tensors(path, member)]
 
 
 def optimizer_members(optimizer: MegatronOptimizer) -> list[tuple[str, MegatronOptimizer]]:
-    """The optimizers inside `optimizer` that hold tensors themselves, each with its path (a prefix, empty or with a
-    dot at its end). Raises UnsupportedOptimizerError when any has an unknown type, naming all of them."""
+    """The optimizers inside `optimizer` that hold tensors themselves, each with its path: empty, or ending in a dot.
+
+    A member without parameters, as on a stage that is frozen, holds no tensors.
+
+    Raises:
+        UnsupportedOptimizerError: naming all members of unknown types.
+    """
     members = list(_members(optimizer, ""))
     problems = [problem for path, member in members for problem in [_problem(path, member)] if problem]
     if problems:
@@ -99,15 +105,15 @@ def _problem(path: str, optimizer: Any) -> str | None:
     where = path.rstrip(".") or "the optimizer"
     if not isinstance(optimizer, (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer)):
         return (
-            f"{where} is a {type(optimizer).__name__}, whose tensors are not known; supported are "
-            "DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer and ChainedOptimizer of these"
+            f"{where} is of unsupported type {type(optimizer).__name__}; use DistributedOptimizer, "
+            "Float16OptimizerWithFloat16Params, FP32Optimizer, or a ChainedOptimizer of these"
         )
     if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
         return f"{where} already keeps its state on the host; turn optimizer_cpu_offload off"
     if optimizer.config.use_precision_aware_optimizer:
         return (
-            f"{where} is precision-aware: Transformer Engine's FusedAdam keeps its main params and moments in forms of "
-            "its own; turn use_precision_aware_optimizer off"
+            f"{where} is precision-aware: Transformer Engine's FusedAdam has its own format for main params and "
+            "moments; turn use_precision_aware_optimizer off"
         )
     if isinstance(optimizer, DistributedOptimizer) and optimizer.ddp_config.use_megatron_fsdp:
         return f"{where} belongs to Megatron-FSDP, which has no flat buffers; turn use_megatron_fsdp off"
@@ -129,7 +135,7 @@ def _param_tensors(path: str, param: torch.Tensor, state: dict[str, Any]) -> Ite
     """The parameter itself, its gradients and its state, wherever their memory lies."""
     yield OptimizerTensor(path, "main_param", "param", param)
     for key in ("grad", "decoupled_grad"):
-        gradient = _gradient(param, key)
+        gradient = gradient_of(param, key)
         if gradient is not None:
             yield OptimizerTensor(path, "main_grad", key, gradient)
     for key, value in state.items():
@@ -157,16 +163,16 @@ def _model_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     for param in itertools.chain(*groups):
         yield param
         for key in ("main_grad", "grad"):
-            gradient = _gradient(param, key)
+            gradient = gradient_of(param, key)
             if gradient is not None:
                 yield gradient
 
 
-def _gradient(param: torch.Tensor, key: str) -> torch.Tensor | None:
+def gradient_of(param: torch.Tensor, key: str = "grad") -> torch.Tensor | None:
     """A gradient attribute of `param`, if it has one.
 
-    The distributed optimizer gives gradients to views of fp32 parameters, which torch warns about on
-    every read: they are no leaves of the autograd graph.
+    The distributed optimizer gives gradients to views of fp32 parameters, which are not leaves of the autograd graph,
+    so torch warns on every read.
     """
     if param.is_leaf:
         return getattr(param, key, None)
@@ -179,57 +185,34 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-_post_step_hooks: dict[int, PostStepHook] = {}
-_hook_ids = itertools.count()
 _versions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _step_depth = threading.local()
-
-
-@dataclass(frozen=True)
-class HookHandle:
-    """Removes one hook; removing twice is fine."""
-
-    hook_id: int
-
-    def remove(self) -> None:
-        _post_step_hooks.pop(self.hook_id, None)
-
-
-def add_post_step_hook(hook: PostStepHook) -> HookHandle:
-    """Call ``hook(optimizer, version)`` after every successful outermost optimizer step.
-
-    `optimizer` is the one whose `step` was called (of a ChainedOptimizer the chain, not its members)
-    and `version` its new `weight_version`. A step that was skipped (inf or nan gradients under a grad
-    scaler) calls nothing. With overlap_param_gather the step returns before the other ranks' shards
-    have arrived: the hook marks the version, it does not wait. Hooks run in the order they were added;
-    an exception in one reaches the caller of `step`. Works while the "hooks" patches are applied.
-    """
-    hook_id = next(_hook_ids)
-    _post_step_hooks[hook_id] = hook
-    return HookHandle(hook_id)
 
 
 def weight_version(optimizer: MegatronOptimizer) -> int:
     """Number of successful outermost steps of `optimizer`, on top of `set_weight_version`; 0 for one never seen.
 
-    Counts only while the "hooks" patches are applied (`hooks_applied`).
+    Counted while the "hooks" patches are applied (`hooks_applied`), on the optimizer whose `step` was called: of a
+    ChainedOptimizer the chain, not its members. Skipped steps (inf or nan gradients under a grad scaler) do not count.
+    With overlap_param_gather a step returns, and counts, before the shards of other ranks have arrived.
     """
     return _versions.get(optimizer, 0)
 
 
 def set_weight_version(optimizer: MegatronOptimizer, version: int) -> None:
-    """Go on counting from `version`, for weights that a checkpoint brought back. Calls no hook.
+    """Continue counting from `version`, for weights that were restored from a checkpoint.
 
-    Raises ValueError when `version` is negative.
+    Raises:
+        ValueError: when `version` is negative.
     """
     if version < 0:
-        raise ValueError(f"a weight version counts steps and cannot be {version}; pass 0 or more")
+        raise ValueError(f"weight version must be >= 0, got {version}")
     _versions[optimizer] = version
 
 
 @contextlib.contextmanager
 def _outermost_step() -> Iterator[bool]:
-    """True for a step that no other step of this thread is running around."""
+    """True unless another step of this thread is running: a chain's step calls its members'."""
     depth = getattr(_step_depth, "value", 0)
     _step_depth.value = depth + 1
     try:
@@ -246,8 +229,6 @@ def _build_step(original: Callable[..., Any]) -> Callable[..., Any]:
         update_successful = result[0]
         if outermost and update_successful:
             _versions[self] = weight_version(self) + 1
-            for hook in list(_post_step_hooks.values()):
-                hook(self, _versions[self])
         return result
 
     return step
@@ -258,7 +239,7 @@ def _step_patch(module: str, owner: str, since: str = "") -> Patch:
         name=f"hooks.step.{owner}",
         group="hooks",
         target=f"megatron.core.optimizer.{module}:{owner}.step",
-        reason="counts the versions of the weights and tells who waits for new ones",
+        reason="counts the versions of the weights",
         versions=CORE_VERSIONS,
         remove_when="megatron-core's optimizers offer post-step hooks",
         build=_build_step,

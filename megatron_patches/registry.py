@@ -62,18 +62,25 @@ class PatchState:
 
 
 class PatchRegistry:
-    """The patches of one catalogue and which of them are applied. Not thread-safe."""
+    """A set of patches and which of them are applied. Not thread-safe."""
 
-    def __init__(self, patches: Sequence[Patch]) -> None:
-        self._patches = tuple(patches)
+    def __init__(self, patches: Sequence[Patch] = ()) -> None:
+        self._patches = list(patches)
         self._applied: list[Applied] = []
         self._finder: _MegatronFinder | None = None
 
-    def apply(self, groups: Iterable[str], *, allow_version: bool = False) -> None:
-        """Apply every patch of `groups` that is not applied yet; `allow_version`: on untested versions, too.
+    def register(self, patches: Iterable[Patch]) -> None:
+        """Add patches, none of them applied."""
+        self._patches += patches
 
-        Raises UnknownGroupError, or a PatchSetError with every violation found; both before any
-        attribute changes. (Target modules are imported for the check; importing is not undone.)
+    def apply(self, groups: Iterable[str], *, allow_version: bool = False) -> None:
+        """Apply every patch of `groups` that is not applied yet; `allow_version`: to untested versions, too.
+
+        Target modules are imported for the checks, and stay imported on failure.
+
+        Raises:
+            UnknownGroupError: for a group that does not exist.
+            PatchSetError: with every violation found, before any attribute changes.
         """
         done = {applied.patch.name for applied in self._applied}
         selected = [patch for patch in self._select(groups) if patch.name not in done]
@@ -95,13 +102,13 @@ class PatchRegistry:
         _check_version(_imported_version(selected), selected, allow_version)
 
     def revert(self) -> None:
-        """Put every original back, the last swap first. Does nothing when nothing is applied.
+        """Restore every original, the last swap first. Does nothing when nothing is applied.
 
-        Raises TargetConflictError, before any attribute changes, when someone else has replaced one
-        of our replacements since.
+        Raises:
+            TargetConflictError: when somebody else has replaced a replacement since, before any attribute changes.
         """
         violations = [
-            f"{applied.site.label} (patch {applied.patch.name}) was replaced by someone else after apply(); "
+            f"{applied.site.label} (patch {applied.patch.name}) was replaced by somebody else after apply(); "
             "undo that first"
             for applied in self._applied
             if applied.site.current() is not applied.replacement
@@ -116,7 +123,7 @@ class PatchRegistry:
             self._applied.pop().site.restore()
 
     def states(self) -> list[PatchState]:
-        """Every patch of the catalogue, in order, with the number of places where it is applied."""
+        """Every patch in order of registration, with the number of places where it is applied."""
         names = [applied.patch.name for applied in self._applied]
         core = sys.modules.get(_CORE)
         return [
@@ -132,29 +139,17 @@ class PatchRegistry:
         return [patch for patch in self._patches if patch.group in wanted]
 
     def _collect(self, selected: Sequence[Patch]) -> list[tuple[Patch, Site]]:
-        """The sites of `selected`, aliases included, or one error with every violation."""
-        missing: list[str] = []
-        conflicts: list[str] = []
+        """The sites of `selected`, aliases included. Raises one error with every violation."""
+        own, missing = _targets(selected)
+        claims = [*own, *_aliases(own)]
+        conflicts = []
         claimed = {applied.site.key: applied.patch for applied in self._applied}
-        claims: list[tuple[Patch, Site]] = []
-        own: list[tuple[Patch, Site]] = []
-        for patch in selected:
-            try:
-                found = list(sites(patch))
-            except (ImportError, AttributeError) as error:
-                missing.append(_missing_message(patch, str(error)))
-                continue
-            for site in found:
-                if site.value is MISSING and not patch.may_be_missing:
-                    missing.append(_missing_message(patch, "it does not exist"))
-                own.append((patch, site))
-        for patch, site in [*own, *_with_aliases(own)]:
+        for patch, site in claims:
             other = claimed.setdefault(site.key, patch)
             if other is not patch:
                 conflicts.append(
                     f"{site.label} is claimed by both {other.name} and {patch.name}; merge the two patches"
                 )
-            claims.append((patch, site))
         _raise_violations(missing, conflicts)
         return claims
 
@@ -183,7 +178,7 @@ class PatchRegistry:
         return build_replacement(patch, site.value)
 
     def _revert_late_aliases(self) -> None:
-        """Give back the originals to modules that imported a replacement by name after apply()."""
+        """Restore the originals in modules that imported a replacement by name after apply()."""
         known = {applied.site.key for applied in self._applied}
         originals = {
             id(applied.replacement): applied.site.original
@@ -202,7 +197,7 @@ def _tested_versions(patches: Sequence[Patch]) -> list[str]:
 
 
 def _imported_version(patches: Sequence[Patch]) -> str:
-    """The version of the megatron.core that imports find: not always the installed one's, a checkout has its own."""
+    """The version of the megatron.core that is imported, which in a checkout is not the installed one's."""
     try:
         return importlib.import_module(_CORE).__version__
     except ModuleNotFoundError as error:
@@ -213,21 +208,22 @@ def _imported_version(patches: Sequence[Patch]) -> str:
 
 
 def _check_version(version: str, patches: Sequence[Patch], allow_version: bool) -> None:
-    """Compare megatron-core's version with every patch's tested versions."""
+    """Raise UnsupportedVersionError, or log a warning, if any patch was not tested with this version."""
     refused = [patch for patch in patches if version not in patch.versions]
     if refused:
         tested = _tested_versions(refused)
         message = (
-            f"megatron-core {version} is installed; the {len(refused)} patches of this package were "
-            f"tested with {', '.join(tested)}; {_INSTALL_HINT}{tested[-1]}"
+            f"megatron-core {version} is installed, but the patches were tested only with {', '.join(tested)}; "
+            f"{_INSTALL_HINT}{tested[-1]}"
         )
         if not allow_version:
             raise UnsupportedVersionError([message])
-        logger.warning("%s. Going on as asked", message)
+        logger.warning("%s. Continuing, since untested versions are allowed", message)
 
 
 def _build_all(claims: Sequence[tuple[Patch, Site]]) -> list[Applied]:
-    """Build one replacement per patch and original, shared by all their sites."""
+    """Build one replacement per patch and original."""
+    # modules that share an original go on sharing its replacement, so `is` between them stays true
     built: dict[tuple[str, int], Any] = {}
     result = []
     for patch, site in claims:
@@ -241,7 +237,7 @@ def _build_all(claims: Sequence[tuple[Patch, Site]]) -> list[Applied]:
 def _missing_message(patch: Patch, detail: str) -> str:
     return (
         f"{patch.target} (patch {patch.name}) cannot be patched: {detail}; "
-        f"this megatron differs from {', '.join(patch.versions)}, install that one or remove the patch"
+        f"the patch was tested with megatron-core {', '.join(patch.versions)}; install one of these"
     )
 
 
@@ -260,8 +256,26 @@ def _megatron_modules() -> Iterator[ModuleType]:
             yield module
 
 
-def _with_aliases(claims: Sequence[tuple[Patch, Site]]) -> Iterator[tuple[Patch, Site]]:
-    """Other megatron modules' names for the functions and classes that `claims` replaces."""
+def _targets(selected: Sequence[Patch]) -> tuple[list[tuple[Patch, Site]], list[str]]:
+    """The sites that the patches name, and a message for each target that does not exist."""
+    found: list[tuple[Patch, Site]] = []
+    missing = []
+    for patch in selected:
+        try:
+            found += [(patch, site) for site in sites(patch)]
+        except (ImportError, AttributeError) as error:
+            missing.append(_missing_message(patch, str(error)))
+    missing += [
+        _missing_message(patch, "it does not exist")
+        for patch, site in found
+        if site.value is MISSING and not patch.may_be_missing
+    ]
+    return found, missing
+
+
+def _aliases(claims: Sequence[tuple[Patch, Site]]) -> Iterator[tuple[Patch, Site]]:
+    """Where other megatron modules hold the same functions and classes (``from x import f``)."""
+    # only of megatron's own definitions: an alias of, say, `torch` is a package-wide patch's business
     patches = {
         id(site.value): patch
         for patch, site in claims
@@ -275,7 +289,7 @@ def _with_aliases(claims: Sequence[tuple[Patch, Site]]) -> Iterator[tuple[Patch,
 
 
 class _MegatronFinder(importlib.abc.MetaPathFinder):
-    """Calls back after each module of megatron has been executed; finds nothing on its own."""
+    """Calls back after each module of megatron has been executed; finding the modules is left to the other finders."""
 
     def __init__(self, on_executed: Callable[[ModuleType], None]) -> None:
         self._on_executed = on_executed
@@ -295,7 +309,7 @@ class _MegatronFinder(importlib.abc.MetaPathFinder):
 
 
 class _NotifyingLoader(importlib.abc.Loader):
-    """Executes a module with its real loader, hands it back to that loader, then calls back."""
+    """Executes a module with its real loader, then calls back; the module keeps the real loader as its own."""
 
     def __init__(self, loader: Any, on_executed: Callable[[ModuleType], None]) -> None:
         self._loader = loader

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from megatron_patches.applying import apply, check_version
 from megatron_patches.arguments import ALLOW_VERSION_FLAG, ReshardingOptions, add_arguments
 from megatron_patches.engines import MegatronScript, ReshardingEngine, find_engine
 from megatron_patches.errors import ScriptError
@@ -69,8 +70,6 @@ def allows_version() -> bool:
 
 def prepare() -> None:
     """Make Megatron run on a machine without CUDA; with CUDA nothing. Called once ``megatron.training`` is imported."""
-    from megatron_patches.catalog import apply  # the catalog imports this module
-
     if not torch.cuda.is_available():
         apply(("cpu", "cpu_training"), allow_version=allows_version())
 
@@ -123,8 +122,6 @@ def with_validation(validate_args: Function) -> Function:
 
 
 def _make_engine(script: MegatronScript) -> ReshardingEngine:
-    from megatron_patches.catalog import apply, check_version
-
     factory = find_engine(script.options.engine)
     allow_version = script.options.allow_version
     check_version(("script",), allow_version=allow_version)  # a patched source tree has them without apply()

@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_patches.__main__ import app
-from megatron_patches.catalog import PATCHES, default_groups
+from megatron_patches.applying import default_groups
+from megatron_patches.catalog import PATCHES
 
 
 def num_later_patches() -> int:

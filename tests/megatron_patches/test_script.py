@@ -233,7 +233,7 @@ def test_untested_versions_are_refused_or_allowed_and_logged(
     tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(megatron.core, "__version__", "0.99.0")
-    with pytest.raises(SystemExit, match=r"megatron-core 0\.99\.0 is installed.*tested with 0\.16\.1"):
+    with pytest.raises(SystemExit, match=r"megatron-core 0\.99\.0 is installed.*tested only with 0\.16\.1"):
         run_script(str(tree), [])
     sys.path[0] = ""
     assert run(capsys, tree, "--resharding-allow-version", "--train-iters", "1")["loss"] == {"loss": 1.0}

@@ -12,7 +12,7 @@ from hybrid_engine.backends.megatron.training_state import MegatronInventory
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offloader import KINDS, OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
-from megatron_patches.catalog import hooks_applied
+from megatron_patches.applying import hooks_applied
 from megatron_patches.optimizers import weight_version
 
 

@@ -53,9 +53,8 @@ class CudaIsCpu(cpu_torch.CudaSpelling):
 def pytest_load_initial_conftests() -> None:
     """Before the conftest, which asks for Transformer Engine and would download data sets."""
     megatron_patches.apply(GROUPS)
-    if "hooks" in GROUPS:  # so that they do something
+    if "hooks" in GROUPS:  # so that the one on buffers does something
         megatron_patches.set_buffer_allocator(_allocate)
-        megatron_patches.add_post_step_hook(lambda optimizer, version: megatron_patches.optimizer_tensors(optimizer))
     _download_nothing()
     _say_that_transformer_engine_is_missing()
     _replace_adam()
