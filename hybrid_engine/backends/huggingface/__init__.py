@@ -1,8 +1,15 @@
-"""Hugging Face checkpoints as one more end of the planner; the only package that imports safetensors.
+"""Hugging Face checkpoints, read into training shards and written from them. The only package that imports safetensors.
 
-files.py       the files: names, headers, offsets, checksums; slices read in place
-writing.py     new files, filled by all ranks, which take the place of an older set
-checkpoint.py  load_hf_checkpoint, save_hf_checkpoint: plan between files and training shards, each rank its own bytes
+hf_checkpoint.py       `load_hf_checkpoint`, `save_hf_checkpoint` (called by `ActorHybridWorker` and verify)
+safetensors_files.py   names, headers, offsets and checksums of files; slices read in place
+publishing.py          new files, filled by all ranks, which replace an older set
+
+load   1  headers of all files -> the checkpoint as a layout of one more rank -> plan: files -> training shards
+       2  checksums, the files shared out among the ranks; until here no rank has changed anything
+       3  every rank reads its own boxes; padding and LoRA become zero
+save   1  layouts of all ranks -> plan: training shards -> files; among replicas the planner picks who writes
+       2  rank 0 creates the files, every rank writes its own boxes, checksums are added
+       3  rank 0 publishes: config and tokenizer, then the new files, the index, and the old set is removed
 """
 
 from hybrid_engine.backends.huggingface.hf_checkpoint import load_hf_checkpoint, save_hf_checkpoint

@@ -1,8 +1,8 @@
 """Training shards from a Hugging Face checkpoint, and a checkpoint from training shards.
 
 A checkpoint is a layout like any other: its tensors are buffers of one more rank, which no process runs. So the planner
-says which box of which stored tensor goes where, finds gaps and overlaps, and picks among replicas who writes what.
-Every rank reads or writes its own boxes and nothing else; nothing is gathered.
+says which box of which stored tensor goes where, finds gaps and overlaps, and picks which replica writes. Every rank
+reads or writes its own boxes and nothing else; nothing is gathered.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.backends.huggingface import publishing as writing
+from hybrid_engine.backends.huggingface import publishing
 from hybrid_engine.backends.huggingface import safetensors_files as files
 from hybrid_engine.errors import ConfigError, HybridEngineError, ParameterMismatchError, Violation
 from hybrid_engine.files.durable import naming, write_bytes, write_text
@@ -35,7 +36,7 @@ from hybrid_engine.transports.copies import strided
 logger = logging.getLogger(__name__)
 
 FILE_NBYTES = 5 * 10**9
-"""Data per file of a saved checkpoint, as transformers has it."""
+"""Data per file of a saved checkpoint: the default of transformers."""
 
 NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Endings of tensors that older checkpoints carry and no model reads."""
@@ -73,13 +74,17 @@ def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelT
         table: the model's name table.
         agreement: of all ranks.
 
-    Stored values are cast to the shards' dtype. Padding (of the vocabulary) becomes zero, and adapters add nothing.
+    Stored values are cast to the shards' dtype. Padding of the vocabulary becomes zero, and LoRA adds nothing.
     Main parameters of an optimizer are not touched: see `ActorHybridWorker.load_hf_checkpoint`.
 
-    All that can be wrong with the files is found before the first shard changes on any rank: names, shapes, lengths,
-    and contents where a file carries a checksum (those of `save_hf_checkpoint` do; safetensors has none). Ranks share
-    that reading, a file each. Raises ConfigError; FileError naming the file; or ParameterMismatchError naming every
-    tensor that is missing, has another shape or is unknown to the table.
+    Everything that can be wrong with the files is found before any rank changes a shard: names, shapes, lengths, and
+    contents where a file carries a checksum (those of `save_hf_checkpoint` do; safetensors has none). The ranks share
+    that reading, by file.
+
+    Raises:
+        ConfigError: for a directory without a usable checkpoint.
+        FileError: naming the damaged or unreadable file.
+        ParameterMismatchError: naming every tensor that is missing, has another shape or is unknown to the table.
     """
     directory = Path(path)
     with agreement.phase("reading the checkpoint's headers"):
@@ -92,7 +97,7 @@ def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelT
     with agreement.phase("verifying the checkpoint"):
         for file in _share_of_files(stored):
             if not files.verify_checksum(directory / file):
-                logger.info("%s has no checksum: its contents are taken as they are", directory / file)
+                logger.info("%s has no checksum: its contents are not verified", directory / file)
     with ExitStack() as stack:
         with agreement.phase("preparing the weights"):
             weights.prepare()
@@ -117,7 +122,7 @@ def save_hf_checkpoint(
     """Write the training shards as a checkpoint that transformers and vLLM load. Collective.
 
     Args:
-        path: directory on storage that all ranks share; made if missing.
+        path: directory on storage that all ranks share; created if missing.
         weights: the shards, on the device.
         table: the model's name table.
         agreement: of all ranks.
@@ -125,11 +130,13 @@ def save_hf_checkpoint(
         dtype: of the stored weights, e.g. "bfloat16"; default: that of the shards.
         file_nbytes: most bytes of data in one file.
 
-    An older set of weights of the same model is replaced: a kill at any moment leaves that one or the new one, see
-    writing.py. Only files that its index names are removed, and model.safetensors. Raises ConfigError where either is
-    of another model, FileError naming the file (on a full disk before anything is written); the weights that were there
-    stay. Configuration and tokenizer are replaced just before the weights: a failure in between leaves the new ones
-    beside the old weights.
+    An older set of weights of the same model is replaced: a kill at any moment leaves the old set or the new one, see
+    publishing.py. Only files that its index names are removed, and model.safetensors. Configuration and tokenizer are
+    replaced just before the weights: a failure in between leaves the new ones beside the old weights.
+
+    Raises:
+        ConfigError: if the directory holds weights of another model; these stay.
+        FileError: naming the file; on a full disk before anything is written.
     """
     with agreement.phase("preparing the weights"):
         weights.prepare()
@@ -138,21 +145,21 @@ def save_hf_checkpoint(
     directory, rank = Path(path), dist.get_rank()
     with agreement.phase("planning the checkpoint"):
         source = Layout.merge(layouts)
-        stored = writing.plan_files(_tensors_to_store(source, table, dtype), file_nbytes)
+        stored = publishing.plan_files(_tensors_to_store(source, table, dtype), file_nbytes)
         destination = _layout_of(stored, dist.get_world_size(), table.copies)
         transfers = box_transfers(source, destination, _hosts(), rank)
-    publication = writing.Publication(directory, stored)
+    publication = publishing.Publication(directory, stored)
     try:
         with agreement.phase("creating the checkpoint's files"):
             if rank == 0:
-                publication.abandon()  # what an earlier one left that was killed
+                publication.abandon()  # what is left of an earlier save that was killed
                 older = older_weights(directory, table)
                 publication.begin()
         with agreement.phase("writing the checkpoint"), torch.no_grad():
             _write(transfers, weights.buffers(), stored, directory)
         with agreement.phase("sealing the checkpoint"):
             for file in _share_of_files(stored):
-                writing.seal(directory / (file + writing.SUFFIX))
+                publishing.seal(directory / (file + publishing.SUFFIX))
         with agreement.phase("publishing the checkpoint"):
             if rank == 0:
                 publish(publication, directory, model_dir, stored, older)
@@ -163,14 +170,14 @@ def save_hf_checkpoint(
 
 
 def older_weights(directory: Path, table: ModelTable) -> dict[str, files.StoredTensor]:
-    """Those in the directory, which the new ones will replace. Raises ConfigError unless they are of the same model."""
+    """The weights in the directory, which will be replaced. Raises ConfigError unless they are of the same model."""
     if not any((directory / name).is_file() for name in (files.INDEX, files.SINGLE)):
         return {}
     place = directory
     try:
         older = files.stored_tensors(directory)
         _check_names(older, table)
-        place = directory / files.SINGLE  # transformers reads it even where the index names other files
+        place = directory / files.SINGLE  # transformers prefers it to the index, so it would hide the new weights
         if place.is_file() and files.SINGLE not in {tensor.file for tensor in older.values()}:
             _check_names(files.stored_in(place), table)
     except HybridEngineError as error:
@@ -182,13 +189,16 @@ def older_weights(directory: Path, table: ModelTable) -> dict[str, files.StoredT
 
 
 def publish(
-    publication: writing.Publication,
+    publication: publishing.Publication,
     directory: Path,
     model_dir: str | Path | None,
     stored: Mapping[str, files.StoredTensor],
     older: Mapping[str, files.StoredTensor],
 ) -> None:
-    """The configuration comes in two steps: until the new weights are there, its dtype rounds neither set."""
+    """Replace weights, configuration and tokenizer.
+
+    The configuration is written twice: until the new weights are in place, its dtype is one that rounds neither set.
+    """
     dtype = _usual_dtype(stored)
     if older:
         wider = torch.promote_types(getattr(torch, dtype), getattr(torch, _usual_dtype(older)))
@@ -199,30 +209,30 @@ def publish(
         _write_config(directory, directory, _usual_dtype(stored))
 
 
-def _abandon(publication: writing.Publication, error: BaseException) -> None:
-    """After `error`, which is what counts; what cannot be cleaned up is said with it."""
+def _abandon(publication: publishing.Publication, error: BaseException) -> None:
+    """Clean up after `error`, to which a failure to do so is added as a note."""
     try:
         publication.abandon()
-    except HybridEngineError as left:
-        error.add_note(f"The files of this save are still there: {left}")
+    except HybridEngineError as failure:
+        error.add_note(f"The files of this save could not be removed: {failure}")
 
 
 def _share_of_files(stored: Mapping[str, files.StoredTensor]) -> list[str]:
-    """Every file is some rank's to read through."""
+    """The files that this rank reads as a whole; every file has one such rank."""
     return sorted({tensor.file for tensor in stored.values()})[dist.get_rank() :: dist.get_world_size()]
 
 
 def _check_names(stored: Mapping[str, files.StoredTensor], table: ModelTable) -> None:
-    findings = [f"{name}: not in the checkpoint" for name in table.shapes if name not in stored]
+    findings = [f"{name}: missing in the checkpoint" for name in table.shapes if name not in stored]
     findings += [
-        f"{name}: shape {stored[name].shape} in the checkpoint, {shape} by the model's configuration"
+        f"{name}: shape {stored[name].shape} in the checkpoint, expected {shape}"
         for name, shape in table.shapes.items()
         if name in stored and stored[name].shape != shape
     ]
     for name in stored:
         is_copy = name in table.copies or (table.dims.tied_embeddings and name == "lm_head.weight")
         if name not in table.shapes and not is_copy and not name.endswith(NOT_WEIGHTS):
-            findings.append(f"{name}: in the checkpoint, but the model's name table has no such tensor")
+            findings.append(f"{name}: in the checkpoint, but unknown to the model's name table")
     if findings:
         raise ParameterMismatchError(findings)
 
@@ -255,9 +265,10 @@ def _read(
     reader: files.SliceReader,
 ) -> None:
     for transfer in transfers:
-        strides = contiguous_strides(stored[transfer.tensor].shape)
-        offsets = _unravel(transfer.src.offset, strides)
-        box = reader.read(transfer.tensor, stored[transfer.tensor], offsets, transfer.lengths)
+        tensor = stored[transfer.tensor]
+        # stored tensors are contiguous, so the first element's position says where in the tensor the box begins
+        offsets = tuple(int(index) for index in np.unravel_index(transfer.src.offset, tensor.shape))
+        box = reader.read(transfer.tensor, tensor, offsets, transfer.lengths)
         strided(buffers[transfer.dst.buffer.name], transfer.lengths, transfer.dst).copy_(box)
 
 
@@ -267,33 +278,25 @@ def _write(
     stored: Mapping[str, files.StoredTensor],
     directory: Path,
 ) -> None:
-    with writing.BoxWriter(directory) as writer:
+    with publishing.BoxWriter(directory) as writer:
         for transfer in transfers:
             box = strided(buffers[transfer.src.buffer.name], transfer.lengths, transfer.src)
             writer.write(stored[transfer.dst.buffer.name], transfer.dst, box)
         writer.flush()
 
 
-def _unravel(position: int, strides: tuple[int, ...]) -> tuple[int, ...]:
-    index = []
-    for stride in strides:
-        index.append(position // stride)
-        position %= stride
-    return tuple(index)
-
-
 def _hosts() -> list[str]:
-    """Host names by rank: files are on none of them."""
+    """By rank. All ranks count as one host, which does not matter here; the files are on another."""
     return [""] * dist.get_world_size() + ["files"]
 
 
 def _usual_dtype(stored: Mapping[str, files.StoredTensor]) -> str:
-    """That of most tensors."""
+    """The dtype of most tensors."""
     return Counter(tensor.dtype for tensor in stored.values()).most_common(1)[0][0]
 
 
 def _copy_companions(model_dir: str | Path | None, directory: Path, dtype: str) -> None:
-    """Configuration and tokenizer."""
+    """Copy configuration and tokenizer from `model_dir`, or rewrite the configuration that is there."""
     if model_dir is not None and Path(model_dir).resolve() != directory.resolve():
         for pattern in COMPANIONS:
             for path in Path(model_dir).glob(pattern):
@@ -304,7 +307,7 @@ def _copy_companions(model_dir: str | Path | None, directory: Path, dtype: str) 
 
 
 def _write_config(source: Path, directory: Path, dtype: str) -> None:
-    """That of `source`, saying what is stored: the dtype of most weights, and no quantisation."""
+    """Write the configuration of `source`, with `dtype` and without quantisation."""
     path = source / "config.json"
     if not path.is_file():
         return

@@ -1,14 +1,14 @@
-"""New safetensors files: planned, filled by all ranks, and put in the place of an older set with no moment in between.
+"""New safetensors files: planned, filled by all ranks, and swapped for an older set so that readers never see a mix.
 
 Only renames within the directory are used: every shared file system has them (NFS and Lustre cannot exchange two
-directories), files that no reader takes weights from are not touched, and the directory may be a mount point. Readers
-choose differently: transformers takes model.safetensors where it exists, else the index; vLLM and we take the index,
-and vLLM without one every *.safetensors. So the index is always written, new files have names that are free, and
+directories), files without weights are not touched, and the directory may be a mount point. Readers load different
+files: transformers prefers model.safetensors to the index; vLLM and we prefer the index, and without one vLLM loads
+every *.safetensors. So the index is always written, new files get names that are free, and
 
     the index names the old set -> new files appear -> the index names the new set -> the old set is removed
 
-A kill leaves, for every reader, the old set or the new one; in an empty directory an index without its files, which all
-of them refuse. RECORD says what has to be removed then, and the next save does it.
+A kill leaves the old set or the new one for every reader; in an empty directory it leaves an index without its files,
+which all of them refuse. RECORD says what to remove then, and the next save does so.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from hybrid_engine.files.durable import naming, reserve, sync, write_text
 from hybrid_engine.records.layout import DTYPE_NBYTES, Place
 
 RECORD = "model.safetensors.saving.json"
-"""There while a save is under way: {"made": names of its files, "replaced": names of the older set}."""
+"""Exists while a save is under way: {"made": names of its files, "replaced": names of the older set}."""
 
 SUFFIX = ".incomplete"
 """Of files that are being filled."""
@@ -85,10 +85,10 @@ def _header_bytes(tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> bytes:
 
 
 class BoxWriter:
-    """Fills files that `Publication.begin` made, on any rank; what was written is on the disk after `flush`.
+    """Fills files that `Publication.begin` created, on any rank; what was written is on the disk after `flush`.
 
-    Writes, not stores through a mapping: those of two hosts into one page of a network file system undo each other, and
-    a store that finds no space ends the process.
+    Uses pwrite, not a mapping: on a network file system, stores of two hosts into one page overwrite each other, and a
+    store that finds no space kills the process.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -105,7 +105,7 @@ class BoxWriter:
     def write(self, stored: StoredTensor, place: Place, box: torch.Tensor) -> None:
         """Put `box` at `place` (elements) of a tensor, cast to its dtype. Raises FileError."""
         flat = box.detach().to(device="cpu", dtype=getattr(torch, stored.dtype)).contiguous().reshape(-1)
-        data = memoryview(flat.view(torch.uint8).numpy())
+        data = flat.view(torch.uint8).numpy().data
         width = DTYPE_NBYTES[stored.dtype]
         with naming("writing", self._directory / (stored.file + SUFFIX)):
             descriptor = self._open(stored.file)
@@ -130,9 +130,10 @@ class BoxWriter:
 
 
 def _runs(lengths: tuple[int, ...], place: Place, width: int) -> Iterator[tuple[int, int]]:
-    """(first byte, number of bytes) of every piece of a box that lies in one piece, in the box's own order."""
+    """(first byte, number of bytes) of every contiguous run of a box, in the box's own order."""
     if 0 in lengths:
         return
+    # inner dims that follow each other without gaps form one run; the others are counted through
     numel, dims = 1, len(lengths)
     while dims and (lengths[dims - 1] == 1 or place.strides[dims - 1] == numel):
         dims -= 1
@@ -155,9 +156,9 @@ def seal(path: Path) -> None:
 
 
 class Publication:
-    """A set of files on its way into a directory, and the removal of the set before it; on one rank.
+    """Replaces the set of files in a directory by a new one. On one rank; the others only write.
 
-    abandon() what an earlier one left -> begin() -> all ranks write, some `seal` -> publish(), or abandon() on failure
+    abandon() what a killed save left -> begin() -> all ranks write and `seal` -> publish(), or abandon() on failure
     """
 
     def __init__(self, directory: Path, stored: Mapping[str, StoredTensor]) -> None:
@@ -166,7 +167,7 @@ class Publication:
         self._final: dict[str, str] = {}
 
     def begin(self) -> None:
-        """Make directory and files, with their headers and all of their space. Raises FileError, ConfigError."""
+        """Create directory and files, with headers and all space reserved. Raises FileError, ConfigError."""
         with naming("creating", self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
             replaced = _files_in_use(self._directory)
@@ -182,11 +183,11 @@ class Publication:
                 opened.write(struct.pack("<Q", len(header)) + header)
 
     def publish(self) -> None:
-        """Put the new set, filled and flushed, in the place of the old one. Raises FileError."""
+        """Replace the old set by the new one, which is filled and flushed. Raises FileError."""
         directory, new = self._directory, set(self._final.values())
         with naming("publishing", directory):
             replaced = _files_in_use(directory)
-            if not (directory / INDEX).is_file():  # without one vLLM would read what it finds of both sets
+            if not (directory / INDEX).is_file():  # without one vLLM would load files of both sets
                 self._write_index(stored_tensors(directory) if replaced else self._under_final_names())
             for file, final in self._final.items():
                 (directory / (file + SUFFIX)).replace(directory / final)
@@ -198,7 +199,7 @@ class Publication:
             sync(directory)
 
     def abandon(self) -> None:
-        """Remove what this save, or one that was killed, left in the directory. Raises FileError, ConfigError."""
+        """Remove what this save, or an earlier one that was killed, left behind. Raises FileError, ConfigError."""
         directory, record = self._directory, self._directory / RECORD
         if not record.is_file():
             return
@@ -210,21 +211,22 @@ class Publication:
                     raise ValueError(f"it says {str(found)[:100]}")
         indexed = indexed_files(directory)
         with naming("removing an incomplete save from", directory):
-            # the first save here: its index came before its files
-            is_first = bool(indexed) and not replaced and not all((directory / name).is_file() for name in indexed)
-            if indexed is None:  # then no file has its final name yet: what has one was put there by somebody else
+            is_first = False
+            if indexed is None:  # no file of ours has its final name yet: one that has belongs to somebody else
                 unused = {name for name in made if name.endswith(SUFFIX)}
             else:
+                # in the first save to a directory the index comes before the files it names
+                is_first = not replaced and not all((directory / name).is_file() for name in indexed)
                 unused = {*made, *replaced} - set(() if is_first else indexed)
             for name in sorted(unused):
                 (directory / name).unlink(missing_ok=True)
             if is_first:
-                (directory / INDEX).unlink()  # after its files, which are known to be ours as long as it is there
+                (directory / INDEX).unlink()  # last: it is what tells that the files are ours
             record.unlink()
             sync(directory)
 
     def _free_names(self, replaced: set[str]) -> dict[str, str]:
-        """Name while it is filled -> name in the end. model.safetensors alone may replace its like, in one rename."""
+        """Name while being filled -> final name. Only a single model.safetensors may take the name of the old one."""
         files = list(by_file(self._stored))
         if files == [SINGLE]:
             if replaced <= {SINGLE}:
@@ -249,7 +251,7 @@ class Publication:
 
 
 def by_file(stored: Mapping[str, StoredTensor]) -> dict[str, list[str]]:
-    """File -> names in the order of their data."""
+    """File -> its tensors' names, in the order of their data."""
     files: dict[str, list[str]] = {}
     for name, tensor in sorted(stored.items(), key=lambda item: item[1].start):
         files.setdefault(tensor.file, []).append(name)
@@ -263,5 +265,5 @@ def _endings() -> Iterator[str]:
 
 
 def _files_in_use(directory: Path) -> set[str]:
-    """What any reader takes weights from: the files of the index, and model.safetensors."""
+    """The files that any reader loads: those of the index, and model.safetensors."""
     return {*(indexed_files(directory) or ()), *(name for name in (SINGLE,) if (directory / name).is_file())}

@@ -2,7 +2,7 @@
 
 Format: 8 bytes little-endian length of the header, the header as JSON (per tensor: dtype, shape, byte offsets from the
 end of the header), then the data without gaps. Source: github.com/huggingface/safetensors, "Format". It has no
-checksum; ours is an entry of the header's metadata, so that it is replaced in one step with what it is about.
+checksum; ours is an entry of the header's metadata, so that a file and its checksum are replaced in one step.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SINGLE = "model.safetensors"
 CHECKSUM = "hybrid_engine.crc32"
 """Entry of a file's metadata: CRC-32 of the whole file, in hex, taken while these digits were NO_CHECKSUM.
 
-CRC-32, because it is to find flipped bits and torn writes: 1.9 GB/s on one core, sha256 0.8."""
+CRC-32 detects flipped bits and torn writes, at 1.9 GB/s on one core (sha256: 0.8)."""
 
 NO_CHECKSUM = b"00000000"
 
 MAX_HEADER_NBYTES = 100_000_000
-"""As safetensors has it; a damaged length is not a reason to allocate."""
+"""The limit of safetensors, which keeps a damaged length from being allocated."""
 
 DOWNLOAD_AGAIN = "Download it again, or restore it from a copy"
 
@@ -80,8 +80,10 @@ class StoredTensor:
 def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint, from the index and the headers alone; no weights are read.
 
-    Raises ConfigError without safetensors files, with an index that is none or that names files that are not there, and
-    for a tensor in two files; FileError for a file that is not as long as its header says, or whose header is damaged.
+    Raises:
+        ConfigError: without safetensors files, for an index that is invalid or names missing files, and for a tensor
+            that is in two files.
+        FileError: for a file whose length is not what its header says, or whose header is damaged.
     """
     names = indexed_files(directory)
     if names is None:
@@ -90,13 +92,13 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
             raise ConfigError([Violation("path", problem, "Name the directory of a safetensors checkpoint")])
         names = [SINGLE]
     if missing := [name for name in names if not (directory / name).is_file()]:
-        problem = f"{directory / INDEX} names files that are not there: {', '.join(missing)}"
+        problem = f"{directory / INDEX} names missing files: {', '.join(missing)}"
         raise ConfigError([Violation("path", problem, "Complete the download")])
     stored: dict[str, StoredTensor] = {}
     for file in names:
         found = stored_in(directory / file)
         if twice := sorted(stored.keys() & found.keys()):
-            problem = f"{directory} holds {twice[0]} in {stored[twice[0]].file} and in {file}"
+            problem = f"{directory} has {twice[0]} in both {stored[twice[0]].file} and {file}"
             raise ConfigError([Violation("path", problem, "Download the checkpoint again")])
         stored |= found
     return stored
@@ -113,13 +115,13 @@ def indexed_files(directory: Path) -> list[str] | None:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError([Violation("path", f"{index} has no weight_map", "Download it again")])
     if foreign := [str(name) for name in weight_map.values() if not is_plain_name(name)]:
-        problem = f"{index} has weights in {', '.join(foreign)[:200]}, which is not in its directory"
+        problem = f"{index} names files outside its directory: {', '.join(foreign)[:200]}"
         raise ConfigError([Violation("path", problem, "Name files without directories")])
     return sorted(set(weight_map.values()))
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether it names a file of the directory that speaks of it, and of no other."""
+    """Whether it is a file name without a directory."""
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
@@ -130,7 +132,7 @@ def stored_in(path: Path) -> dict[str, StoredTensor]:
             encoded, nbytes = read_header(file), os.fstat(file.fileno()).st_size
         entries = _entries(json.loads(encoded))
         if strange := {entry.dtype for entry in entries} - _DTYPES.keys():
-            problem = f"{path} holds dtypes {sorted(strange)}"
+            problem = f"{path} has unsupported dtypes {sorted(strange)}"
             raise ConfigError([Violation("path", problem, f"Use one of {list(_DTYPES)}")])
         return _without_gaps(path.name, entries, 8 + len(encoded), nbytes)
 
@@ -147,7 +149,7 @@ class _Entry:
 
 
 def _entries(header: object) -> list[_Entry]:
-    """In the order of their data. Raises ValueError where a header is not made as it should be."""
+    """The tensors of a header in the order of their data. Raises ValueError for a malformed header."""
     entries = []
     for name, values in _mapping(header).items():
         if name == "__metadata__":
@@ -156,9 +158,9 @@ def _entries(header: object) -> list[_Entry]:
             case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, stop]}:
                 entries.append(_Entry(name, dtype, tuple(shape), start, stop))
             case _:
-                raise ValueError(f"{name} lacks a dtype, a shape or offsets")
+                raise ValueError(f"{name} has no dtype, shape or offsets")
         if any(type(value) is not int or value < 0 for value in (*shape, start, stop)):
-            raise ValueError(f"{name} has shape {shape} at {[start, stop]}")
+            raise ValueError(f"{name} has invalid shape {shape} or offsets {[start, stop]}")
     return sorted(entries, key=lambda entry: (entry.start, entry.stop))
 
 
@@ -172,31 +174,31 @@ def _without_gaps(file: str, entries: Iterable[_Entry], start: int, nbytes: int)
             raise ValueError(f"{entry.name} is at {[entry.start, entry.stop]}, expected at {expected}")
         position += tensor.nbytes
     if position != nbytes:
-        raise ValueError(f"{position:,} bytes by its header, {nbytes:,} are there")
+        raise ValueError(f"{nbytes:,} bytes, expected {position:,} by its header")
     return stored
 
 
 def _mapping(value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"a header that is a {type(value).__name__}")
+        raise ValueError(f"the header is a {type(value).__name__}, not a mapping")
     return value
 
 
 def read_header(file: BinaryIO) -> bytes:
-    """The header of a file opened at its beginning. Raises ValueError for a length that cannot be."""
+    """The header of a file opened at its beginning. Raises ValueError for an implausible length, EOFError."""
     (length,) = struct.unpack("<Q", file.read(8))
     if length > MAX_HEADER_NBYTES:
-        raise ValueError(f"a header of {length:,} bytes, more than {MAX_HEADER_NBYTES:,}")
+        raise ValueError(f"a header of {length:,} bytes, over the limit of {MAX_HEADER_NBYTES:,}")
     encoded = file.read(length)
     if len(encoded) < length:
-        raise EOFError(f"a header of {length:,} bytes, {len(encoded):,} are there")
+        raise EOFError(f"a header of {len(encoded):,} bytes, expected {length:,}")
     return encoded
 
 
 def verify_checksum(path: Path) -> bool:
     """Read a whole file and raise FileError unless it is what was saved; False for one without a checksum.
 
-    Files of other programs have none. Flipped bytes are found; somebody who means to deceive is not.
+    Files of other programs have no checksum. It detects damage, not forgery.
     """
     with naming("verifying", path, DOWNLOAD_AGAIN), path.open("rb") as file:
         header = read_header(file)
@@ -206,24 +208,24 @@ def verify_checksum(path: Path) -> bool:
         found = checksum(file, header.replace(str(written).encode(), NO_CHECKSUM, 1))
     if found != written:
         raise FileError(
-            f"verifying {path}: its checksum is {found}, {written} when it was saved: the contents have changed since. "
+            f"verifying {path}: checksum {found}, expected {written}: the contents have changed since it was saved. "
             f"Restore it from a copy; if another program rewrote it, have that drop {CHECKSUM!r} from its metadata"
         )
     return True
 
 
 def checksum(file: BinaryIO, header: bytes) -> str:
-    """Of a file whose header has just been read: CRC-32 in hex, with `header` in place of the one in the file."""
+    """CRC-32 in hex of a file whose header has just been read, with `header` in place of its own."""
     found, _ = crc32_of(file, zlib.crc32(struct.pack("<Q", len(header)) + header))
     return f"{found:08x}"
 
 
 class SliceReader:
-    """Boxes of stored tensors, read one by one; only the bytes of the box are touched. A context manager.
+    """Reads boxes of stored tensors, one by one; only the bytes of the box are touched. A context manager.
 
     Args:
         directory: of the checkpoint.
-        names: of the files that will be read, all opened here. Raises FileError.
+        names: of the files that will be read. All are opened here, which raises FileError.
     """
 
     def __init__(self, directory: Path, names: Iterable[str]) -> None:

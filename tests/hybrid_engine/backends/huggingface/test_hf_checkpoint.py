@@ -60,7 +60,7 @@ BROKEN: dict[str, tuple[str, str, dict[str, Any] | None]] = {
     ),
     "fewer layers": (
         "ParameterMismatchError",
-        "model.layers.1.mlp.down_proj.weight: not in the checkpoint",
+        "model.layers.1.mlp.down_proj.weight: missing in the checkpoint",
         {"num_hidden_layers": 1},
     ),
     "more layers": (
@@ -74,8 +74,8 @@ BROKEN: dict[str, tuple[str, str, dict[str, Any] | None]] = {
 
 # name -> (error, part of its message, what happens to the last file of a saved checkpoint)
 DAMAGED: dict[str, tuple[str, str, Callable[[bytearray], object]]] = {
-    "cut": ("FileError", "bytes by its header", lambda contents: contents.__delitem__(slice(-9, None))),
-    "flipped": ("FileError", "its checksum is", lambda contents: contents.__setitem__(-9, contents[-9] ^ 1)),
+    "cut": ("FileError", "by its header", lambda contents: contents.__delitem__(slice(-9, None))),
+    "flipped": ("FileError", "checksum ", lambda contents: contents.__setitem__(-9, contents[-9] ^ 1)),
     "header": ("FileError", "a header of", lambda contents: contents.__setitem__(6, 255)),
 }
 
