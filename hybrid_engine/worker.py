@@ -62,23 +62,23 @@ class ActorHybridWorker(SwitchContexts):
             hf_config = self.config.hf_config()
             self.table = table_for(hf_config)
         with job.agreement.phase("building the training engine", SHORT_PATIENCE):
-            from hybrid_engine.backends.megatron import build
+            from hybrid_engine.backends.megatron import build, parallel_groups
             from hybrid_engine.backends.megatron.train_engine import TrainEngine
 
             actor_config = self.config.actor_config
-            undo.callback(build.destroy_parallel_state)
-            build.initialize_parallel_state(actor_config, self.config.generate_config.timeout_seconds)
+            undo.callback(parallel_groups.destroy_parallel_state)
+            parallel_groups.initialize_parallel_state(actor_config, self.config.generate_config.timeout_seconds)
             self.actor = build.build_actor(actor_config, self.table, hf_config, weights_only=weights_only)
             undo.callback(build.end_training, self.actor)
-            adapters_apart = self.config.generate_config.lora_delivery == "adapter"
-            self.train: TrainEngine = TrainEngine(self.actor, self.table, actor_config.micro_batch_size, adapters_apart)
+            separate_lora = self.config.generate_config.lora_delivery == "adapter"
+            self.train: TrainEngine = TrainEngine(self.actor, self.table, actor_config.micro_batch_size, separate_lora)
             offloader = Offloader(self.train.offload_items, reachable=self.train.reachable_tensors)
             offloader.offload()  # vLLM looks at the memory that is free while it starts
         layouts = gather_layouts(job, self.train.weights)
         self.inference: InferenceEngine = build_inference_engine(self.config, self.table, layouts, job)
         undo.callback(self.inference.shutdown)
         with job.agreement.phase("delivering adapters"):
-            lora = actor_config.lora if adapters_apart else None
+            lora = actor_config.lora if separate_lora else None
             weights = self.inference.adaptor if lora is None else self._weights_with_adapter(lora)
         self.engine = HybridEngine(self.train, self.inference, self.config, offloader, weights, layouts)
         self.sharding = self.engine.sharding
@@ -150,7 +150,7 @@ class ActorHybridWorker(SwitchContexts):
         from hybrid_engine.backends.huggingface import load_hf_checkpoint
 
         load_hf_checkpoint(path, self.train.weights.base, self.table, self.job.agreement)
-        self.train.take_up_weights()
+        self.train.reload_main_params()
 
     def save_hf_checkpoint(self, path: str | Path, dtype: str | None = None) -> None:
         """Write the weights, adapters added, as a Hugging Face checkpoint with config and tokenizer of `config.model`.

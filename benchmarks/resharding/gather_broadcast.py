@@ -86,7 +86,7 @@ class GatherBroadcast:
 
     def __init__(self, worker: ActorHybridWorker) -> None:
         self._target = LoaderTarget(worker)
-        self._weights = [tensor for _, tensor in worker.train.weights.named_weights()]
+        self._weights = [tensor for _, tensor in worker.train.weights.model.named_weights()]
         dtypes = {tensor.dtype for tensor in self._weights}
         if len(dtypes) > 1:
             raise ValueError(f"written for weights of one dtype, not {', '.join(map(str, dtypes))}")
@@ -134,7 +134,7 @@ class GatherBroadcast:
         held = _held_by_parameter(worker)
         parameters = [
             Parameter(tensor.numel(), ".experts." in name, bool(getattr(tensor, "tensor_model_parallel", False)), parts)
-            for (name, tensor), parts in zip(worker.train.weights.named_weights(), held, strict=True)
+            for (name, tensor), parts in zip(worker.train.weights.model.named_weights(), held, strict=True)
         ]
         groups = (self._tensor_group, self._expert_tensor_group, self._expert_group)
         return Place(tuple(parameters), *(tuple(dist.get_process_group_ranks(group)) for group in groups))
@@ -165,7 +165,7 @@ def _held_by_parameter(worker: ActorHybridWorker) -> list[tuple[Held, ...]]:
     adaptor = worker.train.weights
     flats = adaptor.buffers()
     by_address: dict[int, list[Held]] = {}
-    starts = sorted((tensor.data_ptr(), tensor.nbytes) for _, tensor in adaptor.named_weights())
+    starts = sorted((tensor.data_ptr(), tensor.nbytes) for _, tensor in adaptor.model.named_weights())
     starts_of = {flat: flats[flat].data_ptr() for flat in flats}
     for shard in adaptor.layout().shards:
         name, size = shard.place.buffer.name, flats[shard.place.buffer.name].element_size()
@@ -173,7 +173,7 @@ def _held_by_parameter(worker: ActorHybridWorker) -> list[tuple[Held, ...]]:
         start = _home(starts, address)
         held = Held(shard.region, (address - start) // size, shard.place.strides)
         by_address.setdefault(start, []).append(held)
-    return [tuple(by_address.get(tensor.data_ptr(), ())) for _, tensor in adaptor.named_weights()]
+    return [tuple(by_address.get(tensor.data_ptr(), ())) for _, tensor in adaptor.model.named_weights()]
 
 
 def _home(starts: list[tuple[int, int]], address: int) -> int:

@@ -20,10 +20,11 @@ from megatron.core.utils import unwrap_model
 
 from benchmarks.resharding.mbridge_export import transformer_engine_name
 from benchmarks.resharding.measuring import Clock, Digests, digest
+from benchmarks.resharding.megatron_destination import MegatronDestination
 from benchmarks.resharding.ours import connect, fill
-from hybrid_engine.backends.megatron import build
+from hybrid_engine.backends.megatron import build, parallel_groups
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
-from hybrid_engine.backends.megatron.destination import MegatronDestination
+from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 from hybrid_engine.config import ActorConfig, HybridConfig
 from hybrid_engine.worker import ActorHybridWorker
 
@@ -39,9 +40,9 @@ class SecondModel:
     def __init__(self, worker: ActorHybridWorker) -> None:
         actor = inference_layout(worker.config)
         with second_parallel_state():
-            build.initialize_parallel_state(actor, SECONDS_TO_WAIT)
+            parallel_groups.initialize_parallel_state(actor, SECONDS_TO_WAIT)
             self.chunks, _ = build.build_model(actor, worker.table, worker.config.hf_config(), weights_only=True)
-            self.adaptor = MegatronAdaptor(self.chunks, worker.table)
+            self.adaptor = MegatronAdaptor(ModelTensors(self.chunks, worker.table))
             self.groups = ProcessGroupCollection.use_mpu_process_groups()
 
     @torch.no_grad()
@@ -56,7 +57,7 @@ class SecondModel:
         digests: dict[str, str] = {}
         self.clear()
         yield digests
-        digests.update({name: digest(tensor) for name, tensor in self.adaptor.named_weights()})
+        digests.update({name: digest(tensor) for name, tensor in self.adaptor.model.named_weights()})
 
 
 def inference_layout(config: HybridConfig) -> ActorConfig:

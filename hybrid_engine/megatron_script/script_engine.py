@@ -58,7 +58,7 @@ class ScriptEngine:
 
     def model_built(self, model_chunks: Sequence[Any]) -> None:
         """Parameters outside of DDP's buffers join those in elastic memory."""
-        from hybrid_engine.backends.megatron.build import move_loose_parameters
+        from hybrid_engine.backends.megatron.elastic_weights import move_loose_parameters
 
         move_loose_parameters(model_chunks)
 
@@ -95,7 +95,7 @@ class ScriptEngine:
             self._journal = Journal(self._script, self.settings.output, job.rank == 0)
 
     def _live_model(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> LiveModel:
-        from hybrid_engine.backends.megatron.build import keep_expert_bias_in_float32, move_published_buffers
+        from hybrid_engine.backends.megatron.elastic_weights import keep_expert_bias_in_float32, move_published_buffers
         from hybrid_engine.backends.megatron.live_model import LiveModel
 
         keep_expert_bias_in_float32(model_chunks)

@@ -206,7 +206,7 @@ def fail_and_go_on(model: Path) -> dict[str, Any]:
         worker.update(workers.batch(seed=0), workers.cross_entropy)
     states = [_training_state(worker.train)]
 
-    parameter = dict(worker.train.weights.named_parameters())["decoder.layers.1.mlp.linear_fc2.weight"]
+    parameter = dict(worker.train.weights.model.named_parameters())["decoder.layers.1.mlp.linear_fc2.weight"]
     good = parameter.data[3, 5].clone()
     for name, value in (("nan", torch.nan), ("inf", torch.inf)):
         if worker.rank == 1:
@@ -249,7 +249,7 @@ def _uses_of_training(worker: Any) -> list[Callable[[], Any]]:
     engine, batch = worker.train, share_of(worker.train, workers.batch(seed=1))
     return [
         lambda: engine.train_step(batch, workers.cross_entropy),
-        lambda: engine.take_up_weights(),
+        lambda: engine.reload_main_params(),
         lambda: engine.copy_weights_from(engine),
         lambda: engine.log_probs(batch),
         lambda: engine.logits(batch["tokens"]),

@@ -1,9 +1,30 @@
-"""The training side. Only the modules below this folder import megatron.
+"""The training side on Megatron. Only modules of this folder import megatron.
 
-build.py        a GPT from a Hugging Face config, with DDP and optimizer
-specs.py        which modules its layers consist of
-extras.py       what some architectures compute and megatron-core has no setting for
-adaptor.py      where its weights lie (layout) and their live storage (buffers)
-train_engine.py steps and log-probabilities through Megatron's pipeline schedules
-checkpoint.py   save and load, to resume a run
+    build    build.py             model, DDP and optimizer from one configuration (`Actor`)
+             parallel_groups.py   Megatron's process groups and generators
+             megatron_config.py   Megatron's configuration objects from ours
+             specs.py             which modules the layers consist of
+             model_variants.py    what some architectures compute and megatron-core has no setting for
+             routing.py           DeepSeek's ranking of groups of experts
+             lora_layers.py       LoRA on parallel linear layers, and its sum with the weights
+             elastic_weights.py   weights outside of DDP's buffers in memory that peers can map
+    layout   model_tensors.py     global names of this rank's tensors, and the flat buffers they lie in
+             adaptor.py           `MegatronAdaptor`: where every canonical tensor is (port `TrainingWeights`)
+    offload  training_state.py    what is on the device, and what can leave it
+    train    live_model.py        `LiveModel`: a model as the switch sees it (port `Trainer`), whoever trains it
+             train_engine.py      `TrainEngine`: steps and log-probabilities through Megatron's pipeline schedules
+    resume   rank_checkpoint.py   save and load in the same layout; rank_files.py, checkpoint_checks.py
+    all      internals.py         every private name of megatron-core that is used here, with its reason
+
+    1  build     the worker: initialize_parallel_state, build_actor, `TrainEngine`; or a Megatron script brings its
+                 model, and `megatron_script` moves its loose weights and makes a `LiveModel`
+    2  layout    ShardingManager, once: `weights.layout()`, which is planned against the inference side
+    3  offload   MegatronOffloader, at every switch: `offload_items()`; memory stays at its addresses
+    4  switch    ShardingManager: `weights.prepare()` finishes gathers and adds LoRA; buffers are read
+    5  return    everything is back at its address; a step raises `version`, and with it the next switch moves weights
+    6  resume    the worker, in train state: save_checkpoint, load_checkpoint
+    7  end       the worker: end_training, destroy_parallel_state
+
+A second trainer is a sibling folder with its own `Trainer`; nothing outside of this folder and `megatron_script` knows
+Megatron's names.
 """

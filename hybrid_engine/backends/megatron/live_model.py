@@ -1,4 +1,4 @@
-"""What a switch needs of a live Megatron model, whoever built it and whoever trains it."""
+"""A live Megatron model as the switch sees it (port `Trainer`), whoever built it and whoever trains it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
-from hybrid_engine.backends.megatron.training_state import MegatronInventory
+from hybrid_engine.backends.megatron.model_tensors import ModelTensors
+from hybrid_engine.backends.megatron.training_state import TrainingState
 from hybrid_engine.errors import StateError
-from hybrid_engine.memory.offloader import KINDS, OffloadItem, Reached
+from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.applying import hooks_applied
 from megatron_patches.optimizers import weight_version
@@ -23,12 +24,17 @@ class LiveModel:
         chunks: model chunks in virtual-pipeline order, wrapped in DDP if they are trained.
         optimizer: None for a model that is only read.
         table: the model's name table.
-        noop_layers: positions of layers that do nothing.
-        adapters_apart: deliver adapters beside the weights instead of added to them.
+        noop_layers: positions of layers that pass their input on.
+        separate_lora: reshard LoRA beside the weights instead of added to them.
 
     Attributes:
+        weights: what is resharded.
         guard: called with the kinds of state that a call is about to use; raises StateError where they may be off the
-            device. Set by who moves them (`HybridEngine`); by itself a model stays where it is.
+            device. Set by `HybridEngine`, which moves them; until then nothing leaves the device.
+
+    Raises:
+        StateError: for a trained model while the hooks of `megatron_patches` are not applied.
+        UnsupportedVersionError: for a megatron-core that was not tested.
     """
 
     def __init__(
@@ -37,20 +43,23 @@ class LiveModel:
         optimizer: MegatronOptimizer | None,
         table: ModelTable,
         noop_layers: Sequence[int] = (),
-        adapters_apart: bool = False,
+        separate_lora: bool = False,
     ) -> None:
         if optimizer is not None and not hooks_applied():
-            raise StateError("call megatron_patches.apply() first: without its hooks nobody counts optimizer steps")
+            raise StateError("call megatron_patches.apply() first: without its hooks no optimizer steps are counted")
         self.chunks = list(chunks)
         self.optimizer = optimizer
-        self.weights = MegatronAdaptor(self.chunks, table, noop_layers, adapters_apart)
-        self._inventory = MegatronInventory(self.weights, optimizer)
+        self.weights = MegatronAdaptor(
+            ModelTensors(self.chunks, table, noop_layers), "separate" if separate_lora else "merged"
+        )
+        self._state = TrainingState(self.weights, optimizer)
         self.guard: Callable[[Iterable[str]], None] = lambda kinds: None
 
     @property
     def unserved(self) -> list[str]:
-        """Canonical tensors that the model trains and vLLM's does not read (multi-token prediction)."""
-        return [name for name in self.weights.table.shapes if not self.weights.table.is_served(name)]
+        """Canonical tensors that are trained and that vLLM does not read (multi-token prediction)."""
+        table = self.weights.model.table
+        return [name for name in table.shapes if not table.is_served(name)]
 
     @property
     def version(self) -> int:
@@ -59,14 +68,14 @@ class LiveModel:
 
     def offload_items(self) -> list[OffloadItem]:
         """Everything of this model that can leave the device: parameters, gradients, optimizer state, caches."""
-        return self._inventory.items()
+        return self._state.items()
 
     def reachable_tensors(self) -> Iterator[Reached]:
         """Every tensor that model and optimizer refer to, for `Offloader.residual`."""
-        return self._inventory.reachable()
+        return self._state.reachable()
 
-    def take_up_weights(self) -> None:
-        """Make the optimizer's main parameters those of the model, after somebody wrote the model's."""
+    def reload_main_params(self) -> None:
+        """Copy the model's parameters into the optimizer's main parameters, after the model's were written."""
         self.guard(KINDS)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()

@@ -1,11 +1,11 @@
-"""Low-rank adapters on Megatron's parallel linear layers, and their sum with the frozen weights.
+"""LoRA on Megatron's parallel linear layers, and its sum with the frozen weights.
 
     y = W x + (alpha / rank) * B A x           W frozen, A [rank, in], B [out, rank]
 
     column-parallel W (linear_qkv, linear_fc1):  A on every rank,         B cut along its rows as W is
     row-parallel W (linear_proj, linear_fc2):    A cut along its columns, B on every rank
 
-So a rank's share of B A lies exactly where its share of W does, and weights are merged without a word to other ranks.
+So a rank's share of B A lies exactly where its share of W does, and weights are merged without communication.
 
 Names are Megatron-Bridge's: `linear_qkv.to_wrap.weight`, `linear_qkv.adapter.linear_in.weight` (A),
 `linear_qkv.adapter.linear_out.weight` (B). Source: Hu et al., "LoRA", arXiv 2106.09685.
@@ -30,6 +30,7 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 
+from hybrid_engine.backends.megatron.internals import mark_sequence_parallel
 from hybrid_engine.config import LoraConfig
 from hybrid_engine.errors import ModelError
 from hybrid_engine.memory.elastic import allocate_elastic
@@ -37,37 +38,37 @@ from hybrid_engine.memory.elastic import allocate_elastic
 WRAPPED = "to_wrap."
 """Part of a wrapped parameter's name."""
 
-ADAPTER = ".adapter."
-"""Part of an adapter parameter's name."""
+LORA = ".adapter."
+"""Part of a LoRA matrix's name."""
 
 
-def add_adapters(model: torch.nn.Module, lora: LoraConfig) -> list[str]:
-    """Freeze a model and put adapters on the linear layers that `lora.target_modules` names; returns their names.
+def add_lora(model: torch.nn.Module, lora: LoraConfig) -> None:
+    """Freeze a model and add LoRA to the linear layers that `lora.target_modules` names, if this stage has them.
 
-    Call before precision and DDP wrappers. Names that no model has are found in the configuration; a stage need not
-    have them all. Raises ModelError for a target that is no parallel linear layer outside of experts.
+    Called before precision and DDP wrappers.
+
+    Raises:
+        ModelError: for a target that is not a parallel linear layer, or is part of an expert.
     """
     model.requires_grad_(False)
     targets = [
         (name, module) for name, module in model.named_modules() if name.rpartition(".")[2] in lora.target_modules
     ]
-    if problems := [problem for name, module in targets for problem in _problems(name, module)]:
-        raise ModelError(f"adapters cannot be put on {'; '.join(problems)}. Take it out of lora.target_modules")
+    if problems := [f"{name} ({problem})" for name, module in targets if (problem := _problem(module))]:
+        raise ModelError(f"LoRA is not supported on {'; '.join(problems)}. Remove it from lora.target_modules")
     for name, module in targets:
         parent_name, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent_name), attribute, LoraLinear(module, lora))
-    return [name for name, _ in targets]
 
 
-def _problems(name: str, module: torch.nn.Module) -> Iterator[str]:
+def _problem(module: torch.nn.Module) -> str | None:
     if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
-        yield f"{name} (a {type(module).__name__}; only megatron-core's own parallel linear layers are tried)"
-    elif getattr(module, "is_expert", False):
-        yield f"{name} (part of an expert)"
+        return f"a {type(module).__name__}; only megatron-core's own parallel linear layers are supported"
+    return "part of an expert" if getattr(module, "is_expert", False) else None
 
 
 class LoraLinear(torch.nn.Module):
-    """A parallel linear layer with an adapter; called as the layer itself.
+    """A parallel linear layer with LoRA; called as the layer itself.
 
     Attributes:
         to_wrap: the frozen layer.
@@ -79,10 +80,10 @@ class LoraLinear(torch.nn.Module):
         super().__init__()
         self.to_wrap = to_wrap
         self.scale = lora.alpha / lora.rank
-        self.adapter = _Adapter(to_wrap, lora.rank)
+        self.adapter = _LoraPair(to_wrap, lora.rank)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The layer's output with the adapter's added, and the layer's bias."""
+        """The layer's output with LoRA's added, and the layer's bias."""
         output, bias = self.to_wrap(x, *args, **kwargs)
         return output + self.scale * self.adapter(x), bias
 
@@ -94,7 +95,7 @@ class LoraLinear(torch.nn.Module):
         return (weight.float() + self.scale * delta).to(weight.dtype)
 
 
-class _Adapter(torch.nn.Module):
+class _LoraPair(torch.nn.Module):
     """A and B of one rank. Inputs and outputs are cut along the sequence where the layer's are."""
 
     def __init__(self, layer: ColumnParallelLinear | RowParallelLinear, rank: int) -> None:
@@ -106,8 +107,7 @@ class _Adapter(torch.nn.Module):
         self.linear_out = _Matrix(rows, rank, layer.weight, cut_dim=0 if self.is_column else None, zero=True)
         for matrix in (self.linear_in, self.linear_out):
             if matrix.cut_dim is None and self.sequence_parallel:
-                # each rank sees its part of the sequence: Megatron sums such gradients over the ranks
-                matrix.weight.sequence_parallel = True
+                mark_sequence_parallel(matrix.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[s, b, in] -> [s, b, out] of this rank, without the scale."""
@@ -132,7 +132,7 @@ class _Matrix(torch.nn.Module):
         self.cut_dim = cut_dim
         tp_size = parallel_state.get_tensor_model_parallel_world_size() if cut_dim is not None else 1
         whole = torch.zeros(rows * tp_size if cut_dim == 0 else rows, columns * tp_size if cut_dim == 1 else columns)
-        if not zero:  # drawn whole on every rank, whose generators are alike, so that the layout does not matter
+        if not zero:  # drawn whole on every rank, from equal generators: values must not depend on the layout
             torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
         part = whole if cut_dim is None else whole.chunk(tp_size, cut_dim)[_tp_rank()]
         self.weight = torch.nn.Parameter(part.to(device=like.device, dtype=like.dtype).contiguous())
@@ -144,18 +144,22 @@ def _tp_rank() -> int:
 
 
 def wrapped_layers(model_chunks: Sequence[torch.nn.Module]) -> Iterator[LoraLinear]:
-    """Every layer with an adapter."""
+    """Every layer with LoRA."""
     for chunk in model_chunks:
         for module in chunk.modules():
             if isinstance(module, LoraLinear):
                 yield module
 
 
-class MergedWeights:
-    """Memory for the sums of frozen weights and their adapters: what leaves training in the base's place.
+class LoraSums:
+    """Memory for the sums of frozen weights and LoRA, which are resharded in place of the weights.
 
-    The base itself is never written. One flat buffer of as many elements as the adapted weights have; peers on the host
-    can map it. `fill` computes the sums; between two switches the memory may be given back.
+    The weights themselves are never written. One flat buffer of as many elements as the layers' weights have, which
+    peers on the host can map. `fill` computes the sums; between two switches the memory may be released.
+
+    Attributes:
+        flat: the buffer.
+        offsets: of a weight's sum in it, in elements.
     """
 
     def __init__(self, layers: Sequence[LoraLinear]) -> None:
@@ -167,11 +171,11 @@ class MergedWeights:
         self.offsets: dict[torch.Tensor, int] = dict(zip(weights, starts, strict=False))
 
     def fill(self) -> None:
-        """Compute all sums anew."""
+        """Compute all sums."""
         for layer in self._layers:
             self.view_of(layer.to_wrap.weight).copy_(layer.merged_weight())
 
     def view_of(self, weight: torch.Tensor) -> torch.Tensor:
-        """Where the sum for a base weight lies; contiguous, of the weight's shape."""
+        """The sum for a weight: contiguous, of the weight's shape."""
         start = self.offsets[weight]
         return self.flat[start : start + weight.numel()].view(weight.shape)

@@ -1,9 +1,9 @@
 """What some architectures compute and megatron-core has no setting for; `models/variants.py` says which.
 
-extend(...)         changes the specs of layers before they are built
-finish_model(...)   changes a model chunk after it was built
+    extend(...)         changes the specs of layers before they are built
+    finish_model(...)   changes a model chunk after it was built
 
-Both work on megatron-core's own modules and on Transformer Engine's.
+Both work with megatron-core's own modules and with Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -24,15 +24,19 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from hybrid_engine.backends.megatron.internals import mark_sequence_parallel
 from hybrid_engine.models.variants import Extras, RotaryScaling
+
+WithBias = tuple[torch.Tensor, torch.Tensor | None]
+"""A linear layer's output, and the bias that Megatron leaves to the caller to add."""
 
 
 def extend(
     block: TransformerBlockSubmodules, extras: Extras, config: TransformerConfig, transformer_engine: bool
 ) -> TransformerBlockSubmodules:
-    """Megatron's layers with windows, soft caps, rotary bases and post norms of `extras`, and with norms whose weights
-    are added to 1 where `config` says so (Transformer Engine's norms are that by themselves).
+    """Add windows, soft caps, rotary bases and post norms to Megatron's layers, as `extras` says.
 
+    Norms get weights that are added to 1 where `config` says so; Transformer Engine's have that option themselves.
     `block` holds one spec per layer of the checkpoint.
     """
     own_norm = config.layernorm_zero_centered_gamma and not transformer_engine
@@ -49,7 +53,7 @@ def extend(
 
 
 def finish_model(model: GPTModel, extras: Extras) -> GPTModel:
-    """Scaled rotary frequencies, scaled embeddings, capped logits; returns the model. Call it once, on a new model."""
+    """Scale rotary frequencies and embeddings, cap logits; returns the model. Called once, on a new model."""
     if extras.rotary_scaling is not None:
         rotary = model.rotary_pos_emb
         rotary.inv_freq = scaled_frequencies(rotary.inv_freq, extras.rotary_scaling)
@@ -63,25 +67,26 @@ def finish_model(model: GPTModel, extras: Extras) -> GPTModel:
 def scaled_frequencies(frequencies: torch.Tensor, scaling: RotaryScaling) -> torch.Tensor:
     """Rotary frequencies in radians per token, scaled; see `RotaryScaling`.
 
-    Megatron-core has the llama3 rule for one set of numbers only. Source: the formulas of Llama 3.1's reference model.
+    megatron-core has the llama3 rule for one set of numbers only. Source: the formulas of Llama 3.1's reference model.
     """
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor
-    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)  # over the original context
+    # frequencies that turn often over the original context are kept, slow ones divided, those in between interpolated
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = kept.clamp(0.0, 1.0)
     return (1 - kept) * frequencies / scaling.factor + kept * frequencies
 
 
 class ZeroCenteredRMSNorm(torch.nn.Module):
-    """RMSNorm that multiplies by 1 + weight, computed in float32. Takes what Megatron passes to any norm."""
+    """RMSNorm that multiplies by 1 + weight, computed in float32. Accepts what Megatron passes to any norm."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_unused: Any) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
-        # tells Megatron to sum the gradient over tensor parallel ranks, each of which sees its part of the sequence
-        self.weight.sequence_parallel = config.sequence_parallel
+        if config.sequence_parallel:
+            mark_sequence_parallel(self.weight)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Over the last dim."""
@@ -91,9 +96,9 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
 
 
 class PostNormLayer(TransformerLayer):
-    """A layer in which the outputs of attention and MLP pass a norm before they are added to the residual.
+    """A layer that normalises the outputs of attention and MLP before adding them to the residual.
 
-    The names of the two are those of slime and mbridge for GLM-4. `post_norm` is their class.
+    `post_norm` is the class of these norms; their names are those of slime and mbridge for GLM-4.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, post_norm: type, **kwargs: Any) -> None:
@@ -101,12 +106,13 @@ class PostNormLayer(TransformerLayer):
         settings = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.post_self_attn_layernorm = post_norm(**settings)
         self.post_mlp_layernorm = post_norm(**settings)
-        self.self_attn_bda = _normed(self.self_attn_bda, self.post_self_attn_layernorm)
-        self.mlp_bda = _normed(self.mlp_bda, self.post_mlp_layernorm)
+        norms = {"self_attn_bda": self.post_self_attn_layernorm, "mlp_bda": self.post_mlp_layernorm}
+        for name, norm in norms.items():
+            setattr(self, name, _normed(getattr(self, name), norm))
 
 
 class SelfAttentionWithRotaryBase(SelfAttention):
-    """Self attention that does not use the model's rotary frequencies, but unscaled ones of its own base."""
+    """Self attention with unscaled rotary frequencies of its own base in place of the model's."""
 
     def __init__(self, config: TransformerConfig, *args: Any, rotary_base: float, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -120,7 +126,7 @@ class SelfAttentionWithRotaryBase(SelfAttention):
         )
 
     def forward(self, *args: Any, rotary_pos_emb: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """As SelfAttention; `rotary_pos_emb` [sequence, 1, 1, head_dim] gives the length only."""
+        """As SelfAttention; of `rotary_pos_emb` [sequence, 1, 1, head_dim] only the length is used."""
         length = rotary_pos_emb.shape[0] * self.config.context_parallel_size
         return super().forward(*args, rotary_pos_emb=self.rotary(length), **kwargs)
 
@@ -149,24 +155,28 @@ def _with_attention(layer: ModuleSpec, extras: Extras, window: int | None) -> Mo
 
 
 def _core_attention(base: type, window: int | None, softcap: float | None) -> type[torch.nn.Module]:
-    """The attention of one layer. Each layer gets its window by itself: Megatron's own setting goes by layer numbers,
-    which count layers that do nothing. Only megatron-core's attention can be capped. A class and no function, which
-    megatron-core 0.15 would take for the attention itself."""
+    """The attention of one layer. Only megatron-core's own can be capped.
 
-    class CoreAttention(base if softcap is None else DotProductAttention):
+    Each layer has its own window, because Megatron's setting goes by layer numbers, which count no-op layers. A class,
+    because megatron-core 0.15 would take a function for the attention itself.
+    """
+
+    parent: type = base if softcap is None else DotProductAttention
+
+    class CoreAttention(parent):
         def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
             config = copy.copy(config)
             config.window_size = None if window is None else (window - 1, 0)  # tokens before, tokens after
             config.window_attn_skip_freq = None
             super().__init__(config, *args, **kwargs)
             if softcap is not None:
-                self.scale_mask_softmax = CappedSoftmax(self.scale_mask_softmax, softcap)
+                self.scale_mask_softmax = CappedSoftmax(self.get_submodule("scale_mask_softmax"), softcap)
 
     return CoreAttention
 
 
 def _with_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:
-    """Every norm of the layer is of class `norm`."""
+    """The layer with every norm of class `norm`."""
     parts = layer.submodules
     attention = parts.self_attention
     names = [name for name in ("q_layernorm", "k_layernorm") if _is_there(getattr(attention.submodules, name))]
@@ -180,12 +190,12 @@ def _is_there(part: Any) -> bool:
 
 
 def _normed(bias_dropout_add: Callable[..., Any], norm: torch.nn.Module) -> Callable[..., Any]:
-    """Megatron's bias-dropout-add, to which what is to be added comes with its bias and normalised."""
+    """Megatron's bias-dropout-add, with the output normalised, its bias included, before it is added."""
 
     def choose(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         add = bias_dropout_add(training, fused)
 
-        def normalise_and_add(output_with_bias: tuple[torch.Tensor, torch.Tensor | None], *residual_and_dropout: Any):
+        def normalise_and_add(output_with_bias: WithBias, *residual_and_dropout: Any) -> torch.Tensor:
             output, bias = output_with_bias
             return add((norm(output if bias is None else output + bias), None), *residual_and_dropout)
 
@@ -203,10 +213,10 @@ def _scale_output(scale: float) -> Callable[..., torch.Tensor]:
     return hook
 
 
-def _cap_logits(cap: float) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+def _cap_logits(cap: float) -> Callable[..., WithBias]:
     """A forward hook of Megatron's output layer."""
 
-    def hook(_layer: torch.nn.Module, _inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor | None]):
+    def hook(_layer: torch.nn.Module, _inputs: Any, outputs: WithBias) -> WithBias:
         logits, bias = outputs
         return _capped(logits, cap), bias
 

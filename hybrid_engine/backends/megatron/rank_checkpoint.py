@@ -1,12 +1,12 @@
-"""Saves and loads a Megatron actor, to resume a run in the layout it had.
+"""Saves and loads a Megatron actor, to resume a run in the same layout. Called by `ActorHybridWorker`.
 
     directory/rank0000.pt, rank0001.pt, ...    one file per rank: its parameters, optimizer state, generators
     directory/manifest.json                    their lengths and checksums; see rank_files.py
 
-Not megatron-core's dist_checkpointing, because 0.16.1 cannot give back what it saved with torch's Adam: loading
-`fully_reshardable` ends in KeyError 'step', saving `dp_reshardable` refuses virtual stages ("out of bounds chunk"),
-and DistributedOptimizer loads one step tensor into all parameters, which the next step then counts up once for each.
-A file per rank needs no collective, no forked writer process, and is bitwise what was there.
+Not by megatron-core's dist_checkpointing: 0.16.1 cannot restore what it saved of torch's Adam. Loading
+`fully_reshardable` ends in KeyError 'step', saving `dp_reshardable` refuses virtual stages ("out of bounds chunk"), and
+DistributedOptimizer loads one step tensor into all parameters, so that the next step increments it once for each. A
+file per rank needs no collective and no forked writer process, and restores every bit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
@@ -33,12 +33,12 @@ from hybrid_engine.files.durable import current_directory, leftovers, naming, re
 from hybrid_engine.ranks.agreement import Agreement
 from megatron_patches import optimizers
 
-_NUM_TOLD = 5
+_MOST_NAMED = 5
 """Differences, or files, that an error names."""
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _Topology:
     """What must be the same when a checkpoint is loaded: axis sizes, this rank's coordinates, and chunks."""
 
     world_size: int
@@ -52,11 +52,11 @@ class _Layout:
     expert_parallel_rank: int
     expert_tensor_parallel_rank: int
     num_chunks: int
-    adapters: str
+    adapters: str  # LoRA; the names of these fields are in checkpoints
     optimizers: str
 
     @classmethod
-    def of(cls, actor: Actor) -> _Layout:
+    def of(cls, actor: Actor) -> _Topology:
         return cls(
             world_size=dist.get_world_size(),
             tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
@@ -69,13 +69,13 @@ class _Layout:
             expert_parallel_rank=parallel_state.get_expert_model_parallel_rank(),
             expert_tensor_parallel_rank=parallel_state.get_expert_tensor_parallel_rank(),
             num_chunks=len(actor.chunks),
-            adapters=_adapters_of(actor.chunks),
+            adapters=_lora_of(actor.chunks),
             optimizers=" ".join(type(member).__name__ for member in _members(actor.optimizer)),
         )
 
 
-def _adapters_of(chunks: Sequence[torch.nn.Module]) -> str:
-    """Scale and rank of every adapter, by its layer's name; these are not in a state dict."""
+def _lora_of(chunks: Sequence[torch.nn.Module]) -> str:
+    """Scale and rank of every layer's LoRA, which are not in a state dict."""
     layers = [
         f"{index}.{name}: {layer.scale:g} x rank {layer.adapter.linear_in.weight.shape[0]}"
         for index, chunk in enumerate(chunks)
@@ -88,14 +88,17 @@ def _adapters_of(chunks: Sequence[torch.nn.Module]) -> str:
 def save_checkpoint(directory: str | Path, actor: Actor, agreement: Agreement) -> None:
     """Write parameters, optimizer state, generators and weight version to `directory`. Collective.
 
-    Written and flushed beside it, and put in place at the end: a kill or a power cut at any moment leaves the
-    checkpoint that was there or the new one, for `load_checkpoint` and for the next save. On file systems that cannot
-    exchange two names the old one is called `<directory>.replaced` for the moment between two renames. A save that
-    fails leaves nothing behind. A symbolic link stays one: what it points to is replaced. Raises FileError naming the
-    file, ConfigError where the directory holds anything but a checkpoint.
+    Written and flushed beside the directory, and renamed at the end: a kill or a power cut at any moment leaves the old
+    checkpoint or the new one, for `load_checkpoint` and for the next save. On file systems that cannot exchange two
+    names the old one is called `<directory>.replaced` between two renames. A save that fails leaves nothing behind. A
+    symbolic link stays one: what it points to is replaced.
 
-    Pending parameter gathers are the caller's to finish. All training state must be on the device; nothing is copied
-    in memory. All ranks see one file system.
+    The caller has finished pending parameter gathers. All training state must be on the device; nothing is copied in
+    memory. All ranks see one file system.
+
+    Raises:
+        FileError: naming the file that could not be written.
+        ConfigError: if the directory holds anything but a checkpoint.
     """
     rank = dist.get_rank()
     with agreement.phase("looking into the checkpoint's directory"), naming("preparing the checkpoint", directory):
@@ -123,11 +126,11 @@ def save_checkpoint(directory: str | Path, actor: Actor, agreement: Agreement) -
 
 
 def _require_nothing_foreign(*directories: Path) -> None:
-    """Raise ConfigError unless those that exist hold a checkpoint's files only: they will be removed."""
+    """Raise ConfigError if one of them holds anything but a checkpoint's files: they will be removed."""
     for directory in directories:
         if directory.exists() and (names := rank_files.foreign_names(directory)):
-            more = f" and {len(names) - _NUM_TOLD} more" if len(names) > _NUM_TOLD else ""
-            problem = f"{directory} holds other things than a checkpoint: {', '.join(names[:_NUM_TOLD])}{more}"
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            problem = f"{directory} holds files that are not a checkpoint's: {', '.join(names[:_MOST_NAMED])}{more}"
             raise ConfigError([Violation("directory", problem, "Save to another directory, or move these away")])
 
 
@@ -140,22 +143,26 @@ def _make_room(directory: Path, incomplete: Path) -> None:
 
 
 def _remove(incomplete: Path, error: BaseException) -> None:
-    """After `error`, which is what counts; what cannot be removed is said with it."""
+    """Clean up after `error`, to which a failure to do so is added as a note."""
     try:
         if incomplete.exists():
             shutil.rmtree(incomplete)
-    except OSError as left:
-        error.add_note(f"{incomplete} is still there: {left}")
+    except OSError as failure:
+        error.add_note(f"{incomplete} could not be removed: {failure}")
 
 
 @torch.no_grad()
 def load_checkpoint(directory: str | Path, actor: Actor, agreement: Agreement) -> None:
-    """Take up what `save_checkpoint` wrote; afterwards every value is bitwise what it was. Collective.
+    """Restore what `save_checkpoint` wrote, every bit of it. Collective.
 
-    Parameters and main parameters keep their storage; moments get a new one, beside the old until all are there.
-    Everything is read, compared with its checksum and with the actor, and allocated before any rank changes anything.
-    Raises then, on all ranks, StateError when a rank's file is missing, was written in another layout, naming both, or
-    is of another model; FileError naming a file that cannot be read or is not what was written.
+    Parameters and main parameters keep their storage; moments get new storage, beside the old until all are restored.
+    Everything is read, compared with its checksum and with the actor, and allocated before any rank changes anything,
+    and only until then is anything raised, on all ranks.
+
+    Raises:
+        StateError: when a rank's file is missing, was written in another layout (both are named), or is of another
+            model.
+        FileError: naming a file that cannot be read or is not what was written.
     """
     with agreement.phase("reading the checkpoint"):
         with naming("reading the checkpoint", directory):
@@ -166,38 +173,38 @@ def load_checkpoint(directory: str | Path, actor: Actor, agreement: Agreement) -
             _own_memory(values, member.optimizer)
             for values, member in zip(state["optimizer"]["members"], _members(actor.optimizer), strict=True)
         ]
-    with agreement.phase("taking up the checkpoint"):
+    with agreement.phase("restoring the checkpoint"):
         for chunk, values in zip(actor.chunks, state["chunks"], strict=True):
-            unwrap_model(chunk).load_state_dict(values, strict=False)  # without extra state, see _tensors_only
+            unwrap_model(chunk).load_state_dict(values, strict=False)  # it has no extra state: see _tensors_only
         _load_optimizer(actor.optimizer, state["optimizer"], moments)
         torch.set_rng_state(state["generators"]["torch"])
         get_cuda_rng_tracker().set_states(state["generators"]["tracker"])
 
 
 def _require_fit(state: Any, actor: Actor, path: Path) -> None:
-    """Raise StateError unless all of `state` can be taken up, naming what cannot."""
+    """Raise StateError unless all of `state` can be restored, naming what cannot."""
     live = _state_of(actor)
     layout = state.get("layout") if isinstance(state, dict) else None
     if isinstance(layout, dict) and layout != live["layout"]:
         changed = [
             f"{key} {layout.get(key)}, now {value}" for key, value in live["layout"].items() if layout.get(key) != value
         ]
-        raise StateError(f"{path} was written in another layout ({'; '.join(changed)}): resume with the one it had")
+        raise StateError(f"{path} was written in another layout ({'; '.join(changed)}): resume with that layout")
     problems = list(differences(state, live))
     if not problems:
         problems = _member_problems(state["optimizer"]["members"], actor)
     if not problems and not _is_generator_state(state["generators"]["torch"]):
         problems = ["generators: torch: not a state of torch's generator"]
     if problems:
-        more = f" and {len(problems) - _NUM_TOLD} more" if len(problems) > _NUM_TOLD else ""
-        told = "; ".join(sorted(problems)[:_NUM_TOLD])
-        raise StateError(f"{path} belongs to another model: {told}{more}. Load it into the model that saved it")
+        more = f" and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
+        named = "; ".join(sorted(problems)[:_MOST_NAMED])
+        raise StateError(f"{path} belongs to another model: {named}{more}. Load it into the model that saved it")
 
 
 def _member_problems(members: Any, actor: Actor) -> list[str]:
     live = _members(actor.optimizer)
     if not isinstance(members, list) or len(members) != len(live):
-        return [f"optimizer: {len(members) if isinstance(members, list) else 'no'} members, now {len(live)}"]
+        return [f"optimizer: {len(members) if isinstance(members, list) else 'no'} members, expected {len(live)}"]
     return [
         problem
         for index, (found, member) in enumerate(zip(members, live, strict=True))
@@ -216,7 +223,7 @@ def _is_generator_state(state: torch.Tensor) -> bool:
 def _state_of(actor: Actor) -> dict[str, Any]:
     """Everything that is saved; views of live memory."""
     return {
-        "layout": asdict(_Layout.of(actor)),
+        "layout": asdict(_Topology.of(actor)),
         "chunks": [_tensors_only(unwrap_model(chunk).state_dict()) for chunk in actor.chunks],
         "optimizer": {
             "members": [member.optimizer.state_dict() for member in _members(actor.optimizer)],
@@ -239,10 +246,10 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], moments
 
 
 def _own_memory(values: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A torch optimizer's state in memory of its own, where its parameters are.
+    """A torch optimizer's state in memory of its own, on its parameters' devices.
 
-    Copied, because what torch.load gives cannot be resized, which offloading does; and here, because nothing may fail
-    for want of memory once a rank has begun to change.
+    Copied, because offloading resizes storages and those of torch.load are not resizable; and copied before anything
+    changes, because nothing may run out of memory from then on.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state = {
@@ -270,12 +277,10 @@ def _grad_scaler_state(optimizer: MegatronOptimizer) -> dict[str, Any] | None:
 
 
 def _tensors_only(state: dict[str, Any]) -> dict[str, Any]:
-    """Without the `_extra_state` of Transformer Engine's layers, which is about fp8 and not always a tensor."""
+    """Without the `_extra_state` of Transformer Engine's layers, which is for fp8 and not always a tensor."""
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def _members(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
-    """The optimizers that hold state; one without parameters, as of a stage that is frozen, holds none."""
-    if isinstance(optimizer, ChainedOptimizer):
-        return [leaf for member in optimizer.chained_optimizers for leaf in _members(member)]
-    return [] if getattr(optimizer, "is_stub_optimizer", False) else [optimizer]
+def _members(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that hold state."""
+    return [member for _, member in optimizers.optimizer_members(optimizer)]

@@ -1,6 +1,6 @@
 """Group-limited routing as DeepSeek's models do it, where megatron-core does it otherwise.
 
-A token goes to experts of a few groups only. megatron-core ranks the groups by the sum of their best k // g scores (k
+A token goes to experts of a few groups only. megatron-core ranks the groups by the sum of their top k // g scores (k
 experts of g groups are chosen), DeepSeek-V2 by the best one and DeepSeek-V3 by the sum of the best two, whatever k
 and g are.
 """
@@ -9,35 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import megatron.core
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from hybrid_engine.errors import ModelError
+from hybrid_engine.backends.megatron.internals import TopK, choose_experts
 from hybrid_engine.models.variants import Extras
-
-TopK = tuple[torch.Tensor, torch.Tensor]
 
 
 def rank_groups(model: torch.nn.Module, extras: Extras) -> None:
     """Have the model's routers rank groups of experts as `extras.experts_per_group_score` says, if it does.
 
-    Raises ModelError on a megatron-core whose routers cannot be told so (before 0.16).
+    Raises:
+        ModelError: on a megatron-core before 0.16, whose routers have no such setting.
     """
     if extras.experts_per_group_score is None:
         return
     for module in model.modules():
         if isinstance(module, TopKRouter):
-            if not hasattr(module, "router_replay"):
-                raise ModelError(
-                    f"the model ranks groups of experts by their best {extras.experts_per_group_score}, which "
-                    f"megatron-core {megatron.core.__version__} cannot be made to do; install a later one"
-                )
-            module.router_replay = _GroupChoice(extras.experts_per_group_score)
+            choose_experts(module, _GroupChoice(extras.experts_per_group_score))
 
 
 class _GroupChoice:
-    """Stands where megatron-core takes the choice of experts from a recording (RouterReplay); chooses them instead."""
+    """Chooses experts from the groups with the largest sum of top-k scores (k = `experts_per_group_score`)."""
 
     def __init__(self, experts_per_group_score: int) -> None:
         self.experts_per_group_score = experts_per_group_score
@@ -46,7 +39,8 @@ class _GroupChoice:
         self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default: Callable[..., TopK]
     ) -> TopK:
         """Scores and numbers [tokens, topk] of each token's experts, from `scores` [tokens, experts]."""
-        groups = scores.unflatten(1, (num_groups, -1))
+        groups = scores.unflatten(1, (num_groups, -1))  # [tokens, groups, experts of a group]
         rank = groups.topk(self.experts_per_group_score, dim=-1).values.sum(dim=-1)
         chosen = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, rank.topk(group_topk, dim=1).indices, True)
+        # experts of other groups cannot be among the best of -inf, as long as the chosen groups have topk experts
         return groups.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1).topk(topk, dim=1)

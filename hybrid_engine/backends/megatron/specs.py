@@ -1,8 +1,8 @@
 """Which modules the layers of a model consist of, with megatron-core's own modules or with Transformer Engine's.
 
 LAYER_SPECS[table.layer_spec]   the whole model: one spec for each layer of the checkpoint, and the final norm
-layer_spec_for(...)             what one pipeline stage builds of it, with the layers that do nothing put in
-mtp_spec_for(...)               the layers that predict further tokens, on the stage that has them
+layer_spec_for(...)             what one pipeline stage builds of it, no-op layers included
+mtp_spec_for(...)               the MTP layers, on the stage that has them
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def layer_spec_for(
 ) -> TransformerBlockSubmodules:
     """The layers that this rank builds for virtual stage `vp_stage`.
 
-    `noop_layers` are positions (from 0) that pass their input on; `config.num_layers` counts them.
+    `noop_layers` are positions (from 0) of layers that pass their input on; `config.num_layers` counts them.
     """
     whole = LAYER_SPECS[table.layer_spec](table, config, transformer_engine)
     layers = iter(whole.layer_specs)
@@ -57,7 +57,7 @@ def layer_spec_for(
 def mtp_spec_for(
     table: ModelTable, config: TransformerConfig, transformer_engine: bool, vp_stage: int | None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """The multi-token prediction layers of this stage; None where it has none. They are as the decoder's last layer."""
+    """The MTP layers of this stage, made like the decoder's last layer; None where it has none."""
     if not config.mtp_num_layers:
         return None
     last_layer = LAYER_SPECS[table.layer_spec](table, config, transformer_engine).layer_specs[-1]
@@ -76,7 +76,7 @@ def _default(table: ModelTable, config: TransformerConfig, transformer_engine: b
 
 
 def _extended(table: ModelTable, config: TransformerConfig, transformer_engine: bool) -> TransformerBlockSubmodules:
-    """Megatron's GPT layers with what `table.extras` adds to them."""
+    """Megatron's GPT layers with the changes of `table.extras`."""
     return extend(_default(table, config, transformer_engine), table.extras, config, transformer_engine)
 
 
@@ -103,13 +103,13 @@ def _gpt_layer(config: TransformerConfig, num_experts: int | None, transformer_e
 
 
 class LatentDotProductAttention(DotProductAttention):
-    """megatron-core's own attention as latent attention needs it, with two faults of 0.16.1 repaired.
+    """megatron-core's own attention as latent attention needs it, with two defects of 0.16.1 worked around.
 
-    Heads have one size in queries and keys and another in values. It does not take these sizes, but can do without them
-    where `config.kv_channels` is the size of a value.
+    Queries and keys have one head size, values another. megatron-core's class does not accept these sizes, and does not
+    need them where `config.kv_channels` is the size of a value.
 
-    All heads share the rotary part of the key. The local layer spec cuts the projection that makes it over tensor
-    parallel ranks, gathers it, and lets its gradient come from each rank's own heads only; here it is summed over all.
+    All heads share the rotary part of the key. The local layer spec splits the projection that makes it over tensor
+    parallel ranks and gathers it, but leaves out the gradient of other ranks' heads; here it is summed over all ranks.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class LatentDotProductAttention(DotProductAttention):
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Megatron builds one without sizes first, which it then replaces."""
+        # Megatron first builds one without sizes, and then replaces it
         assert v_channels in (None, config.kv_channels), (v_channels, config.kv_channels)
         super().__init__(config, *args, **kwargs)
 
@@ -132,9 +132,9 @@ class LatentDotProductAttention(DotProductAttention):
 
 
 class _SharedByRanks(torch.autograd.Function):
-    """A value that all ranks of a group use: unchanged, its gradient summed over them.
+    """Identity, whose gradient is summed over the ranks of a group, all of which use the value.
 
-    megatron-core's own function for this returns a gradient that is not contiguous as it is, without the sum.
+    megatron-core's own function for this skips the sum where the gradient is not contiguous.
     """
 
     @staticmethod
@@ -158,9 +158,9 @@ def _positions_of_stage(config: TransformerConfig, vp_stage: int | None) -> list
 
 
 _NOOP = ModuleSpec(module=TransformerLayer, submodules=TransformerLayerSubmodules())
-"""A layer that is counted and passes its input on: every part of it is Megatron's identity."""
+"""A layer that passes its input on: every part of it is Megatron's identity."""
 
-# A family whose layers are not Megatron's GPT layers registers them here, by the name in its table's `layer_spec`.
+# A family whose layers are not Megatron's GPT layers registers them here, under the name in its table's `layer_spec`.
 LAYER_SPECS: dict[str, LayerSpec] = {
     "default": _default,
     "extended": _extended,

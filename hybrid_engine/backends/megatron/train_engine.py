@@ -8,42 +8,46 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.build import Actor
 from hybrid_engine.backends.megatron.live_model import LiveModel
-from hybrid_engine.memory.offloader import KINDS
+from hybrid_engine.backends.megatron.model_variants import WithBias
+from hybrid_engine.errors import StateError
+from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.table import ModelTable
 
 Batch = Mapping[str, torch.Tensor]
-LossFunction = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+Report = dict[str, torch.Tensor]
+LossFunction = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
 
 
 class TrainEngine(LiveModel):
-    """One rank's share of a model of ours that is trained (or of a reference model that is only read), and its loop.
+    """One rank's share of a model that is trained here (or of a reference model that is only read), and its loop.
 
     Args:
         actor: the Megatron objects.
         table: the model's name table.
         micro_batch_size: sequences per micro batch.
-        adapters_apart: deliver adapters beside the weights instead of added to them.
+        separate_lora: reshard LoRA beside the weights instead of added to them.
 
     A batch is a dict of tensors whose dim 0 is this data parallel rank's sequences: `tokens` and `labels` [B, S]
     int64 (`labels[i, t]` is the token after `tokens[i, t]`), and whatever the loss function reads.
 
-    Layers for multi-token prediction, where a model has them, learn from every training step: Megatron adds their own
-    loss to the gradients, over the labels where `mask` [B, S] of the batch is 1 (over all without one, and in a micro
-    batch where it is 0 everywhere).
+    MTP layers, where a model has them, are trained by every step: Megatron adds their loss to the gradients, over the
+    labels where `mask` [B, S] of the batch is 1 (over all without a mask, and in a micro batch where it is 0
+    everywhere).
 
     Padding of the vocabulary gets probability 0, as in the inference engine: its logits are set to -inf from here on.
 
-    What trains or scores raises StateError while a `HybridEngine` has the memory that it needs off the device.
+    Training and scoring raise StateError while a `HybridEngine` has the memory that they need off the device.
     """
 
-    def __init__(self, actor: Actor, table: ModelTable, micro_batch_size: int, adapters_apart: bool = False) -> None:
-        super().__init__(actor.chunks, actor.optimizer, table, actor.noop_layers, adapters_apart)
+    def __init__(self, actor: Actor, table: ModelTable, micro_batch_size: int, separate_lora: bool = False) -> None:
+        super().__init__(actor.chunks, actor.optimizer, table, actor.noop_layers, separate_lora)
         self.transformer_config = actor.transformer_config
         self.micro_batch_size = micro_batch_size
         self.vocab_size = table.dims.vocab_size
@@ -63,7 +67,7 @@ class TrainEngine(LiveModel):
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of every parameter group."""
-        for group in self.optimizer.param_groups:
+        for group in self._require_optimizer().param_groups:
             group["lr"] = learning_rate
 
     def train_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
@@ -76,12 +80,13 @@ class TrainEngine(LiveModel):
         Returns the scalars averaged over micro batches and data parallel ranks, on every rank, with `grad_norm` and
         `skipped`: 1 when float16 gradients overflowed; then no weight changed and Megatron has lowered its loss scale.
         """
+        optimizer = self._require_optimizer()
         self.guard(KINDS)
-        for chunk in self.chunks:
+        for chunk in self.weights.model.ddp_chunks:
             chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        optimizer.zero_grad()
         reports = self._run(batch, loss_function, forward_only=False)
-        successful, grad_norm, _ = self.optimizer.step()
+        successful, grad_norm, _ = optimizer.step()
         report = self._average(reports)
         report["skipped"] = float(not successful)
         report["grad_norm"] = float(grad_norm) if grad_norm is not None else float("nan")
@@ -91,24 +96,22 @@ class TrainEngine(LiveModel):
     def log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probability [B, S] fp32 of every label, on every pipeline stage."""
 
-        def keep(micro_batch: Batch, log_probs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def keep(micro_batch: Batch, log_probs: torch.Tensor) -> tuple[torch.Tensor, Report]:
             return log_probs.sum(), {"log_probs": log_probs.float()}
 
         reports = self._run(batch, keep, forward_only=True)
-        shape = batch["tokens"].shape
-        return self._from_last_stage(torch.cat([r["log_probs"] for r in reports]) if reports else None, shape)
+        return self._from_last_stage([report["log_probs"] for report in reports], batch["tokens"].shape)
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, S, vocab_size] fp32 of `tokens` [B, S], on every rank; for checks."""
 
-        def keep(micro_batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def keep(micro_batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, Report]:
             whole = gather_from_tensor_model_parallel_region(output)[..., : self.vocab_size]
             return whole.sum(), {"logits": whole.float()}
 
         reports = self._run({"tokens": tokens}, keep, forward_only=True)
-        shape = (*tokens.shape, self.vocab_size)
-        return self._from_last_stage(torch.cat([r["logits"] for r in reports]) if reports else None, shape)
+        return self._from_last_stage([report["logits"] for report in reports], (*tokens.shape, self.vocab_size))
 
     def gather_over_data_parallel(self, tensor: torch.Tensor) -> torch.Tensor:
         """Join the shares [B, …] of all data parallel ranks along dim 0, in order of rank."""
@@ -117,21 +120,26 @@ class TrainEngine(LiveModel):
         return torch.cat(shares)
 
     def copy_weights_from(self, other: TrainEngine) -> None:
-        """Take over another engine's weights (same layout), e.g. to freeze a reference. Collective."""
+        """Copy another engine's weights (same layout), LoRA added, e.g. to freeze a reference. Collective."""
         self.guard(KINDS)
         other.guard(["param"])
         merged = other.weights.merged
         merged.prepare()
-        sources = dict(merged.published_weights())
+        sources = dict(merged.shown_weights())
         with torch.no_grad():
-            for name, tensor in self.weights.named_weights():
+            for name, tensor in self.weights.model.named_weights():
                 tensor.copy_(sources[name])
 
-    def _run(self, batch: Batch, loss_function: LossFunction, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+    def _require_optimizer(self) -> MegatronOptimizer:
+        if self.optimizer is None:
+            raise StateError("this model has no optimizer and cannot be trained")
+        return self.optimizer
+
+    def _run(self, batch: Batch, loss_function: LossFunction, forward_only: bool) -> list[Report]:
         """All micro batches through Megatron's schedule; the reports, on the last pipeline stage only."""
         self.guard(["param"])
         if forward_only:
-            self.weights.base.prepare()  # an overlapped gather is otherwise owed until the next training step
+            self.weights.base.prepare()  # overlapped gathers are otherwise finished by the next training step only
         micro_batches = self._micro_batches(batch)
         seq_length = batch["tokens"].shape[1]
         forward_backward = get_forward_backward_func()
@@ -151,7 +159,7 @@ class TrainEngine(LiveModel):
 
     @contextlib.contextmanager
     def _without_multi_token_prediction(self) -> Iterator[None]:
-        """Run the decoder alone: the layers after it only serve a loss, and Megatron cannot run them without labels."""
+        """Run the decoder alone: the MTP layers only serve a loss, and Megatron cannot run them without labels."""
         num_layers, models = self.transformer_config.mtp_num_layers, unwrap_model(self.chunks)
         processes = [model.mtp_process for model in models]
         self.transformer_config.mtp_num_layers = None
@@ -168,7 +176,8 @@ class TrainEngine(LiveModel):
         num_sequences = batch["tokens"].shape[0]
         if num_sequences % self.micro_batch_size:
             raise ValueError(
-                f"{num_sequences} sequences are no multiple of micro_batch_size {self.micro_batch_size}; pad the batch"
+                f"number of sequences must be a multiple of micro_batch_size {self.micro_batch_size}, got "
+                f"{num_sequences}; pad the batch"
             )
         starts = range(0, num_sequences, self.micro_batch_size)
         return [
@@ -178,25 +187,25 @@ class TrainEngine(LiveModel):
 
     def _average(self, reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
         """Mean over micro batches and data parallel ranks, sent from the last pipeline stage to all."""
-        names = [None]
-        if reports:
-            names = [sorted(reports[0])]
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         group = parallel_state.get_pipeline_model_parallel_group()
-        torch.distributed.broadcast_object_list(names, src=last, group=group)
-        values = torch.zeros(len(names[0]), dtype=torch.float32, device=_device())
+        told = [sorted(reports[0]) if reports else []]
+        torch.distributed.broadcast_object_list(told, src=last, group=group)
+        (names,) = told
+        values = torch.zeros(len(names), dtype=torch.float32, device=_device())
         if reports:
-            for index, name in enumerate(names[0]):
+            for index, name in enumerate(names):
                 values[index] = torch.stack([report[name].float() for report in reports]).mean()
             torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group())
             values /= self.dp_size
         torch.distributed.broadcast(values, src=last, group=group)
-        return dict(zip(names[0], values.tolist(), strict=True))
+        return dict(zip(names, values.tolist(), strict=True))
 
-    def _from_last_stage(self, tensor: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
+    def _from_last_stage(self, parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+        """`parts`, which only the last pipeline stage has, joined along dim 0 to this shape, on every stage."""
+        result = torch.cat(list(parts)).contiguous() if parts else torch.empty(tuple(shape), device=_device())
         if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-            return tensor
-        result = torch.empty(tuple(shape), device=_device()) if tensor is None else tensor.contiguous()
+            return result
         torch.distributed.broadcast(
             result,
             src=parallel_state.get_pipeline_model_parallel_last_rank(),
@@ -213,20 +222,22 @@ def causal_inputs(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _forward_step(loss_function: LossFunction) -> Callable[[Iterator[Batch], torch.nn.Module], Any]:
-    """The function Megatron's schedules call for each micro batch. Without labels the model gives logits."""
+    """The function that Megatron's schedules call for each micro batch. Without labels the model returns logits."""
 
-    def forward_step(iterator: Iterator[Batch], model: torch.nn.Module):
+    def forward_step(
+        iterator: Iterator[Batch], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, Report]]]:
         micro_batch = next(iterator)
         tokens = micro_batch["tokens"]
         position_ids, future = causal_inputs(tokens)
         labels, mask = micro_batch.get("labels"), micro_batch.get("mask")
-        # Megatron divides by its sum, which must not be 0
+        # Megatron divides by the mask's sum, which must not be 0
         mask = None if mask is None else mask.float().clamp_min(1e-8)
         output = model(tokens, position_ids, future, labels=labels, loss_mask=mask)
 
-        def loss(output: torch.Tensor):
+        def loss(output: torch.Tensor) -> tuple[torch.Tensor, Report]:
             mean_loss, report = loss_function(micro_batch, output if labels is None else -output)
-            # Megatron divides the loss in place; a report that shares its memory must not change with it
+            # Megatron divides the loss in place, which must not change a report that shares its memory
             return mean_loss, {name: value.detach().clone() for name, value in report.items()}
 
         return output, loss
@@ -234,10 +245,10 @@ def _forward_step(loss_function: LossFunction) -> Callable[[Iterator[Batch], tor
     return forward_step
 
 
-def _hide_padding(vocab_size: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-    """A forward hook of Megatron's output layer: -inf for the tokens that only pad the vocabulary."""
+def _hide_padding(vocab_size: int) -> Callable[..., WithBias]:
+    """A forward hook of Megatron's output layer: -inf for the rows that pad the vocabulary."""
 
-    def hook(_layer: torch.nn.Module, _inputs: Any, outputs: tuple[torch.Tensor, torch.Tensor | None]):
+    def hook(_layer: torch.nn.Module, _inputs: Any, outputs: WithBias) -> WithBias:
         logits, bias = outputs
         local_size = logits.shape[-1]
         num_real = max(0, vocab_size - parallel_state.get_tensor_model_parallel_rank() * local_size)

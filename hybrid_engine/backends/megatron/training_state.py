@@ -3,8 +3,8 @@
     what                                        kind        action
     DDP's parameter buffers, dense and expert   param       copy
     frozen and other parameters outside them    param       copy
-    module buffers that go to vLLM              param       copy
-    sums of weights and adapters                param       drop: computed at every switch
+    module buffers that are resharded           param       copy
+    sums of weights and LoRA                    param       drop: computed at every switch
     megatron-core's caches, and what layers     param       rebuild: forgotten, made anew by the next forward pass
     with experts keep of a forward pass
     DDP's gradient buffers                      grad        drop
@@ -13,31 +13,30 @@
     other module buffers, rotary frequencies,   -           stay: small, listed by `reachable`
     loss scale, step counters
 
-Everything else that `reachable` finds is unaccounted for, and the offloader says so.
+Attention masks are made anew in every forward pass, and trackers of auxiliary losses are a number per layer. The
+workspaces of Transformer Engine belong to its library and are not seen. Whatever else `reachable` finds is unaccounted
+for, and the offloader reports it.
 """
 
 from __future__ import annotations
 
-import gc
-import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
+from hybrid_engine.backends.megatron.internals import cached_embeddings, holders_of_routing, memory_buffer
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offloader import OffloadItem, Reached
+from hybrid_engine.memory.offload_items import OffloadItem, Reached
+from hybrid_engine.ranks.torch_internals import wrapped_tensors
 from megatron_patches.buffers import iter_buffers
 from megatron_patches.optimizer_state import gather_state
+from megatron_patches.optimizers import gradient_of
 
 SMALL = 1024**2
 """Bytes up to which a tensor that no item lists, but whose purpose is known, is left on the device."""
@@ -47,27 +46,28 @@ _WALKED = ("megatron", "megatron_patches", "hybrid_engine", "transformer_engine"
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
 
-class MegatronInventory:
+class TrainingState:
     """Of one model and its optimizer, if it has one."""
 
     def __init__(self, weights: MegatronAdaptor, optimizer: MegatronOptimizer | None) -> None:
         self._weights = weights
+        self._chunks = weights.model.chunks
         self._optimizer = optimizer
-        modules = [module for chunk in weights.model_chunks for module in chunk.named_modules()]
+        modules = [module for chunk in self._chunks for module in chunk.named_modules()]
         self._moe_layers = [(name, module) for name, module in modules if isinstance(module, MoELayer)]
 
     def items(self) -> list[OffloadItem]:
         """Everything that can leave the device. Gathers optimizer state into elastic buffers once there is any."""
         items = [*self._parameters(), *_shared_caches(), *self._left_by_forward()]
         if self._optimizer is not None:
-            items += [*_gradients(self._weights.model_chunks), *_optimizer_state(self._optimizer)]
+            items += [*_gradients(self._chunks), *_optimizer_state(self._optimizer)]
         return items
 
     def reachable(self) -> Iterator[Reached]:
         """Every tensor to which model and optimizer refer: parameters, buffers, gradients, main params, optimizer
         state, and whatever else is an attribute of theirs or lies in a list, a tuple, a set or a dict that is."""
         walk = _Walk()
-        yield from walk.through("model", self._weights.model_chunks)
+        yield from walk.through("model", self._chunks)
         if self._optimizer is not None:
             yield from walk.through("optimizer", self._optimizer)
 
@@ -79,9 +79,8 @@ class MegatronInventory:
     def _left_by_forward(self) -> Iterator[OffloadItem]:
         """What layers with experts keep of their last forward pass (routing maps, probabilities, permutations)."""
         for index, (name, layer) in enumerate(self._moe_layers):
-            dispatcher = layer.token_dispatcher
-            for holder in (dispatcher, getattr(dispatcher, "_comm_manager", None), layer.shared_experts):
-                for key, value in vars(holder).items() if holder is not None else ():
+            for holder in holders_of_routing(layer):
+                for key, value in vars(holder).items():
                     if isinstance(value, torch.Tensor) and key not in _CONSTANTS:
                         owner = f"layer {index} with experts, {name}: {type(holder).__name__}.{key}"
                         yield OffloadItem(owner, "param", value, "rebuild", partial(setattr, holder, key, None))
@@ -100,60 +99,41 @@ def _optimizer_state(optimizer: MegatronOptimizer) -> Iterator[OffloadItem]:
         owner = f"{buffer.path}main params and moments, {dtype}, {number}"
         yield OffloadItem(owner=owner, kind="optimizer", tensor=buffer.tensor)
     for found in gathered.outside:
-        is_grad = found.kind == "main_grad"
-        yield OffloadItem(
-            owner=f"{found.path}.{found.key}",
-            kind="grad" if is_grad else "optimizer",
-            tensor=found.tensor,
-            action="drop" if is_grad else "copy",
-        )
+        owner = f"{found.path}.{found.key}"
+        if found.kind == "main_grad":
+            yield OffloadItem(owner, "grad", found.tensor, "drop")
+        else:
+            yield OffloadItem(owner, "optimizer", found.tensor)
 
 
 def _shared_caches() -> Iterator[OffloadItem]:
-    """What megatron-core 0.16.1 keeps between steps to save time: memory of its own for gathered activations and
-    scores, and rotary embeddings by sequence length, of all models of the process.
-
-    Attention masks are made anew in every forward pass; trackers of auxiliary losses and the like are a number per
-    layer. Transformer Engine's workspaces belong to its library and are not seen.
-    """
-    if parallel_state._GLOBAL_MEMORY_BUFFER is not None:
-        scratch = parallel_state.get_global_memory_buffer().buffer
-        for (name, dtype), tensor in scratch.items():
-            owner = f"megatron-core's memory buffer {name}, {str(dtype).removeprefix('torch.')}"
-            yield OffloadItem(owner, "param", tensor, "rebuild", forget=scratch.clear)
-    for owner_class in (RotaryEmbedding, YarnRotaryEmbedding):
-        cache = owner_class.forward
-        for number, tensor in enumerate(_held_by_cache(cache)):
-            yield OffloadItem(f"{owner_class.__name__}'s cache {number}", "param", tensor, "rebuild", cache.cache_clear)
-
-
-def _held_by_cache(cache: Any) -> Iterator[torch.Tensor]:
-    """The results that an lru_cache keeps; it has no other way to show them than the garbage collector's."""
-    if cache.cache_info().currsize == 0:
-        return
-    for held in gc.get_referents(cache):
-        results = held if isinstance(held, tuple) else (held,)
-        yield from (result for result in results if isinstance(result, torch.Tensor))
+    """What megatron-core keeps between steps to save time, for all models of the process: scratch memory for gathered
+    activations and scores, and rotary embeddings by sequence length."""
+    scratch = memory_buffer()
+    for (name, dtype), tensor in scratch.items():
+        owner = f"megatron-core's memory buffer {name}, {str(dtype).removeprefix('torch.')}"
+        yield OffloadItem(owner, "param", tensor, "rebuild", forget=scratch.clear)
+    for owner, tensor, forget in cached_embeddings():
+        yield OffloadItem(owner, "param", tensor, "rebuild", forget)
 
 
 class _Walk:
     """Goes through objects of the packages in _WALKED, each once."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, Any] = {}  # keeps what was made on the way, so that no id is used again
+        self._seen: dict[int, Any] = {}  # by id, and alive as long as this is: an id would be used again
 
     def through(self, path: str, root: Any) -> Iterator[Reached]:
-        """Tensors below `root`, with the first path found to each; without recursion, which long lists would end."""
-        pending: list[tuple[str, Any, str | None]] = [(path, root, None)]
+        """Tensors below `root`, with the first path found to each."""
+        pending: list[tuple[str, Any, str | None]] = [(path, root, None)]  # no recursion, which long lists would end
         while pending:
             path, value, stays = pending.pop()
             if id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
             if isinstance(value, torch.Tensor):
-                if is_traceable_wrapper_subclass(value):
-                    names, _ = value.__tensor_flatten__()
-                    pending += [(f"{path}.{name}", getattr(value, name), stays) for name in names]
+                if wrapped := wrapped_tensors(value):
+                    pending += [(f"{path}.{name}", inner, stays) for name, inner in wrapped.items()]
                 else:
                     yield Reached(path, value, stays if value.nbytes <= SMALL else None)
             pending += reversed([(f"{path}{step}", found, why) for step, found, why in _below(value)])
@@ -162,7 +142,7 @@ class _Walk:
 def _below(value: Any) -> Iterator[tuple[str, Any, str | None]]:
     """What an object refers to: (step of the path, object, why it stays on the device if it is a tensor)."""
     if isinstance(value, torch.Tensor):
-        if (gradient := _gradient(value)) is not None:
+        if (gradient := gradient_of(value)) is not None:
             yield ".grad", gradient, None
         yield from ((f".{name}", found, None) for name, found in vars(value).items())
     elif isinstance(value, Mapping):
@@ -171,27 +151,17 @@ def _below(value: Any) -> Iterator[tuple[str, Any, str | None]]:
     elif isinstance(value, _CONTAINERS):
         yield from ((f"[{index}]", found, None) for index, found in enumerate(value))
     elif isinstance(value, torch.nn.Module):
-        yield from ((f".{name}", found, None) for name, found in value._parameters.items())
-        yield from ((f".{name}", found, "a module's buffer") for name, found in value._buffers.items())
-        yield from ((f".{name}", found, None) for name, found in value._modules.items())
-        yield from _attributes(value, skip=("_parameters", "_buffers", "_modules"))
+        yield from ((f".{name}", found, None) for name, found in value.named_parameters(recurse=False))
+        yield from ((f".{name}", found, "a module's buffer") for name, found in value.named_buffers(recurse=False))
+        yield from ((f".{name}", found, None) for name, found in value.named_children())
+        yield from _attributes(value)
     elif type(value).__module__.startswith(_WALKED):
         yield from _attributes(value)
 
 
-def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Its gradient; the distributed optimizer also gives one to views, which torch warns about on every read."""
-    if tensor.is_leaf:
-        return tensor.grad
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return tensor.grad
-
-
-def _attributes(value: Any, skip: Iterable[str] = ()) -> Iterator[tuple[str, Any, str | None]]:
+def _attributes(value: Any) -> Iterator[tuple[str, Any, str | None]]:
     for name, found in getattr(value, "__dict__", {}).items():
-        if name not in skip:
-            yield f".{name}", found, _why_stays(name, found)
+        yield f".{name}", found, _why_stays(name, found)
 
 
 def _why_stays(name: Any, value: Any) -> str | None:

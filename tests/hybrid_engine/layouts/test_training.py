@@ -74,10 +74,11 @@ def live_regions(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> lis
         with parallel_state_of(actor):
             from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
             from hybrid_engine.backends.megatron.build import build_model
+            from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 
             config = {**served_config(family), **changes}
             chunks, _ = build_model(actor, table_for(config), config, weights_only=True)
-            layout = MegatronAdaptor(chunks, table_for(config), actor.noop_layers).layout()
+            layout = MegatronAdaptor(ModelTensors(chunks, table_for(config), actor.noop_layers)).layout()
             found.append(regions_by_tensor(layout))
     return found
 

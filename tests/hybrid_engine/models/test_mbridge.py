@@ -109,10 +109,11 @@ def compare(case: Case, path: Path) -> Comparison:
 def compare_rank(config: ActorConfig, table: ModelTable, path: Path, numbers: dict[str, torch.Tensor]) -> Comparison:
     from hybrid_engine.backends.megatron import build
     from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
+    from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 
     build._has_transformer_engine = lambda: True  # which is otherwise said of GPUs only
     chunks, _ = build.build_model(config, table, read_config(path), weights_only=True)
-    adaptor = MegatronAdaptor(chunks, table)
+    adaptor = MegatronAdaptor(ModelTensors(chunks, table))
     records = filled_by_records(adaptor, numbers)
     bridge = mock_constructed_bridge(config, table, path)
     count, different, unknown = 0, [], []

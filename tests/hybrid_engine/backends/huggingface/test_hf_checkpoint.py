@@ -98,7 +98,7 @@ def load_and_save(paths: dict[str, Path], out: Path) -> dict[str, dict[str, Any]
             for tensor in weights.buffers().values():
                 tensor.fill_(7)
             load_hf_checkpoint(paths[name], weights, run.table, agreement)
-            run.engine.take_up_weights()
+            run.engine.reload_main_params()
             results[name] = {
                 "wrong": wrong_shards(weights, read_canonical(paths[name])),
                 "padding": padding_values(weights),

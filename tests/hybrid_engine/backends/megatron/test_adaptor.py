@@ -370,7 +370,7 @@ def refusals(path: Path) -> dict[str, str]:
     with running(path, config) as run:
         weights = run.engine.weights
         weights.check_values()
-        named = dict(weights.named_parameters())
+        named = dict(weights.model.named_parameters())
         large = named["decoder.layers.0.self_attention.linear_qkv.weight"]
         kept = large.detach().clone()
         with torch.no_grad():
@@ -386,6 +386,7 @@ def refusals(path: Path) -> dict[str, str]:
     with parallel_state_of(config):
         from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
         from hybrid_engine.backends.megatron.build import build_model
+        from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 
         hf_config = read_config(path)
         chunks, _ = build_model(config, table_for(hf_config), hf_config)
@@ -400,7 +401,7 @@ def refusals(path: Path) -> dict[str, str]:
         }
         for name, change in others.items():
             with pytest.raises(ParameterMismatchError) as caught:
-                MegatronAdaptor(chunks, table_for({**hf_config, **change})).layout()
+                MegatronAdaptor(ModelTensors(chunks, table_for({**hf_config, **change}))).layout()
             messages[name] = str(caught.value)
     return messages
 

@@ -79,16 +79,16 @@ OTHER_STATE: dict[str, tuple[str, Callable[[Any], object]]] = {
     "bad generator": ("not a state of torch's generator", lambda state: state["generators"]["torch"].fill_(255)),
     "no main parameters": ("optimizer: main_params is missing", without("main_params", "optimizer")),
     "no version": ("optimizer: weight_version is missing", without("weight_version", "optimizer")),
-    "no members": ("optimizer: 0 members, now 1", lambda state: state["optimizer"]["members"].clear()),
-    "no moments": ("no state of an optimizer", lambda state: state["optimizer"]["members"][0].clear()),
+    "no members": ("optimizer: 0 members, expected 1", lambda state: state["optimizer"]["members"].clear()),
+    "no moments": ("not the state of an optimizer", lambda state: state["optimizer"]["members"][0].clear()),
     "a short moment": ("member 0: parameter 0: exp_avg (", shorten_a_moment),
     "one moment less": (
         "parameter 0: exp_avg_sq is missing",
         lambda state: without("exp_avg_sq")(state["optimizer"]["members"][0]["state"][0]),
     ),
-    "another shape": ("of torch.bfloat16, now (", reshape_one),
+    "another shape": ("of torch.bfloat16, expected (", reshape_one),
     "another name": ("other is unknown to this model", rename_one),
-    "no chunk": ("chunks: 0, now 1", lambda state: state["chunks"].clear()),
+    "no chunk": ("chunks: 0 items, expected 1", lambda state: state["chunks"].clear()),
     "no layout": ("layout is missing", without("layout")),
 }
 
@@ -111,7 +111,7 @@ OTHER_FILE: dict[str, tuple[str, Callable[[Path], object]]] = {
     "no manifest": ("it has no manifest.json", lambda path: path.with_name("manifest.json").unlink()),
     "manifest": ("manifest.json: damaged or cut short", lambda path: path.with_name("manifest.json").write_text("{")),
     "manifest of others": (
-        "manifest.json: damaged or cut short (ValueError: it does not say what rank000",
+        "manifest.json: damaged or cut short (ValueError: it has no entry for rank000",
         lambda path: path.with_name("manifest.json").write_text('{"files": {"rank0000.pt": 5}}'),
     ),
 }  # fmt: skip
@@ -223,7 +223,7 @@ def state_of(run: Any) -> dict[str, Any]:
 
     from megatron_patches.optimizers import optimizer_tensors
 
-    tensors = {name: p.detach().clone() for name, p in run.engine.weights.named_parameters()}
+    tensors = {name: p.detach().clone() for name, p in run.engine.weights.model.named_parameters()}
     for state in optimizer_tensors(run.actor.optimizer):
         if state.kind != "main_grad":
             tensors[f"{state.path}.{state.key}"] = state.tensor.detach().clone()
@@ -323,7 +323,7 @@ def test_files_of_others_are_refused_and_stay(tmp_path: Path, save: Callable[[Pa
     (tmp_path / name).mkdir(exist_ok=True)
     (tmp_path / name / "precious.txt").write_text("precious")
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
-    with pytest.raises(ConfigError, match=rf"{tmp_path / name} holds other things than a checkpoint: precious\.txt"):
+    with pytest.raises(ConfigError, match=rf"{tmp_path / name} holds files that are not a checkpoint.s: precious\.txt"):
         save(tmp_path / "results", "new")
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 

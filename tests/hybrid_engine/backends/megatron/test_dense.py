@@ -140,7 +140,7 @@ def megatron_names(run: Any) -> Iterator[tuple[str, str]]:
     from tests.megatron_patches.gpt import sharded_tensors
 
     for chunk in unwrap_model(run.actor.chunks):
-        homes = {parameter.data_ptr(): name for name, parameter in run.engine.weights.named_parameters()}
+        homes = {parameter.data_ptr(): name for name, parameter in run.engine.weights.model.named_parameters()}
         for tensor in sharded_tensors(chunk):
             if (name := homes.get(tensor.data.data_ptr())) is not None:  # the second half of gate and up has none
                 layer = ".".join(name.split(".")[:3]) + "."
@@ -152,10 +152,10 @@ def run_bfloat16(path: Path) -> dict[str, Any]:
     with running(path, config) as run:
         load_canonical(run, path)
         batch = make_batch()
-        before = {name: parameter.clone() for name, parameter in run.engine.weights.named_parameters()}
+        before = {name: parameter.clone() for name, parameter in run.engine.weights.model.named_parameters()}
         log_probs = run.engine.log_probs(batch)
         report = run.engine.train_step(batch, negative_log_likelihood)
-        unchanged = [name for name, p in run.engine.weights.named_parameters() if torch.equal(p, before[name])]
+        unchanged = [name for name, p in run.engine.weights.model.named_parameters() if torch.equal(p, before[name])]
         return {"log_probs": log_probs, "loss": report["loss"], "unchanged": unchanged}
 
 

@@ -210,7 +210,7 @@ def describe_offload(run: Any) -> dict[str, Any]:
     held = {item.tensor.untyped_storage().data_ptr() for item in items if item.kind != "optimizer"}
     missing = [
         name
-        for name, tensor in run.engine.weights.named_weights()
+        for name, tensor in run.engine.weights.model.named_weights()
         if tensor.untyped_storage().data_ptr() not in held
         or (isinstance(tensor, torch.nn.Parameter) and tensor.main_grad.untyped_storage().data_ptr() not in held)
     ]
@@ -233,7 +233,7 @@ def half_precision_and_refusals(paths: dict[str, Path]) -> dict[str, Any]:
     config = ActorConfig(**{**DENSE_FLOAT32, "params_dtype": "bfloat16", **EP2})
     with running(path, config) as run:
         load_canonical(run, path)
-        biases = {n: t for n, t in run.engine.weights.named_weights() if n.endswith("expert_bias")}
+        biases = {n: t for n, t in run.engine.weights.model.named_weights() if n.endswith("expert_bias")}
         before = {name: bias.clone() for name, bias in biases.items()}
         addresses = {name: bias.data_ptr() for name, bias in biases.items()}
         reference = TrainEngine(build_reference(run.config, run.table, read_config(path)), run.table, 1)

@@ -42,7 +42,7 @@ def _start_alike(run: Any) -> None:
     """The same matrices A in every layout; else they depend on how much each layout drew before."""
     from megatron.core import parallel_state
 
-    for name, parameter in run.engine.weights.named_parameters():
+    for name, parameter in run.engine.weights.model.named_parameters():
         if not name.endswith(".adapter.linear_in.weight"):
             continue
         rows, columns = parameter.shape
@@ -51,30 +51,32 @@ def _start_alike(run: Any) -> None:
         whole = 0.3 * torch.randn(rows, columns * (2 if is_cut else 1), generator=generator)
         part = parallel_state.get_tensor_model_parallel_rank() if is_cut else 0
         parameter.data.copy_(whole[:, part * columns : (part + 1) * columns])
-    run.engine.take_up_weights()
+    run.engine.reload_main_params()
 
 
 def _train(run: Any) -> dict[str, Any]:
     weights = run.engine.weights
-    before = {name: parameter.detach().clone() for name, parameter in weights.named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in weights.model.named_parameters()}
     batch = token_batch(0, 4, 12)
     losses = [run.engine.train_step(batch, negative_log_likelihood)["loss"] for _ in range(3)]
     weights.prepare()
     changed = {
-        name for name, parameter in weights.named_parameters() if not torch.equal(before[name], parameter.detach())
+        name
+        for name, parameter in weights.model.named_parameters()
+        if not torch.equal(before[name], parameter.detach())
     }
     tokens = batch["tokens"]
     adapted = run.engine.logits(tokens)
-    sums = dict(weights.published_weights())
+    sums = dict(weights.shown_weights())
     with torch.no_grad():
-        for name, parameter in weights.named_parameters():
+        for name, parameter in weights.model.named_parameters():
             if name.endswith(".adapter.linear_out.weight"):
                 parameter.zero_()
-        for name, weight in weights.named_weights():
+        for name, weight in weights.model.named_weights():
             weight.copy_(sums[name])
     from_merged = float((run.engine.logits(tokens) - adapted).abs().max())
     sick = next(name for name in before if name.endswith(".adapter.linear_in.weight"))
-    dict(weights.named_parameters())[sick].data[0, 0] = torch.nan
+    dict(weights.model.named_parameters())[sick].data[0, 0] = torch.nan
     with pytest.raises(WeightError) as caught:
         weights.check_values()
     return {
@@ -132,7 +134,7 @@ def save_and_load(path: Path, out: Path) -> dict[str, Any]:
         frozen = reference.logits(batch["tokens"])
         save_hf_checkpoint(out, weights.merged, run.table, agreement, path)
         load_hf_checkpoint(out, weights.base, run.table, agreement)
-        run.engine.take_up_weights()
+        run.engine.reload_main_params()
         read = run.engine.logits(batch["tokens"])
         run.engine.train_step(batch, negative_log_likelihood)
         moved = run.engine.logits(batch["tokens"])
@@ -156,10 +158,10 @@ def freeze_and_fail(path: Path) -> tuple[Mapping[str, bool], list[str]]:
     """Which parameters a step leaves as they are; messages for what cannot be frozen or adapted."""
     frozen = {"frozen_parameters": ["embedding.*", "decoder.layers.1.*"], "optimizer": {"lr": 1e-2}}
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **frozen})) as run:
-        kept = {name: not parameter.requires_grad for name, parameter in run.engine.weights.named_parameters()}
-        before = {name: parameter.detach().clone() for name, parameter in run.engine.weights.named_parameters()}
+        kept = {name: not parameter.requires_grad for name, parameter in run.engine.weights.model.named_parameters()}
+        before = {name: parameter.detach().clone() for name, parameter in run.engine.weights.model.named_parameters()}
         run.engine.train_step(token_batch(0, 4, 12), negative_log_likelihood)
-        for name, parameter in run.engine.weights.named_parameters():
+        for name, parameter in run.engine.weights.model.named_parameters():
             assert torch.equal(before[name], parameter.detach()) == kept[name], name
     messages = []
     for wrong in (

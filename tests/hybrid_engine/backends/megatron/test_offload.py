@@ -87,7 +87,7 @@ def digest(engine: Any) -> dict[str, str]:
     """Of every parameter, main param and moment, by name."""
     from megatron_patches import optimizer_tensors
 
-    tensors = dict(engine.weights.named_parameters())
+    tensors = dict(engine.weights.model.named_parameters())
     tensors |= {f"{t.path}.{t.key}": t.tensor for t in optimizer_tensors(engine.optimizer) if t.kind != "main_grad"}
     return {name: hashlib.sha256(contents(tensor)).hexdigest() for name, tensor in tensors.items()}
 

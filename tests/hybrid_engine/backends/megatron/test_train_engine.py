@@ -222,7 +222,7 @@ def edge_cases(path: Path) -> dict[str, Any]:
         report = run.engine.train_step(batch, negative_log_likelihood)  # Megatron's first loss scale is 2**32
         found["float16"] = (report["skipped"], run.engine.version, torch.equal(before, run.engine.log_probs(batch)))
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2, "micro_batch_size": 3})) as run:
-        with pytest.raises(ValueError, match="4 sequences are no multiple of micro_batch_size 3") as caught:
+        with pytest.raises(ValueError, match="must be a multiple of micro_batch_size 3, got 4") as caught:
             run.engine.log_probs(batch)
         found["uneven"] = str(caught.value)
         dist.barrier()

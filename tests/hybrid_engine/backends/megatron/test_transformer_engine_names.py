@@ -102,13 +102,14 @@ def view_of(case: Case, path: Path, rank: int) -> RankView:
     with fake_rank(config, rank, NUM_RANKS):
         from hybrid_engine.backends.megatron import build
         from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
+        from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 
         build._has_transformer_engine = lambda: True  # which is otherwise said of GPUs only
         table = table_for(read_config(path))
         chunks, _ = build.build_model(config, table, read_config(path), weights_only=True)
-        adaptor = MegatronAdaptor(chunks, table)
+        adaptor = MegatronAdaptor(ModelTensors(chunks, table))
         assert any(isinstance(module, mock_transformer_engine.Linear) for module in chunks[0].modules())
-        return RankView(adaptor.layout(), {name: tuple(tensor.shape) for name, tensor in adaptor.named_weights()})
+        return RankView(adaptor.layout(), {name: tuple(tensor.shape) for name, tensor in adaptor.model.named_weights()})
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,7 @@
 """A Megatron model as the side that is written: port `InferenceWeights` over the adaptor's records.
 
-destination = MegatronDestination(MegatronAdaptor(model_chunks, table))     # in the second model's own groups
-plan(training.layout(), destination.layout(), ...)                          # as with any inference engine
-
-For models that are kept alike in another layout: a reference, an evaluation copy, a second training job.
+destination = MegatronDestination(MegatronAdaptor(ModelTensors(chunks, table)))     # in that model's own groups
+plan(training.layout(), destination.layout(), ...)                                  # as with any inference engine
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from hybrid_engine.backends.megatron.adaptor import MERGED, MegatronAdaptor
+from hybrid_engine.backends.megatron.adaptor import SUMS, MegatronAdaptor
 from hybrid_engine.errors import StateError
 from hybrid_engine.records.layout import BufferId, Layout
 
@@ -24,15 +22,15 @@ class MegatronDestination:
     Args:
         adaptor: of the model that is filled; made while that model's parallel state is Megatron's present one.
 
-    Every flat buffer is a group of its own. Weights are written in place: nothing is allocated, put in force or freed,
-    so that `release` keeps all memory, and contents are the last ones that were filled. Padding is zeroed here, once.
+    Every flat buffer is a group of its own. Weights are written in place: nothing is allocated, committed or freed, so
+    `release` keeps memory and contents. Padding is zeroed here, once.
 
-    Raises StateError for a model with adapters, whose weights do not lie where its sums would be written.
+    Raises StateError for a model with LoRA, whose weights do not lie where its sums would be written.
     """
 
     def __init__(self, adaptor: MegatronAdaptor) -> None:
-        if MERGED in adaptor.buffers():
-            raise StateError("a model with adapters cannot be filled: build it without lora")
+        if SUMS in adaptor.buffers():
+            raise StateError("cannot write a model with LoRA: build it without lora")
         self._adaptor = adaptor
         self._buffers = adaptor.buffers()
         adaptor.zero_padding()
@@ -50,7 +48,7 @@ class MegatronDestination:
         return {name: self._buffers[name] for name in groups}
 
     def commit(self, groups: Sequence[str]) -> None:
-        """Nothing is put in force: what was written is live. Raises StateError for a group that is not known."""
+        """Nothing to do: what was written is live. Raises StateError for an unknown group."""
         self._check_known(groups)
 
     def finish_fill(self) -> None:
@@ -65,4 +63,4 @@ class MegatronDestination:
 
     def _check_known(self, groups: Sequence[str]) -> None:
         if unknown := [name for name in groups if BufferId(self._adaptor.rank, name) not in self._layout.buffers]:
-            raise StateError(f"no such buffers on rank {self._adaptor.rank}: {', '.join(unknown)}")
+            raise StateError(f"unknown buffers on rank {self._adaptor.rank}: {', '.join(unknown)}")

@@ -35,7 +35,7 @@ def fill_all(paths: dict[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 def fill(path: Path, source_sizes: dict[str, Any], target_sizes: dict[str, Any]) -> dict[str, Any]:
-    from hybrid_engine.backends.megatron.destination import MegatronDestination
+    from benchmarks.resharding.megatron_destination import MegatronDestination
 
     with running(path, ActorConfig(**DENSE_FLOAT32, **source_sizes)) as source:
         load_canonical(source, path)
@@ -69,7 +69,7 @@ def contents(run: Run) -> dict[str, torch.Tensor]:
     rows = run.table.dims.vocab_size
     return {
         name: tensor.detach().clone() if "embedding" not in name and "output" not in name else words(run, tensor, rows)
-        for name, tensor in run.engine.weights.named_weights()
+        for name, tensor in run.engine.weights.model.named_weights()
     }
 
 
@@ -106,7 +106,7 @@ def connect(source: Run, destination: Any) -> tuple[WeightContainer, TransportSe
 
 def refusals(path: Path) -> list[str]:
     """On one rank: what is refused, and with which words."""
-    from hybrid_engine.backends.megatron.destination import MegatronDestination
+    from benchmarks.resharding.megatron_destination import MegatronDestination
 
     messages = []
     with running(path, ActorConfig(**DENSE_FLOAT32)) as run:
@@ -144,5 +144,5 @@ def test_a_second_model_in_another_layout_gets_the_weights(engines: Ranks, paths
 def test_unknown_buffers_and_adapters_are_refused(engines: Ranks, paths: dict[str, Path]) -> None:
     (messages,) = engines.launch(refusals, 1, paths["dense"])
     assert len(messages) == 3
-    assert all(message.startswith("StateError: no such buffers on rank 0: nowhere") for message in messages[:2])
-    assert messages[2] == "StateError: a model with adapters cannot be filled: build it without lora"
+    assert all(message.startswith("StateError: unknown buffers on rank 0: nowhere") for message in messages[:2])
+    assert messages[2] == "StateError: cannot write a model with LoRA: build it without lora"

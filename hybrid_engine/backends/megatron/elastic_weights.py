@@ -1,0 +1,51 @@
+"""Puts the weights that are outside of DDP's buffers into elastic memory, which peers on the host can map.
+
+In this order, before the optimizer is built: from then on it refers to the storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.utils import unwrap_model
+
+from hybrid_engine.backends.megatron.internals import restore_float32_bias
+from hybrid_engine.memory.elastic import allocate_elastic
+from hybrid_engine.models.table import ModelTable
+from megatron_patches.buffers import iter_buffers
+
+
+def keep_expert_bias_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
+    """Undo what Float16Module did to the routers' biases."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                restore_float32_bias(module)
+
+
+def move_loose_parameters(chunks: Sequence[torch.nn.Module]) -> None:
+    """Move the parameters outside of DDP's buffers: frozen ones and, without the distributed optimizer, all."""
+    records = [record for record in iter_buffers(chunks) if record.param_data is not None]
+    in_buffers = {slot.param for record in records for slot in record.slots}
+    for chunk in chunks:
+        _move_together([parameter for parameter in chunk.parameters() if parameter not in in_buffers])
+
+
+def move_published_buffers(chunks: Sequence[torch.nn.Module], table: ModelTable) -> None:
+    """Move the modules' persistent buffers that are resharded."""
+    for chunk in chunks:
+        buffers = unwrap_model(chunk).named_buffers()
+        _move_together([tensor for name, tensor in buffers if table.match(name) is not None])
+
+
+def _move_together(tensors: Sequence[torch.Tensor]) -> None:
+    # one elastic buffer per dtype, for each takes whole pages and a file descriptor
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [tensor for tensor in tensors if tensor.dtype is dtype]
+        sizes = [tensor.numel() for tensor in same]
+        flat = allocate_elastic(sum(sizes), dtype, same[0].device, "param")
+        for tensor, part in zip(same, flat.split(sizes), strict=True):
+            part.copy_(tensor.data.reshape(-1))
+            tensor.data = part.view(tensor.shape)

@@ -1,0 +1,129 @@
+"""Private names of megatron-core that the backend uses, each with its reason.
+
+Tests look every name up in the installed megatron-core; `make core-tests-all` does so in each supported version. What
+replaces a name of Megatron's at run time is a patch record, in `megatron_patches`.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import megatron.core
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+
+from hybrid_engine.errors import ModelError
+from hybrid_engine.ranks.torch_internals import Internal
+
+_EMBEDDINGS = "megatron.core.models.common.embeddings"
+
+INTERNALS = (
+    Internal(
+        "megatron.core.parallel_state:_global_process_group_list",
+        "lists Megatron's process groups, which destroy_model_parallel() forgets without ending them",
+    ),
+    Internal(
+        "megatron.core.parallel_state:_GLOBAL_MEMORY_BUFFER",
+        "is None where there is no memory buffer: get_global_memory_buffer() asserts that there is one",
+    ),
+    Internal(
+        f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.forward.cache_clear",
+        "keeps embeddings of every sequence length on the device, in an lru_cache",
+    ),
+    Internal(
+        f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward.cache_clear",
+        "as RotaryEmbedding.forward",
+    ),
+    Internal(
+        "megatron.core.transformer.moe.token_dispatcher:MoEFlexTokenDispatcher._comm_manager",
+        "keeps routing maps and probabilities of the last forward pass",
+    ),
+    Internal(
+        "megatron.core.transformer.moe.router:TopKRouter._maintain_float32_expert_bias",
+        "undoes Float16Module's rounding of the biases; left to the first forward pass it would give them new storage",
+    ),
+    Internal(
+        "megatron.core.transformer.moe.router:TopKRouter.router_replay",
+        "chooses the experts where it is set: the only way to rank groups of experts by another score",
+        since="0.16.0",
+    ),
+    Internal(
+        "megatron.core.transformer.moe.router_replay:RouterReplay.get_replay_topk",
+        "is what the router calls of it",
+        since="0.16.0",
+    ),
+)
+
+TopK = tuple[torch.Tensor, torch.Tensor]
+"""Scores and numbers [tokens, k] of the experts of each token."""
+
+
+class ExpertChoice(Protocol):
+    """What stands in the place of a router's `RouterReplay`."""
+
+    def get_replay_topk(
+        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default: Callable[..., TopK]
+    ) -> TopK:
+        """Choose `topk` experts for each token from `scores` [tokens, experts]."""
+        ...
+
+
+def process_groups() -> list[torch.distributed.ProcessGroup]:
+    """Every process group that Megatron created."""
+    return list(parallel_state._global_process_group_list or ())
+
+
+def memory_buffer() -> dict[tuple[str, torch.dtype], torch.Tensor]:
+    """Megatron's scratch memory for gathered activations and scores, by name and dtype; live, and empty if unused."""
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+        return {}
+    return parallel_state.get_global_memory_buffer().buffer
+
+
+def cached_embeddings() -> Iterator[tuple[str, torch.Tensor, Callable[[], None]]]:
+    """(name, tensor, what empties the cache it is in) of the rotary embeddings kept by sequence length."""
+    for owner in (RotaryEmbedding, YarnRotaryEmbedding):
+        cache: Any = owner.forward  # an lru_cache object
+        if cache.cache_info().currsize:
+            for number, tensor in enumerate(_results_in(cache)):
+                yield f"{owner.__name__}'s cache {number}", tensor, cache.cache_clear
+
+
+def _results_in(cache: object) -> Iterator[torch.Tensor]:
+    # an lru_cache has no way to list its results; the garbage collector sees what the object refers to
+    for found in gc.get_referents(cache):
+        results = found if isinstance(found, tuple) else (found,)
+        yield from (result for result in results if isinstance(result, torch.Tensor))
+
+
+def holders_of_routing(layer: MoELayer) -> list[object]:
+    """The objects of a layer with experts that keep tensors of its last forward pass."""
+    dispatcher = layer.token_dispatcher
+    holders = (dispatcher, getattr(dispatcher, "_comm_manager", None), layer.shared_experts)
+    return [holder for holder in holders if holder is not None]
+
+
+def mark_sequence_parallel(weight: Any) -> None:
+    """Have Megatron sum a weight's gradient over tensor parallel ranks, each of which sees a part of the sequence."""
+    weight.sequence_parallel = True
+
+
+def restore_float32_bias(router: TopKRouter) -> None:
+    """Give a router its expert bias in float32 again."""
+    router._maintain_float32_expert_bias()
+
+
+def choose_experts(router: TopKRouter, choice: ExpertChoice) -> None:
+    """Have `choice` choose the router's experts. Raises ModelError on a megatron-core before 0.16."""
+    if not hasattr(router, "router_replay"):
+        raise ModelError(
+            f"megatron-core {megatron.core.__version__} cannot rank groups of experts as this model does; install a "
+            "later one"
+        )
+    router.router_replay = choice

@@ -1,0 +1,149 @@
+"""The tensors of a Megatron model on one rank: their names in the whole model, and the flat buffers they lie in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import unwrap_model
+
+from hybrid_engine.backends.megatron.lora_layers import LORA, WRAPPED
+from hybrid_engine.models.table import ModelTable
+from megatron_patches.applying import require_supported_version
+from megatron_patches.buffers import iter_buffers
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a tensor starts: element `offset` of flat buffer `buffer`."""
+
+    buffer: str
+    offset: int
+
+
+class ModelTensors:
+    """Names and storage of one rank's model chunks.
+
+    Args:
+        chunks: in virtual-pipeline order, with or without DDP and precision wrappers.
+        table: the model's name table.
+        noop_layers: positions (from 0) of layers that pass their input on; a checkpoint does not count them.
+
+    Attributes:
+        flat_buffers: live 1-D storage by name: DDP's flat buffers, and one of its own for every other tensor.
+        homes: where each tensor lies in them.
+
+    Layer and expert numbers are read off the live modules (`layer_number`, `local_expert_indices`), so uneven and
+    virtual pipeline stages and expert parallelism need no arithmetic here.
+
+    Raises:
+        UnsupportedVersionError: for a megatron-core that was not tested, unless `megatron_patches.apply` accepted it.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], table: ModelTable, noop_layers: Sequence[int] = ()) -> None:
+        require_supported_version()
+        self.chunks = list(chunks)
+        self.table = table
+        self.noop_layers = frozenset(noop_layers)
+        self.flat_buffers: dict[str, torch.Tensor] = {}
+        self.homes: dict[torch.Tensor, Home] = {}
+        self._find_storage()
+
+    @property
+    def ddp_chunks(self) -> list[DistributedDataParallel]:
+        """Those of the chunks that are wrapped in DDP: all of a model that is trained."""
+        return [chunk for chunk in self.chunks if isinstance(chunk, DistributedDataParallel)]
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """(Megatron name with global layer and expert numbers, parameter); shared parameters once a chunk."""
+        for model, names in self._models():
+            for name, parameter in model.named_parameters():
+                yield names.of(name), parameter
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All parameters but LoRA's, and the persistent buffers that the name table knows (a router's expert bias)."""
+        for name, parameter in self.named_parameters():
+            if LORA not in name:
+                yield name.replace(WRAPPED, ""), parameter
+        for model, names in self._models():
+            for local_name, tensor in model.named_buffers():
+                if self.table.match(name := names.of(local_name)) is not None:
+                    yield name, tensor
+
+    def named_lora(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Those of `named_parameters` that are LoRA matrices."""
+        return ((name, parameter) for name, parameter in self.named_parameters() if LORA in name)
+
+    def moved(self) -> list[str]:
+        """Names of the weights that no longer lie where `homes` says."""
+        return [name for name, tensor in self.named_weights() if not self._is_home(tensor)]
+
+    def _models(self) -> Iterator[tuple[GPTModel, _GlobalNames]]:
+        for chunk in self.chunks:
+            model = unwrap_model(chunk)
+            yield model, _GlobalNames(model, self.table.dims.num_layers, self.noop_layers)
+
+    def _find_storage(self) -> None:
+        for record in iter_buffers(self.ddp_chunks):
+            if record.param_data is not None:
+                buffer = f"chunk{record.chunk_index}.{record.kind}{record.index}"
+                self.flat_buffers[buffer] = record.param_data
+                self.homes.update({slot.param: Home(buffer, slot.start) for slot in record.slots})
+        for name, tensor in [*self.named_weights(), *self.named_lora()]:
+            if tensor not in self.homes:
+                self.flat_buffers[name] = _flat(tensor.data)
+                self.homes[tensor] = Home(name, 0)
+
+    def _is_home(self, tensor: torch.Tensor) -> bool:
+        home = self.homes.get(tensor)
+        if home is None:
+            return False
+        flat = self.flat_buffers[home.buffer]
+        return tensor.data_ptr() == flat.data_ptr() + home.offset * flat.element_size()
+
+
+class _GlobalNames:
+    """Names of one model chunk with global numbers of layers and experts."""
+
+    def __init__(self, model: GPTModel, num_layers: int, noop_layers: frozenset[int]) -> None:
+        self._layers = {
+            f"decoder.layers.{index}.": f"decoder.layers.{_in_checkpoint(layer.layer_number - 1, noop_layers)}."
+            for index, layer in enumerate(model.decoder.layers)
+        }
+        mtp = getattr(model, "mtp", None)
+        for index, layer in enumerate(mtp.layers if mtp is not None else ()):
+            # a checkpoint continues the decoder's numbers with those of the MTP layers
+            self._layers[f"mtp.layers.{index}."] = f"mtp.layers.{num_layers + layer.layer_number - 1}."
+        self._experts = {
+            f"{name}.experts.": module.local_expert_indices
+            for name, module in model.named_modules()
+            if hasattr(module, "local_expert_indices")
+        }
+
+    def of(self, name: str) -> str:
+        """The global name of a local one."""
+        prefix = next((prefix for prefix in self._experts if name.startswith(prefix)), None)
+        if prefix is not None:
+            numbers = self._experts[prefix]
+            name = prefix + _EXPERT.sub(lambda local: str(numbers[int(local[0])]), name.removeprefix(prefix))
+        layer = ".".join(name.split(".")[:3]) + "."
+        return self._layers[layer] + name.removeprefix(layer) if layer in self._layers else name
+
+
+# Of megatron-core's own experts `local_experts.N.`, of Transformer Engine's `linear_fc1.weightN`.
+_EXPERT = re.compile(r"(?<=^local_experts\.)\d+(?=\.)|(?<=^linear_fc[12]\.weight)\d+$|(?<=^linear_fc[12]\.bias)\d+$")
+
+
+def _in_checkpoint(position: int, noop_layers: frozenset[int]) -> int:
+    """The checkpoint's number of the layer at `position`."""
+    return position - sum(noop < position for noop in noop_layers)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of storage from the tensor's first to its last, whatever its strides."""
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.as_strided((span,), (1,))
