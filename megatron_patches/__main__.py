@@ -1,4 +1,4 @@
-"""Two uses:
+"""The command line:
 
 python -m megatron_patches list                            every patch and whether it is applied here
 python -m megatron_patches pretrain_gpt.py [arguments]     a Megatron-LM script, which then knows --enable-resharding
@@ -19,7 +19,7 @@ from megatron_patches.launcher import run_script
 from megatron_patches.registry import PatchState
 
 app = typer.Typer(
-    help="The patches that this package puts on Megatron. With a script in place of a command: run that script of "
+    help="The patches that this package applies to Megatron. With a script in place of a command: run that script of "
     "Megatron-LM, which then knows --enable-resharding.",
     no_args_is_help=True,
 )
@@ -32,7 +32,7 @@ def _main() -> None:
 
 @app.command("list")
 def list_patches(
-    check: Annotated[bool, typer.Option(help="Apply the default groups first, to see that they fit.")] = True,
+    check: Annotated[bool, typer.Option(help="Apply the default groups first, to check that they fit.")] = True,
 ) -> None:
     """Print each patch: name, group and state, then its target and its reason."""
     if check:

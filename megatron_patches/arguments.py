@@ -19,20 +19,21 @@ ALLOW_VERSION_FLAG = "--resharding-allow-version"
 
 @dataclass(frozen=True)
 class ReshardingOptions:
-    """What the command line says; None where it is silent and the configuration file, or a default of it, decides.
+    """The command line; None where it is silent and the configuration file, or a default of it, decides.
 
-    enabled: --enable-resharding.
-    config: YAML file of the engine.
-    interval: optimizer steps between two switches; skipped steps do not count.
-    at_start: also switch before the first step of this run.
-    infer_tensor_parallel_size, …: layout of the inference engine.
-    offload_train_param, …: what leaves the device while it generates.
-    prompts: file with a prompt on every line; None generates nothing.
-    output: directory for samples and timings.
-    verify: how many of the inference weights are compared with training's after a switch: off, sample or full.
-    callback: ``module:function``, called with the live inference engine in every switch.
-    engine: ``module:object`` of the engine; None takes the installed one.
-    allow_version: go on with a Megatron version that was not tested.
+    Attributes:
+        enabled: --enable-resharding.
+        config: YAML file of the engine.
+        interval: optimizer steps between two switches; skipped steps do not count.
+        at_start: also switch before the first step of this run.
+        infer_tensor_parallel_size, …: layout of the inference engine.
+        offload_train_param, …: what leaves the device while it generates.
+        prompts: file with a prompt on every line; None generates nothing.
+        output: directory for samples and timings.
+        verify: which inference weights are compared with training's after a switch: off, sample or full.
+        callback: ``module:function``, called with the live inference engine in every switch.
+        engine: ``module:object`` of the engine; None takes the installed one.
+        allow_version: accept a Megatron version that was not tested.
     """
 
     enabled: bool = False
@@ -60,7 +61,7 @@ class ReshardingOptions:
         useless = sorted(set(given) - {"enabled", "allow_version"})
         if useless and not options.enabled:
             flags = ", ".join(_FLAGS[name] for name in useless)
-            raise ScriptError([f"{flags}: has no effect without --enable-resharding; add that, or leave this out"])
+            raise ScriptError([f"{flags}: no effect without --enable-resharding; add that, or remove this"])
         return options
 
 
@@ -99,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
     add("verify", "Compare inference weights with training's, bit by bit (default: off).", choices=choices)
     add("callback", "Called with the live inference engine in every switch.", metavar="MODULE:FUNCTION")
     add("engine", "The engine, where none is installed or several are.", metavar="MODULE:OBJECT")
-    add("allow_version", "Go on with a Megatron version that was not tested.", nargs=0)
+    add("allow_version", "Accept a Megatron version that was not tested.", nargs=0)
     return given
 
 
@@ -121,5 +122,5 @@ class _Collect(argparse.Action):
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
     return value

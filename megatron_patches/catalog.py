@@ -1,4 +1,4 @@
-"""Every patch of this package, registered on import (by the package's `__init__`)."""
+"""Every patch of this package. Importing the package registers them."""
 
 from __future__ import annotations
 

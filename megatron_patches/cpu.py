@@ -1,11 +1,11 @@
 """Group "cpu": megatron-core on CPU tensors and gloo, without CUDA, Transformer Engine or apex.
 
-Covers what `GPTModel` with the local layer spec needs to train: dense and MoE, TP, PP, VPP, EP,
-sequence parallel, both optimizers, fp32 and bf16. The caller passes ``use_cpu_initialization=True``
-and turns fusions off. Gloo (torch 2.13) has every collective that megatron calls, coalesced and in
-bf16 too; only gathers and scatters of uneven parts (MoE with tp > 1) are done differently, in `gloo`.
+Covers what `GPTModel` with the local layer spec needs to train: dense and MoE, TP, PP, VPP, EP, sequence parallel, both
+optimizers, fp32 and bf16. The caller passes ``use_cpu_initialization=True`` and turns fusions off. Gloo (torch 2.13)
+has every collective that megatron calls, coalesced and in bf16 too, but for gathers and scatters of uneven parts (MoE
+with tp > 1), which `gloo` builds from others.
 
-What only CUDA has stays refused: CUDA graphs, fp8, megatron's own CPU offloading.
+What depends on CUDA raises CpuUnsupportedError: CUDA graphs, fp8, megatron's own CPU offloading.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _build_set_rng_state(original: Any) -> Callable[..., Any]:
 
 def _refuse_graph_safe(graph_safe: bool) -> None:
     if graph_safe:
-        raise CpuUnsupportedError("a graph-safe RNG state needs CUDA graphs; turn use_cudagraphable_rng off on CPU")
+        raise CpuUnsupportedError("a graph-safe RNG state requires CUDA graphs; turn use_cudagraphable_rng off on CPU")
 
 
 def _build_nccl_options(original: Any) -> Callable[..., None]:
@@ -66,6 +66,7 @@ def _build_norm_new(original: Callable[..., torch.nn.Module]) -> Callable[..., t
     def __new__(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         if not config.sequence_parallel:
             return original(cls, config, *args, **kwargs)
+        # built as if without sequence parallel, which the original refuses, then marked as Megatron marks norms
         plain = copy.copy(config)
         plain.sequence_parallel = False
         norm = original(cls, plain, *args, **kwargs)
@@ -85,6 +86,7 @@ def _build_missing_kernel(original: Any) -> Any:
 def _build_without_te(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def __init__(*args: Any, **kwargs: Any) -> None:
+        # megatron-core sets the flag without looking for the package; only this constructor reads it wrongly
         names = original.__globals__
         found = names["HAVE_TE"]
         names["HAVE_TE"] = found and find_spec("transformer_engine") is not None
@@ -109,11 +111,11 @@ def _build_move_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return maybe_move_tensor_to_cpu
 
 
-def _build_keeping_what_is_sent(original: Callable[..., Any]) -> Callable[..., Any]:
+def _build_keeping_outputs_while_sent(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
         if out is not None and deallocate_pipeline_outputs:
-            out.kept_for_sending = out.data  # gloo reads this memory, of which `out` lets go
+            out.kept_for_sending = out.data  # keeps the memory that `out` drops and gloo still reads
         original(out, deallocate_pipeline_outputs)
 
     return deallocate_output_tensor
@@ -142,7 +144,7 @@ _COMPILED = {
     "transformer.utils:erf_gelu": "",
     "transformer.utils:gelu_impl": "",
 }
-"""Target -> the megatron-core that brought it, empty where all have it."""
+"""Compiled functions -> the megatron-core that brought them; empty where all supported ones have them."""
 
 
 def _spelling_patch(target: str) -> Patch:
@@ -161,7 +163,7 @@ def _eager_patch(target: str, since: str) -> Patch:
         f"{_CORE}.{target}",
         "is compiled for speed on import; compiling on CPU costs minutes and a C++ compiler",
         _build_eager,
-        remove_when="megatron-core decides when called, not on import, whether to compile",
+        remove_when="megatron-core decides on call, not on import, whether to compile",
         since=since,
     )
 
@@ -176,13 +178,13 @@ PATCHES: tuple[Patch, ...] = (
     _cpu_patch(
         "rng.get",
         f"{_CORE}.tensor_parallel.random:_get_cuda_rng_state",
-        "reads a CUDA generator; on CPU dropout draws from the CPU's",
+        "reads a CUDA generator; on CPU dropout draws from the CPU generator",
         _build_get_rng_state,
     ),
     _cpu_patch(
         "rng.set",
         f"{_CORE}.tensor_parallel.random:_set_cuda_rng_state",
-        "queues work on CUDA initialisation, which never comes on CPU",
+        "waits for CUDA to be initialised, which never happens on CPU",
         _build_set_rng_state,
     ),
     _cpu_patch(
@@ -194,14 +196,14 @@ PATCHES: tuple[Patch, ...] = (
     _cpu_patch(
         "sequence_parallel_norm",
         f"{_CORE}.transformer.torch_norm:WrappedTorchNorm.__new__",
-        "refuses sequence parallel; the norm only needs its weights marked so that their gradients are summed over TP",
+        "refuses sequence parallel, which only needs the weights marked so that their gradients are summed over TP",
         _build_norm_new,
         remove_when="WrappedTorchNorm accepts sequence_parallel",
     ),
     _cpu_patch(
         "te_general_gemm",
         f"{_CORE}.transformer.moe.moe_utils:te_general_gemm",
-        "is tested against None by the router but not defined without Transformer Engine (NameError)",
+        "is compared with None by the router but undefined without Transformer Engine (NameError)",
         _build_missing_kernel,
         may_be_missing=True,
         remove_when="moe_utils defines te_general_gemm without Transformer Engine",
@@ -209,22 +211,22 @@ PATCHES: tuple[Patch, ...] = (
     _cpu_patch(
         "latent_attention",
         f"{_CORE}.transformer.multi_latent_attention:MultiLatentAttention.__init__",
-        "takes Transformer Engine for present when it is not, and then asks isinstance(..., None): TypeError",
+        "assumes that Transformer Engine is installed, and then calls isinstance(..., None): TypeError",
         _build_without_te,
-        remove_when="multi_latent_attention finds out whether Transformer Engine is there",
+        remove_when="multi_latent_attention checks whether Transformer Engine is installed",
     ),
     _cpu_patch(
         "split_sizes",
         f"{_CORE}.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
-        "turns split sizes into numpy only when they come from CUDA; all_to_all_single takes no tensors for sizes",
+        "converts split sizes to numpy only if they are on CUDA; all_to_all_single does not accept tensors as sizes",
         _build_move_to_cpu,
     ),
     _cpu_patch(
         "pipeline_outputs",
         f"{_CORE}.pipeline_parallel.schedules:deallocate_output_tensor",
-        "frees outputs that are still being sent: CUDA keeps their memory till then, gloo sends what comes there next",
-        _build_keeping_what_is_sent,
-        remove_when="interleaved schedules wait for a send before they free what is sent",
+        "frees outputs that are still being sent: CUDA keeps their memory until then, gloo sends what is there next",
+        _build_keeping_outputs_while_sent,
+        remove_when="interleaved schedules wait for a send before they free the output",
     ),
     *(_spelling_patch(target) for target in _CUDA_SPELLED),
     *(_eager_patch(target, since) for target, since in _COMPILED.items()),

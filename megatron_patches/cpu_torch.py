@@ -1,14 +1,13 @@
-"""Stand-ins that let megatron's CUDA spelling run on CPU, visible to megatron alone.
+"""Substitutes that let code which names CUDA run on CPU, visible to megatron alone.
 
-Two of them, because CUDA is spelled in two ways:
+CUDA is named in two ways:
 
-- through the module: ``torch.cuda.current_device()``, ``torch.zeros(1, device="cuda")``. Megatron's
-  modules get `torch_on_cpu` as their global ``torch``: a namespace that hands on everything except
-  a few names.
-- through a tensor: ``tensor.cuda()``, ``tensor.type() == "torch.cuda.FloatTensor"``. No namespace
-  reaches those, so the few functions that do it run under `CudaSpelling`.
+- through the module: ``torch.cuda.current_device()``, ``torch.zeros(1, device="cuda")``. Megatron's modules get
+  `torch_on_cpu` as their global ``torch``: a namespace that forwards everything but a few names.
+- through a tensor: ``tensor.cuda()``, ``tensor.type() == "torch.cuda.FloatTensor"``. A namespace does not see these, so
+  the few functions that do it run under `CudaSpelling`.
 
-torch itself is never changed: whoever else imports it in this process sees it untouched.
+torch itself is never changed: other importers in this process see the original.
 """
 
 from __future__ import annotations
@@ -35,10 +34,9 @@ _FACTORIES = (
 
 
 class Namespace(ModuleType):
-    """A module as it is, except for some names.
+    """A module with some names overridden.
 
-    Reads of a name in `overrides` give that, all others the live attribute of `base`. Writes go to
-    `base`, as they would have gone without this namespace.
+    Reads return the override, if there is one, or else the live attribute of `base`. Writes go to `base`.
     """
 
     def __init__(self, base: ModuleType, overrides: Mapping[str, Any]) -> None:
@@ -57,10 +55,10 @@ class Namespace(ModuleType):
 
 
 class CudaSpelling(TorchFunctionMode):
-    """While active, CPU tensors pass for CUDA tensors where only the spelling matters.
+    """While active, CPU tensors pass for CUDA tensors where only the name matters.
 
-    ``tensor.cuda(...)`` returns the tensor itself and ``tensor.type()`` says ``torch.cuda.…Tensor``.
-    Active in the current thread, between enter and exit; within itself it changes nothing more.
+    ``tensor.cuda(...)`` returns the tensor itself and ``tensor.type()`` returns ``torch.cuda.…Tensor``. Active in the
+    current thread, between enter and exit; nesting it changes nothing more.
     """
 
     def __torch_function__(
@@ -86,7 +84,7 @@ def under_cuda_spelling(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Stream:
-    """The only stream a CPU has: work is done when the call returns, so there is nothing to wait for."""
+    """The only stream of a CPU. Work is done when the call returns, so there is nothing to wait for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -108,7 +106,7 @@ class Stream:
 
 
 class Event:
-    """A point that has always been reached already."""
+    """An event that has always occurred already."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -134,7 +132,7 @@ def _the_stream(device: Any = None) -> Stream:
 
 
 def get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    """The state of the one generator a CPU has, bytes as uint8 of shape (5056,)."""
+    """The state of the CPU's only generator, uint8 of shape (5056,)."""
     return torch.get_rng_state()
 
 
@@ -143,7 +141,7 @@ def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
 
 
 def manual_seed(seed: int) -> None:
-    """Seed the CPU's generator; `torch.manual_seed` would reach for CUDA's as well."""
+    """Seed the CPU's generator; `torch.manual_seed` would seed CUDA's, too."""
     torch.default_generator.manual_seed(int(seed))
 
 
@@ -156,7 +154,7 @@ def _device_context(*args: Any, **kwargs: Any) -> AbstractContextManager[None]:
 
 
 def _to_cpu_device(device: Any) -> Any:
-    """`device`, or the CPU when it names CUDA (also by a bare index)."""
+    """`device`, or the CPU if it names CUDA, as a bare index does."""
     if isinstance(device, int) or (isinstance(device, (str, torch.device)) and str(device).startswith("cuda")):
         return CPU
     return device
@@ -219,7 +217,7 @@ def _cuda_on_cpu() -> Namespace:
 
 
 def torch_on_cpu(original: ModuleType) -> ModuleType | Namespace:
-    """The global ``torch`` for megatron's modules; anything else that is called so (a submodule) as it is."""
+    """The global ``torch`` of megatron's modules. Returns anything else of that name (a submodule) unchanged."""
     if original is not torch:
         return original
     overrides: dict[str, Any] = {name: _factory_on_cpu(getattr(original, name)) for name in _FACTORIES}

@@ -1,8 +1,8 @@
 """Group "cpu_training": ``megatron.training`` and its scripts without CUDA, on top of group "cpu".
 
-For trying things out and for tests: ``pretrain_gpt.py --distributed-backend gloo --transformer-impl local
---use-cpu-initialization`` and the --no-…-fusion flags. Megatron's data set helpers are compiled by Megatron itself
-and need a C++ compiler and pybind11, as ever.
+For experiments and tests: ``pretrain_gpt.py --distributed-backend gloo --transformer-impl local
+--use-cpu-initialization`` and the --no-…-fusion flags. Megatron compiles its data set helpers itself, which needs a C++
+compiler and pybind11.
 """
 
 from __future__ import annotations
@@ -74,26 +74,26 @@ PATCHES: tuple[Patch, ...] = (
     _patch(
         "initialize",
         f"{_TRAINING}.initialize:initialize_megatron",
-        "asserts that CUDA is there",
+        "asserts that CUDA is available",
         _build_without_cuda,
     ),
     _patch(
         "fused_kernels",
         "megatron.legacy.fused_kernels:load",
-        "asks nvcc for its version and compiles kernels that only CUDA runs",
+        "calls nvcc and compiles kernels that only run on CUDA",
         _build_nothing,
         remove_when="megatron.training no longer loads the legacy kernels",
     ),
     _patch(
         "warmup",
         f"{_TRAINING}.initialize:_warmup_jit_function",
-        "compiles fused kernels before training; on CPU that costs minutes and a C++ compiler, and nothing uses them",
+        "compiles fused kernels before training; on CPU that takes minutes and a C++ compiler, and they are not used",
         _build_nothing,
     ),
     _patch(
         "architecture",
         f"{_TRAINING}.utils:get_device_arch_version",
-        "reads a GPU's generation, to demand CUDA_DEVICE_MAX_CONNECTIONS=1 before Blackwell; a CPU has no such queue",
+        "reads the GPU generation, to require CUDA_DEVICE_MAX_CONNECTIONS=1 before Blackwell; a CPU has no such queue",
         _build_newest_architecture,
     ),
     _patch(
@@ -112,8 +112,8 @@ PATCHES: tuple[Patch, ...] = (
         _patch(
             f"data.{name}",
             f"{_TRAINING}.{module}:{name}",
-            "a data loader draws from the CPU's generator, from which dropout draws, too, without CUDA, and must draw "
-            "alike on ranks that have no loader; and calls tensor.cuda()",
+            "draws from the CPU generator, which without CUDA is also dropout's and must stay equal on ranks without a "
+            "data loader; and calls tensor.cuda()",
             _build_keeping_generator,
         )
         for module, name in (

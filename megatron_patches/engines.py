@@ -1,12 +1,12 @@
 """What ``--enable-resharding`` hands training to: the protocol of an engine, and how one is found.
 
-    validate_args        engine = factory(script)          checks everything; nothing has been built
+    validate_args        engine = factory(script)          checks everything; nothing is built yet
     get_model            with engine.building(): ...       DDP's flat buffers are allocated
                          engine.model_built(chunks)        before the optimizer is made
     train                engine.attach(chunks, optimizer, num_steps)    checkpoint loaded, all is on the device
       every N steps      engine.switch(iteration)          to inference and back
                          engine.detach()                   also on sys.exit
-    (then Megatron evaluates and saves as ever)
+    (then Megatron evaluates and saves as usual)
 
 An engine registers a factory under the entry-point group "megatron_patches.engines".
 """
@@ -25,15 +25,16 @@ from megatron_patches.arguments import ReshardingOptions
 from megatron_patches.errors import ScriptError
 
 ENTRY_POINT_GROUP = "megatron_patches.engines"
-_INSTALL_HINT = "pip install hybrid-engine[train,infer], or name one by --resharding-engine MODULE:OBJECT"
+_INSTALL_HINT = "pip install hybrid-engine[train,infer], or choose one by --resharding-engine MODULE:OBJECT"
 
 
 @dataclass(frozen=True)
 class MegatronScript:
     """The running script, as an engine sees it.
 
-    options: of our command line.
-    args: Megatron's validated arguments; not to be changed, a checkpoint saves them.
+    Attributes:
+        options: of our command line.
+        args: Megatron's validated arguments. Not to be changed: checkpoints contain them.
     """
 
     options: ReshardingOptions
@@ -77,36 +78,36 @@ class MegatronScript:
 class ReshardingEngine(Protocol):
     """Called on every rank at the same points; all methods may be collective.
 
-    Between two calls the training state is on the device, at the addresses it had. No call changes a random state.
+    Between calls the training state is on the device, at its original addresses. No call changes a random state.
     """
 
     def building(self) -> AbstractContextManager[None]:
-        """Entered around Megatron's `get_model`. The tokenizer is there; may refuse by an exception."""
+        """Entered around Megatron's `get_model`. The tokenizer exists; may raise to refuse the model."""
         ...
 
     def model_built(self, model_chunks: Sequence[Any]) -> None:
-        """The DDP-wrapped chunks are there, without an optimizer; parameters may still be moved."""
+        """The DDP-wrapped chunks exist, without an optimizer; parameters may still be moved."""
         ...
 
     def attach(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> None:
-        """Training is about to start; the optimizer has taken `num_steps` steps before, skipped ones not counted."""
+        """Training is about to start; the optimizer has taken `num_steps` steps, not counting skipped ones."""
         ...
 
     def switch(self, iteration: int) -> None:
-        """It is time (`--resharding-interval`, `--resharding-at-start`); `iteration` iterations are complete."""
+        """Switch to inference and back; `iteration` iterations are complete."""
         ...
 
     def detach(self) -> None:
-        """Training is over; give up what inference holds."""
+        """Training is over; release what inference holds."""
         ...
 
 
 EngineFactory = Callable[[MegatronScript], ReshardingEngine]
-"""Raises an exception that lists everything wrong with the options, before anything collective."""
+"""Raises an exception that lists every problem of the options, before any collective."""
 
 
 def find_engine(reference: str | None = None) -> EngineFactory:
-    """The factory that `reference` (``module:object``) names, or else the only one installed. Raises ScriptError."""
+    """The factory that `reference` (``module:object``) names; default: the only installed one. Raises ScriptError."""
     if reference is not None:
         return _imported(reference)
     found = list(importlib.metadata.entry_points(group=ENTRY_POINT_GROUP))
@@ -114,8 +115,9 @@ def find_engine(reference: str | None = None) -> EngineFactory:
         raise ScriptError([f"no resharding engine is installed: {_INSTALL_HINT}"])
     if len(found) > 1:
         names = ", ".join(sorted(point.value for point in found))
-        raise ScriptError([f"several resharding engines are installed: name one of {names} by --resharding-engine"])
-    return found[0].load()
+        raise ScriptError([f"several resharding engines are installed: choose one of {names} by --resharding-engine"])
+    factory: EngineFactory = found[0].load()
+    return factory
 
 
 def _imported(reference: str) -> EngineFactory:
@@ -123,5 +125,5 @@ def _imported(reference: str) -> EngineFactory:
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        message = f"--resharding-engine {reference} cannot be imported ({error}); name a MODULE:OBJECT that can"
+        message = f"--resharding-engine {reference} cannot be imported ({error}); use an importable MODULE:OBJECT"
         raise ScriptError([message]) from error

@@ -3,18 +3,17 @@
     MegatronPatchError                  everything below
     ├── PatchSetError                   the patches do not fit what is installed; nothing was changed
     │   ├── MissingMegatronError        megatron-core cannot be imported
-    │   ├── UnsupportedVersionError     a megatron-core version that the patches were not tested with
+    │   ├── UnsupportedVersionError     the patches were not tested with this megatron-core
     │   ├── MissingTargetError          a patched attribute does not exist
-    │   └── TargetConflictError         two patches, or a patch and somebody else, claim one attribute
-    ├── UnknownGroupError               apply() was asked for a group that does not exist
+    │   └── TargetConflictError         two patches, or a patch and somebody else, replace one attribute
+    ├── UnknownGroupError               apply() was called with a group that does not exist
     ├── UnsupportedModelError           a model chunk without Megatron's flat buffers
-    ├── UnsupportedOptimizerError       an optimizer type whose tensors are not known
-    ├── BufferAllocationError           a buffer allocator cannot serve, or returned something unusable
-    ├── CpuUnsupportedError             a CUDA-only feature was reached while running on CPU
-    └── ScriptError                     --enable-resharding cannot be honoured; lists every reason
+    ├── UnsupportedOptimizerError       an optimizer of an unsupported type
+    ├── BufferAllocationError           a buffer allocator cannot be used here, or returned a wrong tensor
+    ├── CpuUnsupportedError             a CUDA-only feature was used on CPU
+    └── ScriptError                     --enable-resharding is not possible here; lists every reason
 
-A `PatchSetError` that found several kinds of violation is raised as the base class with all of them
-in `violations`.
+Violations of several kinds are raised together as `PatchSetError` itself.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ class MegatronPatchError(Exception):
 class PatchSetError(MegatronPatchError):
     """Patches cannot be applied or reverted. Raised before anything changes.
 
-    violations: one sentence per problem, each with its remedy.
+    Attributes:
+        violations: one sentence per problem, each with its remedy.
     """
 
     def __init__(self, violations: Sequence[str]) -> None:
@@ -62,21 +62,22 @@ class UnsupportedModelError(MegatronPatchError, TypeError):
 
 
 class UnsupportedOptimizerError(MegatronPatchError, TypeError):
-    """The optimizer is of a type whose tensors this package does not know how to find."""
+    """The optimizer is of a type whose tensors this package cannot list."""
 
 
 class BufferAllocationError(MegatronPatchError):
-    """The buffer allocator hook cannot be used here, or what it returned does not fit."""
+    """The buffer allocator cannot be used here, or returned a tensor that does not fit."""
 
 
 class CpuUnsupportedError(MegatronPatchError, NotImplementedError):
-    """A feature that only exists on CUDA was used while the CPU patches are applied."""
+    """A CUDA-only feature was used while the CPU patches are applied."""
 
 
 class ScriptError(MegatronPatchError):
     """A Megatron script cannot do what --enable-resharding asks for.
 
-    violations: one sentence per problem, each with its remedy.
+    Attributes:
+        violations: one sentence per problem, each with its remedy.
     """
 
     def __init__(self, violations: Sequence[str]) -> None:

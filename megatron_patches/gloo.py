@@ -1,6 +1,6 @@
-"""The few `torch.distributed` calls of megatron that gloo refuses (torch 2.13), done with others.
+"""The few `torch.distributed` calls of megatron that gloo does not support (torch 2.13), built from others.
 
-Megatron's modules find these in place of the originals (see `cpu_torch`); torch keeps its own.
+Megatron's modules see these in place of the originals (`cpu_torch`); torch keeps its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_patches.errors import CpuUnsupportedError
 
 
 def new_group(*args: Any, **kwargs: Any) -> Any:
-    """`dist.new_group` without NCCL: its options are dropped, "nccl" means the default backend."""
+    """`dist.new_group` without NCCL: its options are ignored, "nccl" means the default backend."""
     if kwargs.get("backend") == "nccl":
         kwargs["backend"] = None
     kwargs["pg_options"] = None
@@ -30,7 +30,7 @@ def all_gather(
 ) -> dist.Work | None:
     """`dist.all_gather`, also of tensors that differ in their first dim, as NCCL allows (MoE dispatch).
 
-    Uneven parts travel padded to the longest: group size times the longest part in extra memory.
+    Uneven parts are padded to the longest, which takes group size times the longest part in extra memory.
     """
     longest = max(part.shape[0] if part.dim() else 0 for part in tensor_list)
     if all(part.shape == tensor_list[0].shape for part in tensor_list):
@@ -54,8 +54,8 @@ def reduce_scatter(
 ) -> dist.Work | None:
     """`dist.reduce_scatter`, also of parts that differ in their first dim.
 
-    Uneven parts are all-reduced in one tensor of which this rank keeps its own: costs the volume of
-    all parts in extra memory.
+    Uneven parts are all-reduced as one tensor, of which this rank keeps its own part. Takes the volume of all parts in
+    extra memory.
     """
     if all(part.shape == input_list[0].shape for part in input_list):
         return dist.reduce_scatter(output, list(input_list), op=op, group=group, async_op=async_op)
@@ -68,8 +68,8 @@ def reduce_scatter(
 
 def _refuse_async(async_op: bool, name: str) -> None:
     if async_op:
-        raise CpuUnsupportedError(f"{name} of uneven parts on gloo is only available with async_op=False")
+        raise CpuUnsupportedError(f"{name} of uneven parts on gloo requires async_op=False")
 
 
 OVERRIDES = {"new_group": new_group, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
-"""Names in `torch.distributed` that megatron's modules see replaced."""
+"""Names of `torch.distributed` that are replaced for megatron's modules."""

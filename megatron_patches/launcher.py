@@ -17,8 +17,8 @@ from megatron_patches.errors import MegatronPatchError
 def run_script(path: str, arguments: Sequence[str]) -> None:
     """Run `path` as ``python path arguments`` would, with the patches of group "script" on megatron.training.
 
-    Without CUDA also those that let Megatron run at all. Exits with a message when the file is missing, when there is
-    no megatron.training beside it, or when the patches do not fit its version; then the script has not started.
+    Without CUDA also with those that let Megatron run on CPU. Exits with a message, before the script starts, if the
+    file is missing, there is no megatron.training beside it, or the patches do not support its version.
     """
     if not Path(path).is_file():
         sys.exit(f"{path}: no such file; usage: python -m megatron_patches SCRIPT [arguments]")
@@ -27,10 +27,10 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
         sys.path[0] = str(Path(path).resolve().parent)
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.training") is None:
         sys.exit(
-            f"{path}: there is no megatron.training, which megatron-core's package does not contain; "
+            f"{path}: there is no megatron.training, which is not in megatron-core's package; "
             "run an entry script of a Megatron-LM checkout, or add the checkout to PYTHONPATH"
         )
-    importlib.import_module("megatron.training")  # what it lacks, python says best
+    importlib.import_module("megatron.training")  # if a dependency of it is missing, this says which
     try:
         apply(("script",), allow_version=script.allows_version())
         script.prepare()

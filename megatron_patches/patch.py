@@ -1,7 +1,7 @@
 """What a patch is: a record of one replaced attribute of megatron.
 
-A target reads ``module:attr.path``. The module may end in ``.*`` (``megatron.*:torch``): then the
-target is that attribute of every module below the package which has it, those imported later included.
+A target is ``module:attr.path``. The module may end in ``.*`` (``megatron.*:torch``): then the target is that attribute
+of every module below the package that has it, including modules imported later.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ class _Missing:
 
 
 MISSING: Final = _Missing()
-"""Stands for the value of an attribute that does not exist."""
+"""The value of an attribute that does not exist."""
 
 
 @dataclass(frozen=True)
 class Patch:
     """One replaced attribute.
 
-    name: unique, dotted lower case.
-    group: one of `GROUPS`; groups are applied separately.
-    target: ``module:attr.path`` or ``package.*:attr``.
-    reason: why megatron needs it, one sentence.
-    versions: the megatron-core versions that it was tested with (those before `since`: that the rest works without).
-    remove_when: the condition under which it may go.
-    build: makes the replacement from the original. For static and class methods it gets the plain
-        function; the descriptor is put back around what it returns. Gets `MISSING` when the
-        attribute does not exist, which is only allowed with `may_be_missing`.
-    may_be_missing: the attribute need not exist (it is then created, and deleted on revert).
-    since: the megatron-core that brought the target; an older one goes without the patch. Empty when all tested
-        versions have the target.
+    Attributes:
+        name: unique, dotted lower case.
+        group: one of `GROUPS`; groups are applied separately.
+        target: ``module:attr.path`` or ``package.*:attr``.
+        reason: what is wrong with the original, one sentence with the target as its subject.
+        versions: the megatron-core versions that it was tested with (before `since`: that they work without it).
+        remove_when: the condition under which it becomes unnecessary.
+        build: makes the replacement from the original. For static and class methods it gets the plain function, and
+            its result is wrapped in the same descriptor. Gets `MISSING` if the attribute does not exist, which is
+            only allowed with `may_be_missing`.
+        may_be_missing: the attribute need not exist; it is then created, and deleted on revert.
+        since: the megatron-core that brought the target; older ones do without the patch. Empty if all tested versions
+            have it.
     """
 
     name: str
@@ -97,12 +98,13 @@ class Patch:
 
 @dataclass(frozen=True)
 class Site:
-    """One place where an attribute lives: `attr` of `owner`, a module or a class.
+    """One place where an attribute is: `attr` of `owner`, a module or a class.
 
-    original: the raw entry of the owner's own ``__dict__`` (descriptors included), or `MISSING` when
-        the owner has none of its own (inherited, or not there at all).
-    value: what a look-up on the owner finds, descriptors unresolved; differs from `original` only
-        for an inherited attribute.
+    Attributes:
+        original: the raw entry of the owner's own ``__dict__`` (descriptors included), or `MISSING` if the attribute
+            is inherited or does not exist.
+        value: what a look-up on the owner finds, descriptors unresolved; differs from `original` only for an inherited
+            attribute.
     """
 
     owner: Any
@@ -112,7 +114,7 @@ class Site:
 
     @property
     def key(self) -> tuple[int, str]:
-        """Identifies the place, whichever name it was reached by."""
+        """Identifies the place, whatever name it was reached by."""
         return (id(self.owner), self.attr)
 
     @property
@@ -130,7 +132,7 @@ class Site:
         setattr(self.owner, self.attr, replacement)
 
     def restore(self) -> None:
-        """Set the original again; delete the attribute if the owner had none of its own."""
+        """Set the original; delete the attribute if the owner had none of its own."""
         if self.original is MISSING:
             delattr(self.owner, self.attr)
         else:
@@ -143,10 +145,13 @@ def locate(owner: Any, attr: str) -> Site:
 
 
 def sites(patch: Patch) -> Iterator[Site]:
-    """The sites of `patch` among the modules loaded now; imports the module of a plain target.
+    """The sites of `patch` in the modules loaded now; imports the module of a plain target.
 
-    Raises ImportError when that module cannot be imported and AttributeError when a class on the
-    path does not exist. The last attribute may be missing: its value is then `MISSING`.
+    The last attribute of the path may be missing: its value is then `MISSING`.
+
+    Raises:
+        ImportError: if the module cannot be imported.
+        AttributeError: if a class on the path does not exist.
     """
     if patch.covers_package:
         for name, module in sorted(sys.modules.items()):

@@ -4,9 +4,8 @@
                                               │ any violation: raise, unchanged             │
                                               └──────────── revert replays the originals <──┘
 
-A function that other megatron modules took over with ``from x import f`` is replaced there too, and
-modules of megatron that are imported while patches are applied get the package-wide patches as soon
-as they have run.
+A function that other megatron modules imported by name (``from x import f``) is replaced there, too, and modules of
+megatron that are imported later get the package-wide patches right after they were executed.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _INSTALL_HINT = "install it with: pip install megatron-core=="
 
 @dataclass(frozen=True)
 class Applied:
-    """A swap that was made: revert needs nothing else."""
+    """A swap that was made; all that revert needs."""
 
     patch: Patch
     site: Site
@@ -51,9 +50,11 @@ class Applied:
 
 @dataclass(frozen=True)
 class PatchState:
-    """A patch and the number of places where it is applied now (0: not applied).
+    """A patch and where it stands.
 
-    is_needed: False when its target came with a later megatron-core than the imported one.
+    Attributes:
+        num_sites: number of places where it is applied now; 0: not applied.
+        is_needed: False if its target came with a later megatron-core than the imported one.
     """
 
     patch: Patch

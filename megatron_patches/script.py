@@ -1,7 +1,7 @@
 """Where ``--enable-resharding`` enters ``megatron.training``: one decorator per function.
 
-    way 1   python -m megatron_patches pretrain_gpt.py ...    the decorators are put on at run time (`PATCHES`)
-    way 2   patches/core_v*/                                  the source tree has them (patches/apply.sh)
+    way 1   python -m megatron_patches pretrain_gpt.py ...    applies the decorators at run time (`PATCHES`)
+    way 2   patches/core_v*/                                  writes them into the source tree (patches/apply.sh)
 
     parse_args      with_arguments     our arguments join the parser
     validate_args   with_validation    options are checked, the "hooks" patches applied, the engine made
@@ -42,9 +42,13 @@ _MARK = "_enters_resharding"
 class _Run:
     """This process's run of a script.
 
-    num_steps: optimizer steps taken, skipped ones not counted; goes on from a checkpoint.
-    starts: no step was begun since the engine was attached.
-    attached: the engine is, since training runs.
+    Attributes:
+        given: what the parser collected of our arguments.
+        options: the same, once parsed.
+        engine: None until Megatron has validated its arguments.
+        num_steps: optimizer steps taken, not counting skipped ones; continues from a checkpoint.
+        starts: no step has begun since the engine was attached.
+        attached: training runs, and the engine is attached to it.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
@@ -59,38 +63,38 @@ _run = _Run()
 
 
 def options() -> ReshardingOptions:
-    """What this run's command line says of resharding; Megatron's own arguments do not have it."""
+    """The resharding options of this run's command line, which are not among Megatron's arguments."""
     return _run.options
 
 
 def allows_version() -> bool:
-    """Whether the command line accepts untested versions: asked before Megatron parses it."""
+    """Whether the command line accepts untested versions; needed before Megatron parses it."""
     return ALLOW_VERSION_FLAG in sys.argv
 
 
 def prepare() -> None:
-    """Make Megatron run on a machine without CUDA; with CUDA nothing. Called once ``megatron.training`` is imported."""
+    """Without CUDA, apply the CPU patches. Called once, when ``megatron.training`` is imported."""
     if not torch.cuda.is_available():
         apply(("cpu", "cpu_training"), allow_version=allows_version())
 
 
 def _decorator(decorate: Callable[[Function], Function]) -> Callable[[Function], Function]:
-    """Putting it on twice, by the source and at run time, is the same as once."""
+    """A decorator that is applied once, even if both the source and a patch apply it."""
 
     @functools.wraps(decorate)
-    def put_on(original: Function) -> Function:
+    def apply_once(original: Function) -> Function:
         if getattr(original, _MARK, None) == decorate.__name__:
             return original
         decorated = functools.wraps(original)(decorate(original))
         setattr(decorated, _MARK, decorate.__name__)
         return decorated
 
-    return put_on
+    return apply_once
 
 
 @_decorator
 def with_arguments(parse_args: Function) -> Function:
-    """Of `parse_args(extra_args_provider, ignore_unknown_args)`."""
+    """Decorate `parse_args(extra_args_provider, ignore_unknown_args)`: our arguments join the parser."""
 
     def parse(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
         global _run
@@ -110,7 +114,7 @@ def with_arguments(parse_args: Function) -> Function:
 
 @_decorator
 def with_validation(validate_args: Function) -> Function:
-    """Of `validate_args(args, defaults)`."""
+    """Decorate `validate_args(args, defaults)`: the engine is made."""
 
     def validate(args: Any, *rest: Any, **kwargs: Any) -> Any:
         validated = validate_args(args, *rest, **kwargs)
@@ -124,14 +128,14 @@ def with_validation(validate_args: Function) -> Function:
 def _make_engine(script: MegatronScript) -> ReshardingEngine:
     factory = find_engine(script.options.engine)
     allow_version = script.options.allow_version
-    check_version(("script",), allow_version=allow_version)  # a patched source tree has them without apply()
+    check_version(("script",), allow_version=allow_version)  # in a patched source tree nothing has applied them
     apply(("hooks",), allow_version=allow_version)
     return factory(script)
 
 
 @_decorator
 def with_buffers(get_model: Function) -> Function:
-    """Of `get_model(…, wrap_with_ddp, …)`; a model without DDP is not the one that trains."""
+    """Decorate `get_model(…, wrap_with_ddp, …)`: the engine provides memory. Models without DDP are not trained."""
 
     def get(*args: Any, **kwargs: Any) -> Any:
         if not (_run.options.enabled and _argument(get_model, "wrap_with_ddp", args, kwargs)):
@@ -147,7 +151,7 @@ def with_buffers(get_model: Function) -> Function:
 
 @_decorator
 def with_engine(train: Function) -> Function:
-    """Of `train(…, model, optimizer, opt_param_scheduler, …)`."""
+    """Decorate `train(…, model, optimizer, opt_param_scheduler, …)`: the engine is attached meanwhile."""
 
     def train_with_engine(*args: Any, **kwargs: Any) -> Any:
         if not _run.options.enabled:
@@ -163,7 +167,7 @@ def with_engine(train: Function) -> Function:
 
 @contextlib.contextmanager
 def _attached(engine: ReshardingEngine, model: Any, optimizer: Any, num_steps: int) -> Iterator[None]:
-    """Detached at the end and when Megatron exits, which all ranks do; after an error ranks may be anywhere."""
+    """Detach at the end and on Megatron's exit, which all ranks reach; not after an error: ranks may be anywhere."""
     engine.attach(model, optimizer, num_steps)
     _run.num_steps, _run.starts, _run.attached = num_steps, True, True
     try:
@@ -171,7 +175,7 @@ def _attached(engine: ReshardingEngine, model: Any, optimizer: Any, num_steps: i
     except SystemExit:
         try:
             engine.detach()
-        except Exception:  # Megatron's own status is what counts
+        except Exception:  # must not replace Megatron's exit status
             logger.exception("the resharding engine could not be ended")
         raise
     finally:
@@ -180,19 +184,19 @@ def _attached(engine: ReshardingEngine, model: Any, optimizer: Any, num_steps: i
 
 
 def _steps_taken(args: Any, scheduler: Any) -> int:
-    """Optimizer steps behind a checkpoint: Megatron counts iterations, skipped ones too, but its scheduler counts the
-    samples of steps that were taken. Exact as long as a step always has the same number of samples."""
+    """Optimizer steps that led to a checkpoint. Exact as long as a step always has the same number of samples."""
+    # Megatron counts iterations, skipped ones too, but its scheduler counts the samples of steps that were taken
     skipped_samples = args.consumed_train_samples - scheduler.num_steps
     return max(0, args.iteration - skipped_samples // args.global_batch_size)
 
 
 @_decorator
 def with_switch(train_step: Function) -> Function:
-    """Of `train_step`, whose result begins with (losses, whether the step was skipped)."""
+    """Decorate `train_step`, whose result begins with (losses, whether the step was skipped): the engine switches."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         if _run.options.enabled and not _run.attached:
-            raise ScriptError(["train_step is called outside of megatron.training's train; call it there"])
+            raise ScriptError(["train_step was called outside of megatron.training's train(); call it in there"])
         if _run.starts and _run.options.at_start:
             _required_engine().switch(_megatron_args().curr_iteration)
         _run.starts = False
@@ -209,9 +213,7 @@ def with_switch(train_step: Function) -> Function:
 
 def _required_engine() -> ReshardingEngine:
     if _run.engine is None:
-        raise ScriptError(
-            ["Megatron has not validated its arguments (it does not with --yaml-cfg); give them as flags instead"]
-        )
+        raise ScriptError(["Megatron did not validate its arguments, as with --yaml-cfg; pass them as flags instead"])
     return _run.engine
 
 
@@ -222,7 +224,7 @@ def _megatron_args() -> Any:
 
 
 def _argument(function: Function, name: str, args: Any, kwargs: Any) -> Any:
-    """What `function` gets for parameter `name` when called so."""
+    """What `function` gets for parameter `name` when called with these arguments."""
     bound = inspect.signature(function).bind(*args, **kwargs)
     bound.apply_defaults()
     return bound.arguments[name]
@@ -243,7 +245,7 @@ def _patch(decorator: Callable[[Function], Function], target: str, reason: str) 
 PATCHES: tuple[Patch, ...] = (
     _patch(with_arguments, "arguments:parse_args", "adds the arguments of --enable-resharding"),
     _patch(with_validation, "arguments:validate_args", "checks them and makes the engine, before anything is built"),
-    _patch(with_buffers, "training:get_model", "lets the engine provide the memory of parameters and gradients"),
-    _patch(with_engine, "training:train", "attaches the engine for the time of training"),
+    _patch(with_buffers, "training:get_model", "lets the engine allocate the memory of parameters and gradients"),
+    _patch(with_engine, "training:train", "attaches the engine during training"),
     _patch(with_switch, "training:train_step", "gives the engine the devices every N optimizer steps"),
 )

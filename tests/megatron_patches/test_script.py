@@ -198,7 +198,10 @@ def test_the_only_installed_engine_is_taken(tree: Path, capsys: Capture, monkeyp
     ("references", "message"),
     [
         ([], r"no resharding engine is installed: pip install hybrid-engine\[train,infer\]"),
-        (["one:Engine", "two:Engine"], "several resharding engines are installed: name one of one:Engine, two:Engine"),
+        (
+            ["one:Engine", "two:Engine"],
+            "several resharding engines are installed: choose one of one:E.*, two:E",
+        ),
     ],
 )
 def test_none_or_several_engines_are_clear_errors(
@@ -219,7 +222,7 @@ def test_an_engine_that_refuses_ends_the_script_before_anything_is_built(tree: P
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--resharding-interval", "3"), "--resharding-interval: has no effect without --enable-resharding"),
+        (("--resharding-interval", "3"), "--resharding-interval: no effect without --enable-resharding"),
         (("--enable-resharding", "--resharding-engine", "nowhere:make"), "--resharding-engine nowhere:make cannot be"),
         (("--enable-resharding", "--resharding-engine", "json"), "--resharding-engine json cannot be imported"),
     ],
