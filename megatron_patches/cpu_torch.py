@@ -83,42 +83,26 @@ def under_cuda_spelling(original: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class Stream:
-    """The only stream of a CPU. Work is done when the call returns, so there is nothing to wait for."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def record_event(self, event: Event | None = None) -> Event:
-        return event or Event()
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 class Event:
     """An event that has always occurred already."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    __init__ = record = wait = synchronize = _nothing
 
-    def record(self, stream: Any = None) -> None:
-        pass
+    def query(self) -> bool:
+        return True
 
-    def wait(self, stream: Any = None) -> None:
-        pass
 
-    def synchronize(self) -> None:
-        pass
+class Stream:
+    """The only stream of a CPU. Work is done when the call returns, so there is nothing to wait for."""
+
+    __init__ = wait_stream = wait_event = synchronize = _nothing
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return event or Event()
 
     def query(self) -> bool:
         return True
@@ -143,10 +127,6 @@ def set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
 def manual_seed(seed: int) -> None:
     """Seed the CPU's generator; `torch.manual_seed` would seed CUDA's, too."""
     torch.default_generator.manual_seed(int(seed))
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
 
 
 def _device_context(*args: Any, **kwargs: Any) -> AbstractContextManager[None]:

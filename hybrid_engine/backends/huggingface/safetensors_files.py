@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -214,7 +215,7 @@ def verify_checksum(path: Path) -> bool:
     return True
 
 
-def checksum(file: BinaryIO, header: bytes) -> str:
+def checksum(file: BufferedIOBase, header: bytes) -> str:
     """CRC-32 in hex of a file whose header has just been read, with `header` in place of its own."""
     found, _ = crc32_of(file, zlib.crc32(struct.pack("<Q", len(header)) + header))
     return f"{found:08x}"

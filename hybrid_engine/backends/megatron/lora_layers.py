@@ -134,13 +134,10 @@ class _Matrix(torch.nn.Module):
         whole = torch.zeros(rows * tp_size if cut_dim == 0 else rows, columns * tp_size if cut_dim == 1 else columns)
         if not zero:  # drawn whole on every rank, from equal generators: values must not depend on the layout
             torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
-        part = whole if cut_dim is None else whole.chunk(tp_size, cut_dim)[_tp_rank()]
+        tp_rank = parallel_state.get_tensor_model_parallel_rank()
+        part = whole if cut_dim is None else whole.chunk(tp_size, cut_dim)[tp_rank]
         self.weight = torch.nn.Parameter(part.to(device=like.device, dtype=like.dtype).contiguous())
         set_tensor_model_parallel_attributes(self.weight, cut_dim is not None, cut_dim or 0, 1)
-
-
-def _tp_rank() -> int:
-    return parallel_state.get_tensor_model_parallel_rank()
 
 
 def wrapped_layers(model_chunks: Sequence[torch.nn.Module]) -> Iterator[LoraLinear]:

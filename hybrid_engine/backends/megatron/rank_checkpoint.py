@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,41 +36,26 @@ _MOST_NAMED = 5
 """Differences, or files, that an error names."""
 
 
-@dataclass(frozen=True)
-class _Topology:
-    """What must be the same when a checkpoint is loaded: axis sizes, this rank's coordinates, and chunks."""
+def _topology_of(actor: Actor) -> dict[str, int | str]:
+    """What must be the same when a checkpoint is loaded: axis sizes, this rank's coordinates, and chunks.
 
-    world_size: int
-    tensor_parallel: int
-    pipeline_parallel: int
-    tensor_parallel_rank: int
-    pipeline_parallel_rank: int
-    data_parallel_rank: int
-    expert_parallel: int
-    expert_tensor_parallel: int
-    expert_parallel_rank: int
-    expert_tensor_parallel_rank: int
-    num_chunks: int
-    adapters: str  # LoRA; the names of these fields are in checkpoints
-    optimizers: str
-
-    @classmethod
-    def of(cls, actor: Actor) -> _Topology:
-        return cls(
-            world_size=dist.get_world_size(),
-            tensor_parallel=parallel_state.get_tensor_model_parallel_world_size(),
-            pipeline_parallel=parallel_state.get_pipeline_model_parallel_world_size(),
-            tensor_parallel_rank=parallel_state.get_tensor_model_parallel_rank(),
-            pipeline_parallel_rank=parallel_state.get_pipeline_model_parallel_rank(),
-            data_parallel_rank=parallel_state.get_data_parallel_rank(),
-            expert_parallel=parallel_state.get_expert_model_parallel_world_size(),
-            expert_tensor_parallel=parallel_state.get_expert_tensor_parallel_world_size(),
-            expert_parallel_rank=parallel_state.get_expert_model_parallel_rank(),
-            expert_tensor_parallel_rank=parallel_state.get_expert_tensor_parallel_rank(),
-            num_chunks=len(actor.chunks),
-            adapters=_lora_of(actor.chunks),
-            optimizers=" ".join(type(member).__name__ for member in _members(actor.optimizer)),
-        )
+    The keys are part of the file format.
+    """
+    return {
+        "world_size": dist.get_world_size(),
+        "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_parallel": parallel_state.get_pipeline_model_parallel_world_size(),
+        "tensor_parallel_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "pipeline_parallel_rank": parallel_state.get_pipeline_model_parallel_rank(),
+        "data_parallel_rank": parallel_state.get_data_parallel_rank(),
+        "expert_parallel": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel": parallel_state.get_expert_tensor_parallel_world_size(),
+        "expert_parallel_rank": parallel_state.get_expert_model_parallel_rank(),
+        "expert_tensor_parallel_rank": parallel_state.get_expert_tensor_parallel_rank(),
+        "num_chunks": len(actor.chunks),
+        "adapters": _lora_of(actor.chunks),
+        "optimizers": " ".join(type(member).__name__ for member in _members(actor.optimizer)),
+    }
 
 
 def _lora_of(chunks: Sequence[torch.nn.Module]) -> str:
@@ -223,7 +207,7 @@ def _is_generator_state(state: torch.Tensor) -> bool:
 def _state_of(actor: Actor) -> dict[str, Any]:
     """Everything that is saved; views of live memory."""
     return {
-        "layout": asdict(_Topology.of(actor)),
+        "layout": _topology_of(actor),
         "chunks": [_tensors_only(unwrap_model(chunk).state_dict()) for chunk in actor.chunks],
         "optimizer": {
             "members": [member.optimizer.state_dict() for member in _members(actor.optimizer)],
