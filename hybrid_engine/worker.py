@@ -129,14 +129,14 @@ class ActorHybridWorker(SwitchContexts):
         from hybrid_engine.backends.megatron import rank_checkpoint as checkpoint
 
         self.train.weights.base.prepare()
-        checkpoint.save_checkpoint(directory, self.actor, self.job.agreement)
+        checkpoint.save_checkpoint(directory, self.actor, self.job)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Take up what `save_checkpoint` wrote, on all ranks or on none. In `train_context`."""
         self.sharding.require(State.TRAIN)
         from hybrid_engine.backends.megatron import rank_checkpoint as checkpoint
 
-        checkpoint.load_checkpoint(directory, self.actor, self.job.agreement)
+        checkpoint.load_checkpoint(directory, self.actor, self.job)
 
     def load_hf_checkpoint(self, path: str | Path) -> None:
         """Take the weights from a Hugging Face checkpoint (safetensors), whatever the layout. In `train_context`.
@@ -149,7 +149,7 @@ class ActorHybridWorker(SwitchContexts):
         self.sharding.require(State.TRAIN)
         from hybrid_engine.backends.huggingface import load_hf_checkpoint
 
-        load_hf_checkpoint(path, self.train.weights.base, self.table, self.job.agreement)
+        load_hf_checkpoint(path, self.train.weights.base, self.table, self.job)
         self.train.reload_main_params()
 
     def save_hf_checkpoint(self, path: str | Path, dtype: str | None = None) -> None:
@@ -163,10 +163,9 @@ class ActorHybridWorker(SwitchContexts):
         self.sharding.require(State.TRAIN)
         from hybrid_engine.backends.huggingface import save_hf_checkpoint
 
-        model_dir, agreement = self.config.model, self.job.agreement
-        with agreement.phase("adding adapters"):
+        with self.job.agreement.phase("adding adapters"):
             weights = self.train.weights.merged
-        save_hf_checkpoint(path, weights, self.table, agreement, model_dir, dtype)
+        save_hf_checkpoint(path, weights, self.table, self.job, self.config.model, dtype)
 
     def shutdown(self) -> None:
         """End vLLM, Megatron's groups, and the process group if it was created here; idempotent.

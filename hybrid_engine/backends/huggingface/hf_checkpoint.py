@@ -14,11 +14,9 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.backends.huggingface import publishing
 from hybrid_engine.backends.huggingface import safetensors_files as files
@@ -27,8 +25,8 @@ from hybrid_engine.files.durable import naming, write_bytes, write_text
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.planner import box_transfers
-from hybrid_engine.ports import TrainingWeights
-from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ports import LoadableWeights, TrainingWeights
+from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
 from hybrid_engine.transports.copies import strided
@@ -53,26 +51,14 @@ COMPANIONS = (
 """Files that belong to a model beside its weights."""
 
 
-class LoadableWeights(TrainingWeights, Protocol):
-    """Training weights that a checkpoint can be read into."""
-
-    def zero_padding(self) -> None:
-        """Zero what no weight covers."""
-        ...
-
-    def zero_adapters(self) -> None:
-        """Make adapters add nothing."""
-        ...
-
-
-def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelTable, agreement: Agreement) -> None:
+def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelTable, job: Job) -> None:
     """Fill this rank's training shards from a checkpoint; on all ranks or on none. Collective.
 
     Args:
         path: directory with safetensors files, one or many with an index, that every rank can read.
         weights: the shards, on the device.
         table: the model's name table.
-        agreement: of all ranks.
+        job: of all ranks.
 
     Stored values are cast to the shards' dtype. Padding of the vocabulary becomes zero, and LoRA adds nothing.
     Main parameters of an optimizer are not touched: see `ActorHybridWorker.load_hf_checkpoint`.
@@ -87,24 +73,23 @@ def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelT
         ParameterMismatchError: naming every tensor that is missing, has another shape or is unknown to the table.
     """
     directory = Path(path)
-    with agreement.phase("reading the checkpoint's headers"):
+    with job.agreement.phase("reading the checkpoint's headers"):
         stored = files.stored_tensors(directory)
         _check_names(stored, table)
         known = {name: stored[name] for name in table.shapes}
-        rank = dist.get_world_size()
-        source = _layout_of(known, rank, {})
-        transfers = box_transfers(source, weights.layout(), _hosts(), dist.get_rank(), table.shapes)
-    with agreement.phase("verifying the checkpoint"):
-        for file in _share_of_files(stored):
+        source = _layout_of(known, job.world_size, {})
+        transfers = box_transfers(source, weights.layout(), _hosts(job), job.rank, table.shapes)
+    with job.agreement.phase("verifying the checkpoint"):
+        for file in _share_of_files(stored, job):
             if not files.verify_checksum(directory / file):
                 logger.info("%s has no checksum: its contents are not verified", directory / file)
     with ExitStack() as stack:
-        with agreement.phase("preparing the weights"):
+        with job.agreement.phase("preparing the weights"):
             weights.prepare()
             buffers = weights.buffers()
             names = sorted({known[transfer.tensor].file for transfer in transfers})
             reader = stack.enter_context(files.SliceReader(directory, names))
-        with agreement.phase("reading the checkpoint"), torch.no_grad():
+        with job.agreement.phase("reading the checkpoint"), torch.no_grad():
             _read(transfers, buffers, known, reader)
             weights.zero_padding()
             weights.zero_adapters()
@@ -114,7 +99,7 @@ def save_hf_checkpoint(
     path: str | Path,
     weights: TrainingWeights,
     table: ModelTable,
-    agreement: Agreement,
+    job: Job,
     model_dir: str | Path | None = None,
     dtype: str | None = None,
     file_nbytes: int = FILE_NBYTES,
@@ -125,7 +110,7 @@ def save_hf_checkpoint(
         path: directory on storage that all ranks share; created if missing.
         weights: the shards, on the device.
         table: the model's name table.
-        agreement: of all ranks.
+        job: of all ranks.
         model_dir: configuration and tokenizer are copied from here.
         dtype: of the stored weights, e.g. "bfloat16"; default: that of the shards.
         file_nbytes: most bytes of data in one file.
@@ -138,33 +123,33 @@ def save_hf_checkpoint(
         ConfigError: if the directory holds weights of another model; these stay.
         FileError: naming the file; on a full disk before anything is written.
     """
-    with agreement.phase("preparing the weights"):
+    with job.agreement.phase("preparing the weights"):
         weights.prepare()
         own = weights.layout()
-    layouts = agreement.gather(own, "save_hf_checkpoint")
-    directory, rank = Path(path), dist.get_rank()
-    with agreement.phase("planning the checkpoint"):
+    layouts = job.agreement.gather(own, "save_hf_checkpoint")
+    directory = Path(path)
+    with job.agreement.phase("planning the checkpoint"):
         source = Layout.merge(layouts)
         stored = publishing.plan_files(_tensors_to_store(source, table, dtype), file_nbytes)
-        destination = _layout_of(stored, dist.get_world_size(), table.copies)
-        transfers = box_transfers(source, destination, _hosts(), rank)
+        destination = _layout_of(stored, job.world_size, table.copies)
+        transfers = box_transfers(source, destination, _hosts(job), job.rank)
     publication = publishing.Publication(directory, stored)
     try:
-        with agreement.phase("creating the checkpoint's files"):
-            if rank == 0:
+        with job.agreement.phase("creating the checkpoint's files"):
+            if job.rank == 0:
                 publication.abandon()  # what is left of an earlier save that was killed
                 older = older_weights(directory, table)
                 publication.begin()
-        with agreement.phase("writing the checkpoint"), torch.no_grad():
+        with job.agreement.phase("writing the checkpoint"), torch.no_grad():
             _write(transfers, weights.buffers(), stored, directory)
-        with agreement.phase("sealing the checkpoint"):
-            for file in _share_of_files(stored):
+        with job.agreement.phase("sealing the checkpoint"):
+            for file in _share_of_files(stored, job):
                 publishing.seal(directory / (file + publishing.SUFFIX))
-        with agreement.phase("publishing the checkpoint"):
-            if rank == 0:
+        with job.agreement.phase("publishing the checkpoint"):
+            if job.rank == 0:
                 publish(publication, directory, model_dir, stored, older)
     except BaseException as error:
-        if rank == 0:
+        if job.rank == 0:
             _abandon(publication, error)
         raise
 
@@ -217,9 +202,9 @@ def _abandon(publication: publishing.Publication, error: BaseException) -> None:
         error.add_note(f"The files of this save could not be removed: {failure}")
 
 
-def _share_of_files(stored: Mapping[str, files.StoredTensor]) -> list[str]:
+def _share_of_files(stored: Mapping[str, files.StoredTensor], job: Job) -> list[str]:
     """The files that this rank reads as a whole; every file has one such rank."""
-    return sorted({tensor.file for tensor in stored.values()})[dist.get_rank() :: dist.get_world_size()]
+    return sorted({tensor.file for tensor in stored.values()})[job.rank :: job.world_size]
 
 
 def _check_names(stored: Mapping[str, files.StoredTensor], table: ModelTable) -> None:
@@ -285,9 +270,9 @@ def _write(
         writer.flush()
 
 
-def _hosts() -> list[str]:
+def _hosts(job: Job) -> list[str]:
     """By rank. All ranks count as one host, which does not matter here; the files are on another."""
-    return [""] * dist.get_world_size() + ["files"]
+    return [""] * job.world_size + ["files"]
 
 
 def _usual_dtype(stored: Mapping[str, files.StoredTensor]) -> str:

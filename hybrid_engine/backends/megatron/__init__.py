@@ -19,7 +19,7 @@
     1  build     the worker: initialize_parallel_state, build_actor, `TrainEngine`; or a Megatron script brings its
                  model, and `megatron_script` moves its loose weights and makes a `LiveModel`
     2  layout    ShardingManager, once: `weights.layout()`, which is planned against the inference side
-    3  offload   MegatronOffloader, at every switch: `offload_items()`; memory stays at its addresses
+    3  offload   Offloader, at every switch: `offload_items()`; memory stays at its addresses
     4  switch    ShardingManager: `weights.prepare()` finishes gathers and adds LoRA; buffers are read
     5  return    everything is back at its address; a step raises `version`, and with it the next switch moves weights
     6  resume    the worker, in train state: save_checkpoint, load_checkpoint

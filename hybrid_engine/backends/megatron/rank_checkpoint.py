@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -29,20 +28,20 @@ from hybrid_engine.backends.megatron.checkpoint_checks import differences, optim
 from hybrid_engine.backends.megatron.lora_layers import LoraLinear
 from hybrid_engine.errors import ConfigError, StateError, Violation
 from hybrid_engine.files.durable import current_directory, leftovers, naming, recover_directory, replace_directory
-from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ranks.job import Job
 from megatron_patches import optimizers
 
 _MOST_NAMED = 5
 """Differences, or files, that an error names."""
 
 
-def _topology_of(actor: Actor) -> dict[str, int | str]:
+def _topology_of(actor: Actor, job: Job) -> dict[str, int | str]:
     """What must be the same when a checkpoint is loaded: axis sizes, this rank's coordinates, and chunks.
 
     The keys are part of the file format.
     """
     return {
-        "world_size": dist.get_world_size(),
+        "world_size": job.world_size,
         "tensor_parallel": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_parallel": parallel_state.get_pipeline_model_parallel_world_size(),
         "tensor_parallel_rank": parallel_state.get_tensor_model_parallel_rank(),
@@ -69,7 +68,7 @@ def _lora_of(chunks: Sequence[torch.nn.Module]) -> str:
     return ", ".join(layers)
 
 
-def save_checkpoint(directory: str | Path, actor: Actor, agreement: Agreement) -> None:
+def save_checkpoint(directory: str | Path, actor: Actor, job: Job) -> None:
     """Write parameters, optimizer state, generators and weight version to `directory`. Collective.
 
     Written and flushed beside the directory, and renamed at the end: a kill or a power cut at any moment leaves the old
@@ -84,27 +83,26 @@ def save_checkpoint(directory: str | Path, actor: Actor, agreement: Agreement) -
         FileError: naming the file that could not be written.
         ConfigError: if the directory holds anything but a checkpoint.
     """
-    rank = dist.get_rank()
-    with agreement.phase("looking into the checkpoint's directory"), naming("preparing the checkpoint", directory):
+    with job.agreement.phase("looking into the checkpoint's directory"), naming("preparing the checkpoint", directory):
         directory = Path(directory).resolve()
         incomplete = directory.with_name(f"{directory.name}.incomplete")
-        if rank == 0:
+        if job.rank == 0:
             _require_nothing_foreign(directory, incomplete, *leftovers(directory))
     try:
-        with agreement.phase("preparing the checkpoint's directory"):
-            if rank == 0:
+        with job.agreement.phase("preparing the checkpoint's directory"):
+            if job.rank == 0:
                 _make_room(directory, incomplete)
-        with agreement.phase("writing the checkpoint"):
-            name = rank_files.file_name(rank)
-            contents = rank_files.write_rank_file(incomplete / name, _state_of(actor))
-        written = agreement.gather((name, contents), "writing the checkpoint")
-        with agreement.phase("putting the checkpoint in place"):
-            if rank == 0:
+        with job.agreement.phase("writing the checkpoint"):
+            name = rank_files.file_name(job.rank)
+            contents = rank_files.write_rank_file(incomplete / name, _state_of(actor, job))
+        written = job.agreement.gather((name, contents), "writing the checkpoint")
+        with job.agreement.phase("putting the checkpoint in place"):
+            if job.rank == 0:
                 rank_files.write_manifest(incomplete, dict(written))
                 with naming("replacing the checkpoint", directory):
                     replace_directory(incomplete, directory)
     except BaseException as error:
-        if rank == 0:
+        if job.rank == 0:
             _remove(incomplete, error)
         raise
 
@@ -136,7 +134,7 @@ def _remove(incomplete: Path, error: BaseException) -> None:
 
 
 @torch.no_grad()
-def load_checkpoint(directory: str | Path, actor: Actor, agreement: Agreement) -> None:
+def load_checkpoint(directory: str | Path, actor: Actor, job: Job) -> None:
     """Restore what `save_checkpoint` wrote, every bit of it. Collective.
 
     Parameters and main parameters keep their storage; moments get new storage, beside the old until all are restored.
@@ -148,16 +146,16 @@ def load_checkpoint(directory: str | Path, actor: Actor, agreement: Agreement) -
             model.
         FileError: naming a file that cannot be read or is not what was written.
     """
-    with agreement.phase("reading the checkpoint"):
+    with job.agreement.phase("reading the checkpoint"):
         with naming("reading the checkpoint", directory):
             found = current_directory(Path(directory).resolve())
-        state = rank_files.read_rank_file(found, dist.get_rank())
-        _require_fit(state, actor, found / rank_files.file_name(dist.get_rank()))
+        state = rank_files.read_rank_file(found, job.rank)
+        _require_fit(state, actor, job, found / rank_files.file_name(job.rank))
         moments = [
             _own_memory(values, member.optimizer)
             for values, member in zip(state["optimizer"]["members"], _members(actor.optimizer), strict=True)
         ]
-    with agreement.phase("restoring the checkpoint"):
+    with job.agreement.phase("restoring the checkpoint"):
         for chunk, values in zip(actor.chunks, state["chunks"], strict=True):
             unwrap_model(chunk).load_state_dict(values, strict=False)  # it has no extra state: see _tensors_only
         _load_optimizer(actor.optimizer, state["optimizer"], moments)
@@ -165,9 +163,9 @@ def load_checkpoint(directory: str | Path, actor: Actor, agreement: Agreement) -
         get_cuda_rng_tracker().set_states(state["generators"]["tracker"])
 
 
-def _require_fit(state: Any, actor: Actor, path: Path) -> None:
+def _require_fit(state: Any, actor: Actor, job: Job, path: Path) -> None:
     """Raise StateError unless all of `state` can be restored, naming what cannot."""
-    live = _state_of(actor)
+    live = _state_of(actor, job)
     layout = state.get("layout") if isinstance(state, dict) else None
     if isinstance(layout, dict) and layout != live["layout"]:
         changed = [
@@ -204,10 +202,10 @@ def _is_generator_state(state: torch.Tensor) -> bool:
     return True
 
 
-def _state_of(actor: Actor) -> dict[str, Any]:
+def _state_of(actor: Actor, job: Job) -> dict[str, Any]:
     """Everything that is saved; views of live memory."""
     return {
-        "layout": _topology_of(actor),
+        "layout": _topology_of(actor, job),
         "chunks": [_tensors_only(unwrap_model(chunk).state_dict()) for chunk in actor.chunks],
         "optimizer": {
             "members": [member.optimizer.state_dict() for member in _members(actor.optimizer)],

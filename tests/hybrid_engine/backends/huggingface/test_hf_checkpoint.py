@@ -94,18 +94,18 @@ def load_and_save(paths: dict[str, Path], out: Path) -> dict[str, dict[str, Any]
     results = {}
     for name, case in CASES.items():
         with running(paths[name], ActorConfig(**{**DENSE_FLOAT32, **case.actor})) as run:
-            agreement, weights = Job.join(60).agreement, run.engine.weights
+            job, weights = Job.join(60), run.engine.weights
             for tensor in weights.buffers().values():
                 tensor.fill_(7)
-            load_hf_checkpoint(paths[name], weights, run.table, agreement)
+            load_hf_checkpoint(paths[name], weights, run.table, job)
             run.engine.reload_main_params()
             results[name] = {
                 "wrong": wrong_shards(weights, read_canonical(paths[name])),
                 "padding": padding_values(weights),
                 "main": main_parameters_differ(run),
             }
-            save_hf_checkpoint(out / name, weights, run.table, agreement, paths[name], file_nbytes=SMALL_FILES)
-            save_hf_checkpoint(out / f"{name} half", weights, run.table, agreement, paths[name], dtype="bfloat16")
+            save_hf_checkpoint(out / name, weights, run.table, job, paths[name], file_nbytes=SMALL_FILES)
+            save_hf_checkpoint(out / f"{name} half", weights, run.table, job, paths[name], dtype="bfloat16")
     return results
 
 
@@ -210,7 +210,7 @@ def load_what_is_wrong(model: Path, broken: dict[str, Path]) -> dict[str, tuple[
         before = [tensor.clone() for tensor in run.engine.weights.buffers().values()]
         for name, path in broken.items():
             with pytest.raises((ConfigError, ParameterMismatchError)) as caught:
-                load_hf_checkpoint(path, run.engine.weights, run.table, Job.join(60).agreement)
+                load_hf_checkpoint(path, run.engine.weights, run.table, Job.join(60))
             kept = all(map(torch.equal, before, run.engine.weights.buffers().values()))
             results[name] = (type(caught.value).__name__, str(caught.value), kept)
     return results
@@ -229,22 +229,22 @@ def load_what_is_damaged(model: Path, directory: Path) -> dict[str, tuple[str, s
     """(error, its message, are the weights as before) for every way to damage one of several files."""
     results = {}
     with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
-        agreement = Job.join(60).agreement
-        save_hf_checkpoint(directory, run.engine.weights, run.table, agreement, model, file_nbytes=SMALL_FILES)
+        job = Job.join(60)
+        save_hf_checkpoint(directory, run.engine.weights, run.table, job, model, file_nbytes=SMALL_FILES)
         path = sorted(directory.glob("*.safetensors"))[-1]
         whole = path.read_bytes()
         for tensor in run.engine.weights.buffers().values():
             tensor.fill_(7)
         before = [tensor.clone() for tensor in run.engine.weights.buffers().values()]
         for name, (_, _, damage) in DAMAGED.items():
-            agreement.gather(None)
+            job.agreement.gather(None)
             contents = bytearray(whole)
             damage(contents)
             if dist.get_rank() == 0:
                 path.write_bytes(contents)
-            agreement.gather(None)
+            job.agreement.gather(None)
             with pytest.raises(HybridEngineError) as caught:
-                load_hf_checkpoint(directory, run.engine.weights, run.table, agreement)
+                load_hf_checkpoint(directory, run.engine.weights, run.table, job)
             kept = all(map(torch.equal, before, run.engine.weights.buffers().values()))
             results[name] = (type(caught.value).__name__, str(caught.value), kept)
     return results
@@ -266,17 +266,17 @@ def save_where_it_cannot_be(model: Path, other: Path) -> dict[str, tuple[str, st
     """(error, its message, is the directory as before) for every place."""
     results = {}
     with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
-        agreement = Job.join(60).agreement
+        job = Job.join(60)
         before = {path: path.read_bytes() for path in other.iterdir()}
         for name, path in (("below a file", other / "config.json" / "below"), ("another model", other)):
             with pytest.raises(HybridEngineError) as caught:
-                save_hf_checkpoint(path, run.engine.weights, run.table, agreement, model)
+                save_hf_checkpoint(path, run.engine.weights, run.table, job, model)
             is_kept = before == {path: path.read_bytes() for path in other.iterdir()}
             results[name] = (type(caught.value).__name__, str(caught.value), is_kept)
         limit = file_size_limit(3000) if dist.get_rank() == 1 else nullcontext()
         with limit, pytest.raises(HybridEngineError) as caught:
-            save_hf_checkpoint(other.with_name("limited"), run.engine.weights, run.table, agreement, model)
-        agreement.gather(None)  # rank 0 cleans up
+            save_hf_checkpoint(other.with_name("limited"), run.engine.weights, run.table, job, model)
+        job.agreement.gather(None)  # rank 0 cleans up
         is_empty = not list(other.with_name("limited").iterdir())
         results["limited"] = (type(caught.value).__name__, str(caught.value), is_empty)
     return results

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,7 +126,7 @@ def load_what_is_wrong(model: Path, root: Path) -> dict[str, tuple[str, str, boo
     results = {}
     config = ActorConfig(**{**DENSE_FLOAT32, **BFLOAT16, "optimizer": {"lr": 1e-2}})
     with running(model, config) as run:
-        agreement = Job.join(60).agreement
+        job = Job.join(60)
 
         def outcome(action: Callable[[], None]) -> tuple[str, str, bool]:
             with pytest.raises(HybridEngineError) as caught:
@@ -148,11 +149,11 @@ def load_what_is_wrong(model: Path, root: Path) -> dict[str, tuple[str, str, boo
                     OTHER_STATE[name][1](state)
                     contents = rank_files.write_rank_file(path, state)
                     rank_files.write_manifest(damaged, {**manifest, path.name: contents})
-            agreement.gather(None)
-            return outcome(lambda: load_checkpoint(damaged, run.actor, agreement))
+            job.agreement.gather(None)
+            return outcome(lambda: load_checkpoint(damaged, run.actor, job))
 
         train(run, 0)
-        save_checkpoint(root / "saved", run.actor, agreement)
+        save_checkpoint(root / "saved", run.actor, job)
         saved = state_of(run)
         manifest = {path.name: rank_files._contents_of(path) for path in (root / "saved").glob("rank*.pt")}
         train(run, 1)
@@ -160,12 +161,12 @@ def load_what_is_wrong(model: Path, root: Path) -> dict[str, tuple[str, str, boo
         for name in (*OTHER_STATE, *OTHER_FILE):
             results[name] = load_damaged(name)
         with file_size_limit(5000) if dist.get_rank() == 1 else nullcontext():
-            results["full"] = outcome(lambda: save_checkpoint(root / "saved", run.actor, agreement))
-        agreement.gather(None)  # rank 0 cleans up
+            results["full"] = outcome(lambda: save_checkpoint(root / "saved", run.actor, job))
+        job.agreement.gather(None)  # rank 0 cleans up
         results["left"] = sorted(path.name for path in root.glob("saved*"))
         (root / "file").touch()
-        results["below a file"] = outcome(lambda: save_checkpoint(root / "file" / "a", run.actor, agreement))
-        load_checkpoint(root / "saved", run.actor, agreement)
+        results["below a file"] = outcome(lambda: save_checkpoint(root / "file" / "a", run.actor, job))
+        load_checkpoint(root / "saved", run.actor, job)
         assert_same(saved, state_of(run))
     return results
 
@@ -179,28 +180,28 @@ def round_trip(path: Path, settings: dict[str, Any], root: Path) -> dict[str, An
     config = ActorConfig(**{**DENSE_FLOAT32, **settings, "optimizer": {"lr": 1e-2}})
     result: dict[str, Any] = {}
     with running(path, config) as run:
-        agreement = Job.join(60).agreement
+        job = Job.join(60)
         from hybrid_engine.backends.megatron.rank_checkpoint import load_checkpoint, save_checkpoint
 
-        save_checkpoint(root / "untrained", run.actor, agreement)
+        save_checkpoint(root / "untrained", run.actor, job)
         result["untrained"] = state_of(run)
         for step in range(2):
             train(run, step)
         run.engine.set_learning_rate(3e-3)
-        save_checkpoint(root / "trained", run.actor, agreement)
+        save_checkpoint(root / "trained", run.actor, job)
         result["saved"] = state_of(run)
         train(run, 2)
         result["continued"] = state_of(run)
     with running(path, ActorConfig(**{**config.model_dump(), "seed": 99})) as run:
-        load_checkpoint(root / "trained", run.actor, agreement)
+        load_checkpoint(root / "trained", run.actor, job)
         offload_and_back(run)
         result["loaded"] = state_of(run)
         train(run, 2)
         result["resumed"] = state_of(run)
-        load_checkpoint(root / "untrained", run.actor, agreement)  # back again, onto optimizer state that exists
+        load_checkpoint(root / "untrained", run.actor, job)  # back again, onto optimizer state that exists
         result["reloaded"] = state_of(run)
-        save_checkpoint(root / "untrained", run.actor, agreement)  # replaces
-        load_checkpoint(root / "untrained", run.actor, agreement)
+        save_checkpoint(root / "untrained", run.actor, job)  # replaces
+        load_checkpoint(root / "untrained", run.actor, job)
         result["replaced"] = state_of(run)
     return result
 
@@ -296,7 +297,7 @@ def test_bitwise(results: list[dict[str, dict[str, Any]]], layout: str, expected
         assert states["saved"]["version"] == 2
 
 
-class LoneRank:
+class LoneAgreement:
     """An agreement of one rank."""
 
     def phase(self, name: str) -> Any:
@@ -306,14 +307,16 @@ class LoneRank:
         return [value]
 
 
+LONE_JOB = SimpleNamespace(rank=0, world_size=1, agreement=LoneAgreement())
+
+
 @pytest.fixture
 def save(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, str], None]:
     """Saves one value, as the only rank."""
     from hybrid_engine.backends.megatron import rank_checkpoint as checkpoint
 
-    monkeypatch.setattr(checkpoint.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(checkpoint, "_state_of", dict)
-    return lambda directory, value: checkpoint.save_checkpoint(directory, {"value": value}, LoneRank())
+    monkeypatch.setattr(checkpoint, "_state_of", lambda actor, job: actor)
+    return lambda directory, value: checkpoint.save_checkpoint(directory, {"value": value}, LONE_JOB)
 
 
 @pytest.mark.parametrize("name", ["results", "results.incomplete", "results.replaced", "results.replaced.removed"])
@@ -347,12 +350,12 @@ def test_a_link_to_the_directory_stays_one(
     assert list(real.parent.iterdir()) == [real]
     real.rename(real.with_name("weights.replaced"))  # as a kill between two renames leaves it
 
-    def refuse(state: Any, actor: object, path: Path) -> None:
+    def refuse(state: Any, actor: object, job: object, path: Path) -> None:
         raise StateError(f"{state} in {path}")
 
     monkeypatch.setattr(checkpoint, "_require_fit", refuse)  # there is no actor
     with pytest.raises(StateError, match=rf"'new'.* in {real}\.replaced/rank0000\.pt"):
-        checkpoint.load_checkpoint(link, None, LoneRank())
+        checkpoint.load_checkpoint(link, None, LONE_JOB)
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])

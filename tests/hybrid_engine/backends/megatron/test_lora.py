@@ -124,7 +124,7 @@ def save_and_load(path: Path, out: Path) -> dict[str, Any]:
     from hybrid_engine.ranks.job import Job
 
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **LORA})) as run:
-        weights, agreement = run.engine.weights, Job.join(60).agreement
+        weights, job = run.engine.weights, Job.join(60)
         batch = token_batch(0, 4, 12)
         for _ in range(3):
             run.engine.train_step(batch, negative_log_likelihood)
@@ -132,8 +132,8 @@ def save_and_load(path: Path, out: Path) -> dict[str, Any]:
         reference = TrainEngine(build_reference(run.config, run.table, read_config(path)), run.table, 1)
         reference.copy_weights_from(run.engine)
         frozen = reference.logits(batch["tokens"])
-        save_hf_checkpoint(out, weights.merged, run.table, agreement, path)
-        load_hf_checkpoint(out, weights.base, run.table, agreement)
+        save_hf_checkpoint(out, weights.merged, run.table, job, path)
+        load_hf_checkpoint(out, weights.base, run.table, job)
         run.engine.reload_main_params()
         read = run.engine.logits(batch["tokens"])
         run.engine.train_step(batch, negative_log_likelihood)
