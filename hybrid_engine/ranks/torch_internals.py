@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 @dataclass(frozen=True)
-class Internal:
+class PrivateName:
     """A name that a library does not document.
 
     Attributes:
@@ -29,16 +29,16 @@ class Internal:
     since: str = ""
 
 
-INTERNALS = (
-    Internal(
+PRIVATE_NAMES = (
+    PrivateName(
         "torch.distributed.distributed_c10d:_world.pg_map",
         "says which process groups are alive: destroying one that is gone, as after the job's end, raises",
     ),
-    Internal(
+    PrivateName(
         "torch:UntypedStorage._cdata",
         "identifies a storage: data_ptr() is 0 for all meta and released storages, and Python objects are transient",
     ),
-    Internal(
+    PrivateName(
         "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
         "tells tensors that only wrap others, whose own storage is not where the data is",
     ),

@@ -19,41 +19,41 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
 from hybrid_engine.errors import ModelError
-from hybrid_engine.ranks.torch_internals import Internal
+from hybrid_engine.ranks.torch_internals import PrivateName
 
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
 
-INTERNALS = (
-    Internal(
+PRIVATE_NAMES = (
+    PrivateName(
         "megatron.core.parallel_state:_global_process_group_list",
         "lists Megatron's process groups, which destroy_model_parallel() forgets without ending them",
     ),
-    Internal(
+    PrivateName(
         "megatron.core.parallel_state:_GLOBAL_MEMORY_BUFFER",
         "is None where there is no memory buffer: get_global_memory_buffer() asserts that there is one",
     ),
-    Internal(
+    PrivateName(
         f"{_EMBEDDINGS}.rotary_pos_embedding:RotaryEmbedding.forward.cache_clear",
         "keeps embeddings of every sequence length on the device, in an lru_cache",
     ),
-    Internal(
+    PrivateName(
         f"{_EMBEDDINGS}.yarn_rotary_pos_embedding:YarnRotaryEmbedding.forward.cache_clear",
         "as RotaryEmbedding.forward",
     ),
-    Internal(
+    PrivateName(
         "megatron.core.transformer.moe.token_dispatcher:MoEFlexTokenDispatcher._comm_manager",
         "keeps routing maps and probabilities of the last forward pass",
     ),
-    Internal(
+    PrivateName(
         "megatron.core.transformer.moe.router:TopKRouter._maintain_float32_expert_bias",
         "undoes Float16Module's rounding of the biases; left to the first forward pass it would give them new storage",
     ),
-    Internal(
+    PrivateName(
         "megatron.core.transformer.moe.router:TopKRouter.router_replay",
         "chooses the experts where it is set: the only way to rank groups of experts by another score",
         since="0.16.0",
     ),
-    Internal(
+    PrivateName(
         "megatron.core.transformer.moe.router_replay:RouterReplay.get_replay_topk",
         "is what the router calls of it",
         since="0.16.0",

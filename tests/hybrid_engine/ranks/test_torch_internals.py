@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybrid_engine.ranks.torch_internals import INTERNALS, Internal, is_alive, storage_id
-from tests.harness.internals import exists
+from hybrid_engine.ranks.torch_internals import PRIVATE_NAMES, PrivateName, is_alive, storage_id
+from tests.harness.private_names import exists
 
 
-@pytest.mark.parametrize("internal", INTERNALS, ids=lambda internal: internal.target)
-def test_the_installed_torch_has_the_name(internal: Internal) -> None:
-    assert exists(internal), internal.reason
+@pytest.mark.parametrize("private", PRIVATE_NAMES, ids=lambda private: private.target)
+def test_the_installed_torch_has_the_name(private: PrivateName) -> None:
+    assert exists(private), private.reason
 
 
 @pytest.mark.parametrize("target", ["torch:nothing", "torch.no_module:name", "torch.nn:Linear.nothing"])
 def test_a_name_that_is_gone_is_noticed(target: str) -> None:
-    assert not exists(Internal(target, "a test"))
+    assert not exists(PrivateName(target, "a test"))
 
 
 def test_storages_are_told_apart_without_memory() -> None:

@@ -6,22 +6,22 @@ import megatron.core
 import pytest
 from packaging.version import Version
 
-from hybrid_engine.backends.megatron.internals import INTERNALS
-from hybrid_engine.ranks.torch_internals import Internal
+from hybrid_engine.backends.megatron.internals import PRIVATE_NAMES
+from hybrid_engine.ranks.torch_internals import PrivateName
 from megatron_patches.patch import CORE_VERSIONS
-from tests.harness.internals import exists
+from tests.harness.private_names import exists
 
 INSTALLED = Version(megatron.core.__version__)
 
 
-@pytest.mark.parametrize("internal", INTERNALS, ids=lambda internal: internal.target)
-def test_the_installed_megatron_has_the_name(internal: Internal) -> None:
+@pytest.mark.parametrize("private", PRIVATE_NAMES, ids=lambda private: private.target)
+def test_the_installed_megatron_has_the_name(private: PrivateName) -> None:
     """An older one that is supported does without it."""
-    is_there = not internal.since or Version(internal.since) <= INSTALLED
-    assert exists(internal) == is_there, internal.reason
+    is_there = not private.since or Version(private.since) <= INSTALLED
+    assert exists(private) == is_there, private.reason
 
 
 def test_names_came_with_a_supported_version() -> None:
     """Otherwise nothing would show that the backend works without them."""
     oldest, newest = Version(CORE_VERSIONS[0]), Version(CORE_VERSIONS[-1])
-    assert all(oldest < Version(internal.since) <= newest for internal in INTERNALS if internal.since)
+    assert all(oldest < Version(private.since) <= newest for private in PRIVATE_NAMES if private.since)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 from functools import reduce
 
-from hybrid_engine.ranks.torch_internals import Internal
+from hybrid_engine.ranks.torch_internals import PrivateName
 
 
-def exists(internal: Internal) -> bool:
+def exists(private: PrivateName) -> bool:
     """Whether the installed library has the name, as an attribute or set by its class's constructor."""
-    module, _, path = internal.target.partition(":")
+    module, _, path = private.target.partition(":")
     *owners, name = path.split(".")
     try:
         owner = reduce(getattr, owners, importlib.import_module(module))
