@@ -88,10 +88,10 @@ class InferenceEngine:
         self.rank = rank = job.rank
         with contextlib.ExitStack() as undo:
             with self._agreement.phase("checking vLLM and the model"):
-                check_world(settings, rank)
+                check_world(settings, job)
                 self._place = settings.sizes.place_of(rank)
                 self._device_type = self._check_vllm()
-            check_room(settings, self._device_type, self._agreement)
+            check_room(settings, self._device_type, job)
             undo.callback(destroy_groups)
             with random_state_kept():
                 self._llm, model = self._build(tensors, dtypes)

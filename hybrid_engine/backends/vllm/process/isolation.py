@@ -6,12 +6,11 @@ import json
 import os
 from pathlib import Path
 
-import torch.distributed as dist
-
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.errors import ConfigError, UnknownModelError, Violation
+from hybrid_engine.ranks.job import Job
 
 
 def set_environment(settings: InferenceSettings, rank: int) -> None:
@@ -24,21 +23,21 @@ def set_environment(settings: InferenceSettings, rank: int) -> None:
         "HF_HUB_OFFLINE": "1",
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(dist.get_world_size()),
+        "WORLD_SIZE": str(settings.sizes.world_size),
     }
     for key, value in defaults.items():
         os.environ.setdefault(key, value)
 
 
-def check_world(settings: InferenceSettings, rank: int) -> None:
-    """Raise ConfigError unless the process group has the size that the settings need, and `rank` is this rank."""
+def check_world(settings: InferenceSettings, job: Job) -> None:
+    """Raise ConfigError unless the job has the size that the settings need, and vLLM would find its rank."""
     violations = []
-    if settings.sizes.world_size != dist.get_world_size():
-        problem = f"{settings.sizes.world_size}, but there are {dist.get_world_size()} ranks"
+    if settings.sizes.world_size != job.world_size:
+        problem = f"{settings.sizes.world_size}, but there are {job.world_size} ranks"
         violations.append(Violation("world_size", problem, "Use the number of ranks"))
-    if rank != dist.get_rank() or os.environ.get("RANK", str(rank)) != str(rank):
-        problem = f"{rank}, but the process group says {dist.get_rank()} and RANK is {os.environ.get('RANK')}"
-        violations.append(Violation("rank", problem, "Launch with torchrun and pass dist.get_rank()"))
+    if os.environ.get("RANK", str(job.rank)) != str(job.rank):
+        problem = f"{os.environ['RANK']}, but the process group says {job.rank}"
+        violations.append(Violation("RANK", problem, "Launch with torchrun, or set it to the process group's rank"))
     if violations:
         raise ConfigError(violations)
 

@@ -31,7 +31,7 @@ from hybrid_engine.backends.vllm import patches
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.ranks.agreement import Agreement
-from hybrid_engine.ranks.hosts import host_id
+from hybrid_engine.ranks.job import Job
 
 ENGINE_TOKEN = "HYBRID_ENGINE_VLLM_TOKEN"
 """Environment variable with a name that all ranks of one engine share and no other engine on the host has."""
@@ -68,12 +68,12 @@ def unnamed_shared_memory(agreement: Agreement) -> Iterator[None]:
         del os.environ[ENGINE_TOKEN]
 
 
-def check_room(settings: InferenceSettings, device_type: str, agreement: Agreement) -> None:
+def check_room(settings: InferenceSettings, device_type: str, job: Job) -> None:
     """Raise ConfigError on all ranks where /dev/shm has less room than the ranks of a host need; vLLM would be killed
     by SIGBUS, or fail on some ranks only. Collective."""
-    place = (host_id(), _SHM.stat().st_dev if _SHM.is_dir() else None)
-    needs = agreement.gather((place, nbytes_needed(settings, device_type)), "room in /dev/shm")
-    with agreement.phase("room in /dev/shm"):
+    place = (job.hosts[job.rank], _SHM.stat().st_dev if _SHM.is_dir() else None)
+    needs = job.agreement.gather((place, nbytes_needed(settings, device_type)), "room in /dev/shm")
+    with job.agreement.phase("room in /dev/shm"):
         needed = sum(nbytes for other, nbytes in needs if other == place)
         if needed and _SHM.is_dir() and (free := shutil.disk_usage(_SHM).free) < needed:
             raise ConfigError([Violation("/dev/shm", _too_small(needed, free), _REMEDY)])
