@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.transports import (
+    PREFERENCES,
     CollectiveTransport,
     InProcessTransport,
     LocalTransport,
@@ -86,6 +87,9 @@ def test_any_case_in_one_process(kind: str, seed: int, num_ranks: int, shape: Sh
 
 # Real ranks.
 
+KINDS = [*(transport for transport in PREFERENCES if transport != "auto"), "mixed"]
+"""Every registered transport that goes between ranks, and several of them at once."""
+
 
 def run_case_on_rank(kind: str, case: Case, rank: int) -> list[str]:
     """Carry out the case twice with one transport (maps and staging are used again), the second time with the next
@@ -121,7 +125,7 @@ def run_cases_on_rank() -> dict[tuple[str, str], list[str]]:
     results = {}
     for number, (name, shape) in enumerate(CASES.items()):
         case = build_case(SEED + number, dist.get_world_size(), shape)
-        for kind in ("shared_memory", "collective", "mixed"):
+        for kind in KINDS:
             results[kind, name] = run_case_on_rank(kind, case, rank)
     results["collective", "staging_is_reused"] = staging_growth_on_rank(rank)
     dist.destroy_process_group()
@@ -149,7 +153,7 @@ def results_by_rank(ranks: Ranks, request: pytest.FixtureRequest) -> list[dict[t
 
 
 @pytest.mark.parametrize("name", list(CASES))
-@pytest.mark.parametrize("kind", ["shared_memory", "collective", "mixed"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_case_on_real_ranks(results_by_rank, kind: str, name: str):
     assert [result[kind, name] for result in results_by_rank] == [[]] * len(results_by_rank)
 
