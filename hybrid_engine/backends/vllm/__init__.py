@@ -1,13 +1,35 @@
 """vLLM as the inference side; the only package that imports vLLM, and only when an engine is built.
 
-engine_settings.py  InferenceSettings, Sampling, Completion, LoraSettings: plain data
-engine.py           InferenceEngine: vLLM colocated with training
-arguments.py        settings -> vLLM's arguments, looked at by vLLM before anything is built
-requests.py         requests to vLLM; none outlives the call that made it
-native_load.py      what vLLM itself would load, to compare with
-lora/               adapters from memory, and those that arrive with a switch
-weights/            VllmAdaptor: vLLM's parameters as `InferenceWeights`
-process/            environment, shared memory, groups and random state in somebody else's process
+    engine_settings.py  InferenceSettings, LoraSettings, Sampling, Completion: plain data
+    engine.py           InferenceEngine: vLLM in the processes that train
+    arguments.py        settings -> vLLM's arguments, looked at by vLLM before anything is built
+    requests.py         requests to vLLM; none outlives the call that made it
+    native_load.py      what vLLM itself would load, to compare with
+    internals.py        every name of vLLM's and torch's that nobody promises, with the reason
+    patches.py          what of theirs is replaced at run time: a record each
+    version.py          the tested vLLM
+    process/            being in somebody else's process: environment, groups, shared memory, random state
+    weights/            VllmAdaptor: vLLM's parameters as `InferenceWeights`
+    lora/               LoRA from memory, and LoRA that arrives with a switch
+
+What happens, and what is in this rank's memory after it:
+
+    InferenceEngine(...)
+      1  process/isolation.py, arguments.py: the world, the environment, vLLM's own look at the settings
+      2  process/group_placement.py around vllm.LLM(...): groups in the order of ranks      process groups
+      3  vLLM calls weights/loader.py with the fresh model; weights/traced_model.py traces   + weights (zero)
+      4  vLLM processes the zeros, and makes its caches                                      + packed copies, KV cache
+      5  VllmAdaptor(processed model, memory)                                                nothing
+    switch (switch/weight_container.py), after `release`                                     KV cache (CPU)
+      6  adaptor.allocate, transports write, adaptor.commit, group by group                  + weights, one group twice
+      7  adaptor.finish_fill                                                                 - staging memory
+      8  engine.wake_kv_cache (GPU), engine.reset_caches                                     + KV cache (GPU)
+    generate
+      9  requests.py; process/random_state.py around it
+    release (switch/sharding_manager.py)
+      10 adaptor.release                                                                     - weights, - KV cache (GPU)
+
+`shutdown` ends vLLM and its groups; another engine may be built in the same process.
 """
 
 from hybrid_engine.backends.vllm.engine import InferenceEngine

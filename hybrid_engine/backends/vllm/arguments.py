@@ -15,6 +15,8 @@ from hybrid_engine.backends.vllm.weights.quantization import check_quantization,
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.parallelism import named
 
+CPU_WORKER = "hybrid_engine.backends.vllm.process.cpu_worker.IsolatedCPUWorker"
+
 _DEFAULT_CPU_KV_CACHE = 256 << 20
 _REMEDY = "vLLM itself refuses these inference settings for this model: change the inference layout or the model"
 
@@ -50,7 +52,7 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
     kv_cache_bytes = settings.kv_cache_bytes
     if device_type == "cpu":
         kv_cache_bytes = kv_cache_bytes or _DEFAULT_CPU_KV_CACHE
-        arguments["worker_cls"] = "hybrid_engine.backends.vllm.process.cpu_worker.IsolatedCPUWorker"
+        arguments["worker_cls"] = CPU_WORKER
     if kv_cache_bytes is not None:
         arguments["kv_cache_memory_bytes"] = kv_cache_bytes
     if settings.max_loras:

@@ -1,6 +1,6 @@
 """vLLM's side as it is computed: ranks' positions, and its divisions against vLLM's own functions.
 
-What every family holds in every kind of layout is compared with traced models in test_vllm_layouts.py.
+What every family holds in every kind of layout is compared with traced models in backends/vllm/test_layouts.py.
 """
 
 from __future__ import annotations

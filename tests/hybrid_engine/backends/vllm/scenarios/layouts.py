@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.backends.vllm import InferenceSettings, VllmAdaptor
+from hybrid_engine.backends.vllm import InferenceSettings, VllmAdaptor, internals
 from hybrid_engine.backends.vllm.arguments import llm_arguments
 from hybrid_engine.backends.vllm.process.group_placement import building_groups
 from hybrid_engine.backends.vllm.process.isolation import destroy_groups, register_model_class, set_environment
@@ -29,7 +29,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.regions import Region
-from tests.hybrid_engine.backends.vllm import vllm_support
+from tests.hybrid_engine.backends.vllm import support
 from tests.zoo.families import served_config
 
 
@@ -75,6 +75,33 @@ class Case:
         return self.tp, self.pp, self.dp, self.ep, self.order
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank has of a case.
+
+    Attributes:
+        position: of the rank in vLLM's order.
+        differences: parameters with other bits than vLLM loads itself.
+        digests: of every parameter.
+        is_ready: whether all groups are committed.
+        staged: tensors that cannot be traced.
+        num_tensors: canonical ones of which it holds something.
+        misplaced: tensors of which the computed layout says something else than the trace.
+        padding: buffer name -> intervals.
+        unread: canonical tensors of which it holds nothing.
+    """
+
+    position: int
+    differences: list[str]
+    digests: dict[str, str]
+    is_ready: bool
+    staged: tuple[str, ...]
+    num_tensors: int
+    misplaced: list[str]
+    padding: dict[str, list[tuple[int, int]]]
+    unread: frozenset[str]
+
+
 @dataclass
 class Host:
     """What `native_parameters` needs of an engine."""
@@ -90,18 +117,15 @@ def vllm_groups(settings: InferenceSettings) -> Iterator[Host]:
     rank = dist.get_rank()
     set_environment(settings, rank)
     register_model_class(settings.model_dir)
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import parallel_state
-    from vllm.engine.arg_utils import EngineArgs
-
+    parallel_state = internals.PARALLEL_STATE.load()
     arguments = llm_arguments(settings, "cpu")
     del arguments["worker_cls"], arguments["load_format"]
     agreement = Job.join(120).agreement
     try:
         with building_groups(settings, rank, agreement):
-            config = EngineArgs(**arguments).create_engine_config()
+            config = internals.ENGINE_ARGS.load()(**arguments).create_engine_config()
             os.environ["VLLM_DIST_IDENT"] = os.environ[ENGINE_TOKEN]
-            with set_current_vllm_config(config):
+            with internals.CURRENT_CONFIG.load()(config):
                 parallel_state.init_distributed_environment(dist.get_world_size(), rank, "env://", rank, "gloo")
                 parallel_state.initialize_model_parallel(settings.sizes.tensor, settings.sizes.pipeline)
         yield Host(settings, rank)
@@ -110,44 +134,44 @@ def vllm_groups(settings: InferenceSettings) -> Iterator[Host]:
         agreement.close()
 
 
-def run_cases(directory: str, cases: Sequence[Case]) -> dict[str, dict[str, Any]]:
+def run_cases(directory: str, cases: Sequence[Case]) -> dict[str, Outcome]:
     """Every case filled by records and compared with vLLM's own load of the same checkpoint; by case name."""
     dist.init_process_group("gloo")
     base = Path(directory)
     # With experts, so that vLLM makes a group for them; 12 heads are a multiple of every size here.
     host_config = served_config("qwen3_moe", num_attention_heads=12, num_key_value_heads=12)
-    host_model = vllm_support.write_config(base / "host", host_config)
-    results: dict[str, dict[str, Any]] = {}
+    host_model = support.write_config(base / "host", host_config)
+    results: dict[str, Outcome] = {}
     for layout in dict.fromkeys(case.layout_key() for case in cases):
         chosen = [case for case in cases if case.layout_key() == layout]
         with vllm_groups(chosen[0].settings(host_model)) as host:
             for case in chosen:
-                results[case.name] = _result_of(case, host, base / case.name.replace("/", "-"))
+                results[case.name] = _outcome_of(case, host, base / case.name.replace("/", "-"))
     dist.destroy_process_group()
     return results
 
 
-def _result_of(case: Case, host: Host, directory: Path) -> dict[str, Any]:
-    weights = vllm_support.random_weights(case.model, seed=0)
-    checkpoint = vllm_support.write_checkpoint(directory, case.model, weights)
-    adaptor = host.adaptor = vllm_support.adaptor_of(host, checkpoint, case.model)
-    filled = vllm_support.fill_by_records(adaptor, weights)
+def _outcome_of(case: Case, host: Host, directory: Path) -> Outcome:
+    weights = support.random_weights(case.model, seed=0)
+    checkpoint = support.write_checkpoint(directory, case.model, weights)
+    adaptor = host.adaptor = support.adaptor_of(host, checkpoint, case.model)
+    filled = support.fill_by_records(adaptor, weights)
     layout = adaptor.layout()
-    return {
-        "position": host.settings.sizes.place_of(host.rank).position,
-        "differences": vllm_support.differences(filled, vllm_support.native_parameters(host, checkpoint)),
-        "digests": {name: _digest(tensor) for name, tensor in filled.items()},
-        "ready": vllm_support.is_ready(adaptor),
-        "staged": adaptor.staged,
-        "num_tensors": len(_regions(layout)),
-        "computed": _analytic_faults(case, host, layout),
-        "padding": {
+    return Outcome(
+        position=host.settings.sizes.place_of(host.rank).position,
+        differences=support.differences(filled, support.native_parameters(host, checkpoint)),
+        digests={name: _digest(tensor) for name, tensor in filled.items()},
+        is_ready=support.is_ready(adaptor),
+        staged=adaptor.staged,
+        num_tensors=len(_regions(layout)),
+        misplaced=_analytic_faults(case, host, layout),
+        padding={
             buffer_id.name: [(extent.start, extent.stop) for extent in buffer.padding]
             for buffer_id, buffer in layout.buffers.items()
             if buffer.padding
         },
-        "unread": sorted(set(layout.tensors) - {shard.region.tensor for shard in layout.shards}),
-    }
+        unread=frozenset(layout.tensors) - {shard.region.tensor for shard in layout.shards},
+    )
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -1,0 +1,86 @@
+"""What a real vLLM serves: quantised weights, memory over switches, the numbers of transformers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hybrid_engine.backends.vllm.conftest import DECODED, Outcomes
+from tests.hybrid_engine.backends.vllm.scenarios.serving import Memory, Quantised
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="session")
+def quantised(outcomes: Outcomes) -> list[Quantised]:
+    """By rank."""
+    return outcomes(2)["quantised"]
+
+
+@pytest.fixture(scope="session")
+def memory(outcomes: Outcomes) -> Memory:
+    return outcomes(1)["memory"][0]
+
+
+def test_quantised_answers_are_those_of_vllms_own_quantisation(quantised: list[Quantised]) -> None:
+    assert all(result.fp8.answers.completions == result.native for result in quantised)
+
+
+def test_quantised_answers_differ_from_plain_ones(quantised: list[Quantised]) -> None:
+    assert all(result.fp8.answers != result.plain.answers for result in quantised)
+
+
+def test_answers_are_the_same_after_a_release_and_another_switch(quantised: list[Quantised]) -> None:
+    assert all(served.answers == served.answers_again for each in quantised for served in (each.fp8, each.plain))
+
+
+def test_weights_are_held_in_their_own_dtype(quantised: list[Quantised]) -> None:
+    assert all(result.fp8.dtype == "torch.float8_e4m3fn" for result in quantised)
+    assert all(result.plain.dtype == "torch.bfloat16" for result in quantised)
+
+
+def test_before_quantisation_weights_are_bitwise_those_of_a_native_load(quantised: list[Quantised]) -> None:
+    assert all(served.differences == [] for each in quantised for served in (each.fp8, each.plain))
+
+
+def test_quantised_weights_are_released_whole(quantised: list[Quantised]) -> None:
+    assert all(served.released_nbytes == 0 for each in quantised for served in (each.fp8, each.plain))
+
+
+@pytest.mark.parametrize(
+    ("attempt", "kind", "message"),
+    [
+        ("not_fed", "ConfigError", "'fp8' on cpu"),
+        ("not_fed", "ConfigError", "Use 'fp8_per_channel', or leave it out"),
+        ("unknown", "ConfigError", "'no such' on cpu"),
+        ("experts", "ModelError", "Fp8PtpcOnlineMoEMethod on cpu"),
+    ],
+)
+def test_what_cannot_be_fed_is_refused(quantised: list[Quantised], attempt: str, kind: str, message: str) -> None:
+    for result in quantised:
+        refusal = getattr(result, attempt)
+        assert refusal.kind == kind and message in refusal.message
+
+
+@pytest.mark.parametrize("family", DECODED)
+def test_what_is_computed_while_decoding_is_what_transformers_computes(outcomes: Outcomes, family: str) -> None:
+    """Of prompts the matrix sees the same for all families."""
+    for gaps in outcomes(2)["gaps"]:
+        assert gaps[family] < 5e-5  # float32; log-probabilities are around -5
+
+
+def test_vllm_takes_whatever_a_sampling_can_be(outcomes: Outcomes) -> None:
+    assert outcomes(1)["samplings"] == [1153]
+
+
+def test_released_weights_leave_memory(memory: Memory) -> None:
+    for released, committed in zip(memory.released, memory.committed, strict=True):
+        assert committed - released > 0.9 * memory.weights, memory
+
+
+def test_a_switch_takes_little_more_memory_than_the_weights(memory: Memory) -> None:
+    """On CPU vLLM keeps embedding and head twice; beyond that a module or two may linger in the allocator."""
+    assert max(memory.committed) - min(memory.released) < 1.5 * memory.weights, memory
+
+
+def test_memory_does_not_pile_up_over_switches(memory: Memory) -> None:
+    assert memory.committed[-1] - memory.committed[0] < 0.2 * memory.weights, memory
