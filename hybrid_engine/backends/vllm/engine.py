@@ -48,7 +48,7 @@ from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.loader import capturing
 from hybrid_engine.backends.vllm.weights.traced_model import ProcessedModel, TracedModel, trace_model
-from hybrid_engine.backends.vllm.weights.weight_memory import FixedMemory, HostMemory, SleepMode
+from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory, SleepMode, WeightMemory
 from hybrid_engine.errors import ConfigError, ModelError, StateError, Violation
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
@@ -100,7 +100,7 @@ class InferenceEngine:
                 self._generator_state = seeded_state(settings.seed + self.dp_rank)
             self._loras: DeliveredLoras | None = DeliveredLoras(self._llm) if settings.max_loras else None
             self._sleep_mode = SleepMode(lambda: self.llm) if is_sleepy(settings, self._device_type) else None
-            memory = self._sleep_mode or (HostMemory() if self._device_type == "cpu" else FixedMemory())
+            memory = self._sleep_mode or (HostMemory() if self._device_type == "cpu" else WeightMemory())
             self._adaptor: VllmAdaptor | None = VllmAdaptor(model, memory, keeps_memory=not settings.release_weights)
             undo.pop_all()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,54 +18,49 @@ from hybrid_engine.memory.staging_pool import StagingPool
 logger = logging.getLogger(__name__)
 
 Live = Mapping[str, torch.Tensor]
+"""Live parameters by storage."""
 
 
-class WeightMemory(Protocol):
-    """Gives memory to weights and takes it back."""
+class WeightMemory:
+    """Gives memory to weights and takes it back; here for a GPU without vLLM's sleep mode, where live ones stay."""
 
     def new(self, storages: Sequence[WeightStorage]) -> list[torch.Tensor]:
         """Flat tensors [numel] for weights that pass through loader layout; contents undefined."""
-        ...
+        return [torch.empty(storage.numel, dtype=storage.dtype, device=storage.device) for storage in storages]
 
     def trim(self) -> None:
         """Keep no memory for weights that will pass through."""
-        ...
 
     def free(self, live: Live) -> None:
-        """Give the memory of all live weights back; contents are lost."""
-        ...
+        """Give the memory of all live weights back, where that is possible; contents are lost."""
+        logger.warning("vLLM's sleep mode is off: its %d bytes of weights stay on the device", self.nbytes(live))
 
     def restore(self, live: Live, storages: Sequence[WeightStorage]) -> None:
         """Take memory again for those of these storages that are live and have none; contents are undefined."""
-        ...
 
     def nbytes(self, live: Live) -> int:
         """Bytes taken now: those behind live weights, and those kept for weights that will pass through."""
-        ...
+        return sum(tensor.untyped_storage().nbytes() for tensor in live.values())
 
 
-class HostMemory:
+class HostMemory(WeightMemory):
     """On a CPU: storages are resized, and what passes through goes through the same pages, group after group."""
 
     def __init__(self) -> None:
         self._pool = StagingPool()
 
     def new(self, storages: Sequence[WeightStorage]) -> list[torch.Tensor]:
-        """As the protocol says."""
         return self._pool.lend([(storage.numel, storage.dtype) for storage in storages])
 
     def trim(self) -> None:
-        """As the protocol says; the C library's free pages go too."""
         self._pool.trim()
-        heap.trim()
+        heap.trim()  # the C library keeps freed blocks otherwise
 
     def free(self, live: Live) -> None:
-        """As the protocol says."""
         for tensor in live.values():
             tensor.untyped_storage().resize_(0)
 
     def restore(self, live: Live, storages: Sequence[WeightStorage]) -> None:
-        """As the protocol says."""
         for storage in storages:
             memory = live[storage.name].untyped_storage() if storage.name in live else None
             if memory is not None and not memory.nbytes():
@@ -73,33 +68,10 @@ class HostMemory:
                 heap.prefer_huge_pages(memory)
 
     def nbytes(self, live: Live) -> int:
-        """As the protocol says."""
-        return _nbytes(live) + self._pool.free_nbytes
+        return super().nbytes(live) + self._pool.free_nbytes
 
 
-class FixedMemory:
-    """On a GPU without vLLM's sleep mode: live weights stay where they are."""
-
-    def new(self, storages: Sequence[WeightStorage]) -> list[torch.Tensor]:
-        """As the protocol says."""
-        return [torch.empty(storage.numel, dtype=storage.dtype, device=storage.device) for storage in storages]
-
-    def trim(self) -> None:
-        """Nothing is kept: torch's allocator does that."""
-
-    def free(self, live: Live) -> None:
-        """Warn that nothing is freed."""
-        logger.warning("vLLM's sleep mode is off: its %d bytes of weights stay on the device", _nbytes(live))
-
-    def restore(self, live: Live, storages: Sequence[WeightStorage]) -> None:
-        """They are there."""
-
-    def nbytes(self, live: Live) -> int:
-        """As the protocol says."""
-        return _nbytes(live)
-
-
-class SleepMode(FixedMemory):
+class SleepMode(WeightMemory):
     """On a GPU: level 2 of vLLM's sleep mode gives all weights and the KV cache back at once; addresses stay.
 
     The first weights that are asked for bring the memory of all weights back; the KV cache has a call of its own.
@@ -112,13 +84,11 @@ class SleepMode(FixedMemory):
         self.is_kv_cache_asleep = False
 
     def free(self, live: Live) -> None:
-        """As the protocol says."""
         if not self._is_asleep:
             self._llm().sleep(level=2)
             self._is_asleep = self.is_kv_cache_asleep = True
 
     def restore(self, live: Live, storages: Sequence[WeightStorage]) -> None:
-        """As the protocol says."""
         if self._is_asleep:
             self._llm().wake_up(tags=["weights"])
             self._is_asleep = False
@@ -130,9 +100,4 @@ class SleepMode(FixedMemory):
             self.is_kv_cache_asleep = False
 
     def nbytes(self, live: Live) -> int:
-        """As the protocol says."""
-        return 0 if self._is_asleep else _nbytes(live)
-
-
-def _nbytes(live: Live) -> int:
-    return sum(tensor.untyped_storage().nbytes() for tensor in live.values())
+        return 0 if self._is_asleep else super().nbytes(live)
