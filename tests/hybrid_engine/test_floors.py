@@ -49,6 +49,9 @@ ENGINES = {
     "megatron": ("hybrid_engine.backends.megatron",),
     "vllm": ("hybrid_engine.backends.vllm",),
 }
+# Who may ask torch.distributed for this rank or their number: who makes a job or starts its ranks, and the backend
+# whose own state is as global. The `Job` tells all others.
+ASK_FOR_THEIR_RANK = ("hybrid_engine.ranks.job", "hybrid_engine.verification.verify", "hybrid_engine.backends.megatron")
 # What loads where neither engine is installed.
 WITHOUT_ENGINES = tuple(
     f"hybrid_engine.{name}" for floor in FLOORS[: FLOOR_OF["verification"]] for name in floor if name != "backends"
@@ -213,6 +216,18 @@ def test_all_but_the_backends_loads_without_megatron_and_vllm() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_job_says_who_is_who() -> None:
+    asking = [
+        f"{module_name(path)}:{node.lineno} calls {node.func.attr}"
+        for path in sources(ENGINE)
+        if not any(below(module_name(path), home) for home in ASK_FOR_THEIR_RANK)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args
+        if node.func.attr in ("get_rank", "get_world_size")
+    ]
+    assert asking == []
 
 
 @pytest.mark.parametrize("name", hybrid_engine.__all__)
