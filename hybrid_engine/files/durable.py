@@ -5,7 +5,7 @@
     write_text(path, text)                          # the old contents or the new ones, on the disk when it returns
 
 A directory of several files is written under another name, file by file flushed, and put in place by
-`replace_directory`; whoever reads or writes it asks `current_directory` or calls `recover_directory` first.
+`replace_directory`; readers call `current_directory` first, writers `recover_directory`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
 Pages become resident when they are first touched, reads included: reading a released range gives zeros and makes its
 pages resident again. Restoring a range therefore needs no action. Populating pages in advance was measured, 256 MB in
 one thread, CPU time: a copy into absent pages 187 ms; after `fallocate` and MADV_POPULATE_WRITE 165 ms in all, after
-either alone 170 and 185; into resident pages 15 ms. Nearly all of it is the kernel creating the pages, whoever asks for
-them, so it was left out.
+either alone 170 and 185; into resident pages 15 ms. Nearly all of it is the kernel creating the pages in either
+case, so it was left out.
 """
 
 from __future__ import annotations
