@@ -15,8 +15,8 @@
              ├── arguments          the command line, which is kept out of Megatron's Namespace
              └── engines            the protocol of an engine, and how one is found
 
-A patch is a record (`patch.Patch`); ``python -m megatron_patches list`` prints them all. Only attributes of
-``megatron.*`` are ever replaced, never torch's. Knows nothing of hybrid_engine.
+A patch is a record (`patch.Patch`); ``python -m megatron_patches list`` prints them all. errors.py has the exceptions.
+Only attributes of ``megatron.*`` are ever replaced, never torch's. Knows nothing of hybrid_engine.
 """
 
 from megatron_patches import catalog as catalog  # registers every patch

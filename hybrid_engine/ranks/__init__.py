@@ -7,6 +7,7 @@
       failure_watch.py    what became of the others, known while this rank still waits for them
       process_groups.py   the end of groups, and what their errors say
     launching.py        ranks as subprocesses, for those who have no torchrun (verification/, tests)
+    torch_internals.py  private names of torch below the backends, with their reasons
 
     1  Job.join(timeout)              by ActorHybridWorker, ScriptEngine, or whoever builds both engines
     2    join_process_group           waits until all ranks have started
