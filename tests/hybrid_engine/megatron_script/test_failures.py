@@ -17,7 +17,7 @@ from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
 from hybrid_engine.megatron_script import script_engine as engine
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
-from tests.hybrid_engine.megatron_script.test_script_engine import Timers
+from tests.hybrid_engine.megatron_script.test_journal import Timers
 from tests.hybrid_engine.ranks.test_agreement import outcome_of
 from tests.hybrid_engine.switch.fakes import FakeInference, FakeTraining, Rig, Script
 

@@ -1,0 +1,126 @@
+"""--enable-resharding: settings from flags, the YAML and Megatron's own arguments; everything wrong at once."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from hybrid_engine.backends.vllm.engine_settings import Sampling
+from hybrid_engine.errors import ConfigError
+from hybrid_engine.megatron_script.script_settings import actor_values, read_settings
+from megatron_patches.arguments import ReshardingOptions
+from tests.hybrid_engine.megatron_script.megatron_arguments import ARGS, LLAMA, script_of, transformer_config
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    """A model directory, the YAML that names it, and prompts."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(LLAMA))
+    config = tmp_path / "config.yaml"
+    config.write_text(f"model: {model}\ngenerate_config: {{max_model_len: 64}}\nsampling: {{max_tokens: 5}}\n")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": [1, 2]}\n\n{"prompt": "text", "id": 7}\n')
+    return {"model": model, "config": config, "prompts": prompts, "output": tmp_path / "output"}
+
+
+WRONG_SAMPLING = (
+    *("max_tokens: abc", "max_tokens: -5", "max_tokens: 0", "n: 0", "temperature: .nan", "temperature: hot"),
+    *("temperature: -1", "top_p: 7", "seed: x", "stop_token_ids: 5", "stop_token_ids: [a]", "logprobs: 1"),
+)
+
+
+def test_flags_override_the_file_and_megatron_gives_the_training_side(files: dict[str, Path]) -> None:
+    options = ReshardingOptions(
+        enabled=True,
+        config=files["config"],
+        prompts=files["prompts"],
+        output=files["output"],
+        infer_tensor_parallel_size=2,
+        offload_train_grad=False,
+        callback="json:dumps",
+    )
+    settings = read_settings(script_of(options))
+    assert settings.config.actor_config.tensor_model_parallel_size == 2
+    assert settings.config.actor_config.params_dtype == "bfloat16"
+    assert settings.config.generate_config.infer_tensor_parallel_size == 2
+    assert settings.config.generate_config.max_model_len == 64
+    assert not settings.config.generate_config.offload_train_grad
+    assert settings.config.generate_config.offload_train_param
+    assert settings.sampling == Sampling(max_tokens=5)
+    assert settings.prompts == ((1, 2), "text")
+    assert settings.callback is json.dumps
+
+
+def test_everything_wrong_is_reported_at_once(files: dict[str, Path]) -> None:
+    files["prompts"].write_text('{"prompt": [1, 2]}\n{"text": "x"}\n[]\n')
+    options = ReshardingOptions(
+        enabled=True,
+        config=files["config"],
+        prompts=files["prompts"],
+        infer_tensor_parallel_size=3,
+        callback="json:nothing",
+    )
+    refused = {"use_torch_fsdp2": True, "nccl_ub": True, "optimizer": "dist_muon"}
+    with pytest.raises(ConfigError) as caught:
+        read_settings(script_of(options, transformer_config(hidden_size=1), **refused))
+    keys = [finding.key for finding in caught.value.findings]
+    assert {"--use-torch-fsdp2", "--use-nccl-ub", "--optimizer", "--resharding-output"} <= set(keys)
+    assert "--resharding-prompts" in keys
+    assert {"--resharding-callback", "--hidden-size"} <= set(keys)
+    assert "generate_config.infer_tensor_parallel_size" in keys
+    assert "lines 2, 3 are no prompts" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "--resharding-config: is missing"),
+        ("model: [", "config.yaml is not YAML: "),
+        ("- model", "must hold keys and values, found a list"),
+        ("model: x\nactor_config: {}", "actor_config: is what Megatron's own arguments say"),
+        ("model: x\nsampler: {}", "unknown keys sampler. Known keys: model, generate_config, sampling"),
+        ("model: x\nsampling: {tokens: 3}", "sampling: unknown keys tokens"),
+        *((f"model: x\nsampling: {{{value}}}", f"sampling.{value.split(':')[0]}: ") for value in WRONG_SAMPLING),
+        *((f"model: x\nsampling: {value}", f"sampling: {value} is no section") for value in ("5", "[1]")),
+        ('model: x\nsampling: "n"', "sampling: 'n' is no section"),
+        ("model: x\nsampling: {5: 1}", "sampling: unknown keys 5. Known keys: n, temperature"),
+        ("model: /nowhere", "config.json cannot be read: No such file"),
+        ("model: x\ngenerate_config: {bucket: 3}", "Did you mean bucket_mb"),
+    ],
+)
+def test_bad_files_are_named_with_a_remedy(tmp_path: Path, content: str | None, message: str) -> None:
+    path = None
+    if content is not None:
+        path = tmp_path / "config.yaml"
+        path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        read_settings(script_of(ReshardingOptions(enabled=True, config=path)))
+    assert message in str(caught.value)
+
+
+def test_an_output_that_cannot_be_a_directory_is_refused_where_it_would_be_written(files: dict[str, Path]) -> None:
+    output = files["prompts"] / "below a file"
+    options = ReshardingOptions(enabled=True, config=files["config"], output=output)
+    with pytest.raises(ConfigError, match=f"--resharding-output: {output} cannot be written: {files['prompts']} is no"):
+        read_settings(script_of(options))
+    assert read_settings(script_of(options, rank=1)).output == output
+
+
+def test_a_model_that_differs_is_refused_with_the_rest(files: dict[str, Path]) -> None:
+    options = ReshardingOptions(enabled=True, config=files["config"], callback="json:nothing")
+    with pytest.raises(ConfigError) as caught:
+        read_settings(script_of(options, transformer_config(hidden_size=1)))
+    assert {finding.key for finding in caught.value.findings} == {"--hidden-size", "--resharding-callback"}
+
+
+def test_a_written_out_pipeline_layout_stands_for_the_virtual_stages() -> None:
+    values = actor_values(
+        Namespace(**{**ARGS, "pipeline_model_parallel_layout": "Et|tL", "virtual_pipeline_model_parallel_size": 2})
+    )
+    assert values["pipeline_model_parallel_layout"] == "Et|tL"
+    assert values["virtual_pipeline_model_parallel_size"] is None

@@ -1,0 +1,24 @@
+"""The fixture of the tests of device memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+
+import pytest
+
+from tests.hybrid_engine.memory.device_rig import Rig
+from tests.hybrid_engine.memory.test_elastic import num_open_fds
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    gc.collect()
+    resource_tracker.ensure_running()  # multiprocessing's, which stays: it has a descriptor
+    fds = num_open_fds()
+    with pytest.MonkeyPatch.context() as patch:
+        rig = Rig(patch)
+        yield rig
+        rig.assert_nothing_is_left()
+    assert num_open_fds() == fds

@@ -1,0 +1,191 @@
+"""Elastic buffers in device memory, over a model of the driver on the CPU; with the driver itself where a GPU is."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybrid_engine.errors import DeviceMemoryError, StateError
+from hybrid_engine.memory import cuda_driver, device_pages
+from hybrid_engine.memory.elastic import (
+    ElasticBuffer,
+    allocate_elastic,
+    exported_buffer_of,
+    open_peer,
+)
+from tests.harness.launch import REPO_ROOT
+from tests.hybrid_engine.memory.device_rig import CHUNK, GRANULE, Rig
+from tests.hybrid_engine.memory.fake_cuda_driver import GARBAGE
+
+
+def test_is_an_exportable_buffer_with_memory_for_all(rig: Rig):
+    buffer = ElasticBuffer(CHUNK, torch.float32, device="cuda:0")
+    assert buffer.tensor.shape == (CHUNK,) and buffer.tensor.dtype == torch.float32
+    assert (buffer.nbytes, buffer.granularity, buffer.resident_nbytes()) == (4 * CHUNK, CHUNK, 4 * CHUNK)
+    assert buffer.tensor.data_ptr() == buffer.address
+    assert buffer.tensor.untyped_storage().nbytes() == 4 * CHUNK
+    assert bool((buffer.tensor.view(torch.uint8) == GARBAGE).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.float8_e4m3fn])
+def test_any_dtype_and_a_size_that_is_no_whole_granule(rig: Rig, dtype: torch.dtype):
+    flat = allocate_elastic(12345, dtype, "cuda:0", "param")
+    assert flat.dtype == dtype and flat.shape == (12345,) and not flat.view(torch.uint8).any()
+    assert exported_buffer_of(flat[5:]).nbytes == 12345 * dtype.itemsize
+    assert rig.fake.taken_nbytes() == -(-12345 * dtype.itemsize // GRANULE) * GRANULE
+
+
+@settings(max_examples=25)
+@given(data=st.data(), nbytes=st.integers(1, 7 * CHUNK), is_exported=st.booleans())
+def test_any_sequence_of_releases_and_restores(data: st.DataObject, nbytes: int, is_exported: bool):
+    with pytest.MonkeyPatch.context() as patch:
+        rig = Rig(patch)
+        buffer = rig.buffer(nbytes)
+        granule, address = buffer.granularity, buffer.address
+        num_chunks = -(-nbytes // granule)
+        if is_exported:
+            buffer.export()
+        contents: dict[int, int] = dict.fromkeys(range(num_chunks), GARBAGE)  # of the chunks that are there
+        for number in range(data.draw(st.integers(1, 8))):
+            start, stop = sorted(data.draw(st.tuples(st.integers(0, nbytes), st.integers(0, nbytes))))
+            if data.draw(st.booleans()):
+                buffer.release(start, stop)
+                for chunk in range(num_chunks):
+                    last = min((chunk + 1) * granule, nbytes)
+                    if start <= chunk * granule and last <= stop and start < stop:
+                        contents.pop(chunk, None)
+            else:
+                buffer.restore(start, stop)
+                for chunk in range(num_chunks):
+                    if start < stop and chunk * granule < stop and start < (chunk + 1) * granule:
+                        contents.setdefault(chunk, GARBAGE)
+            sizes = {chunk: min(granule, -(-nbytes // GRANULE) * GRANULE - chunk * granule) for chunk in contents}
+            assert rig.fake.mapped() == [(address + chunk * granule, sizes[chunk]) for chunk in sorted(contents)]
+            assert buffer.resident_nbytes() == rig.fake.taken_nbytes() == sum(sizes.values())
+            for chunk, value in contents.items():
+                chunk_bytes = slice(chunk * granule, (chunk + 1) * granule)
+                assert bool((buffer.tensor[chunk_bytes] == value).all())
+                contents[chunk] = number
+                buffer.tensor[chunk_bytes].fill_(number)
+        del buffer
+        rig.assert_nothing_is_left()
+
+
+def test_released_range_must_not_be_touched():
+    """The model ends the process, as CUDA ends its context."""
+    code = """
+import pytest, torch
+from tests.hybrid_engine.memory.device_rig import CHUNK, Rig
+rig = Rig(pytest.MonkeyPatch())
+buffer = rig.buffer(3 * CHUNK)
+buffer.release(CHUNK, 2 * CHUNK)
+print(buffer.tensor[:CHUNK].sum().item(), buffer.tensor[2 * CHUNK:].sum().item(), flush=True)
+buffer.tensor[CHUNK:].sum()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == 2 * [str(GARBAGE * CHUNK)], done.stderr
+    assert done.returncode == -signal.SIGSEGV
+
+
+def test_process_that_ends_with_live_tensors_ends_well():
+    code = """
+import pytest, torch
+from tests.hybrid_engine.memory.device_rig import CHUNK, Rig
+rig = Rig(pytest.MonkeyPatch())
+torch.kept = rig.buffer(3 * CHUNK).tensor
+kept = rig.buffer(CHUNK).tensor.float().requires_grad_()
+torch.graph = (kept * kept).sum()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_memory_ends_with_the_last_tensor(rig: Rig):
+    buffer = rig.buffer(3 * CHUNK)
+    view = buffer.tensor[5:].view(torch.uint8).fill_(3)
+    buffer.release(CHUNK, 2 * CHUNK)
+    buffer.close()
+    buffer.close()
+    for action in (ElasticBuffer.release, ElasticBuffer.restore, ElasticBuffer.export, ElasticBuffer.resident_nbytes):
+        with pytest.raises(StateError, match="closed"):
+            action(buffer)
+    del buffer
+    gc.collect()
+    assert bool((view[2 * CHUNK :] == 3).all()) and exported_buffer_of(view) is None
+    assert rig.fake.leaks()["mappings"] == 2
+
+
+def test_restore_without_enough_memory_can_be_continued():
+    with pytest.MonkeyPatch.context() as patch:
+        rig = Rig(patch, total_nbytes=4 * CHUNK)
+        buffer = rig.buffer(3 * CHUNK)
+        buffer.export()
+        buffer.release()
+        other = rig.buffer(2 * CHUNK)
+        with pytest.raises(DeviceMemoryError, match=r"cuMemCreate\(131072, 0\) on device 0 .*OUT_OF_MEMORY") as failure:
+            buffer.restore()
+        assert failure.value.is_out_of_memory
+        del failure  # its traceback holds the buffer
+        assert buffer.resident_nbytes() == 2 * CHUNK
+        with pytest.raises(DeviceMemoryError):
+            rig.buffer(CHUNK)
+        assert rig.fake.leaks()["ranges"] == 2
+        del other
+        buffer.restore()
+        assert buffer.resident_nbytes() == 3 * CHUNK
+        del buffer
+        rig.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess", "cuMemExportToShareableHandle"])
+def test_a_call_that_fails_leaves_the_chunk_away(rig: Rig, monkeypatch: pytest.MonkeyPatch, call: str):
+    buffer = rig.buffer(3 * CHUNK)
+    buffer.export()
+    buffer.release()
+    with monkeypatch.context() as broken:
+        broken.setattr(rig.fake, call, lambda *_: (rig.fake.CUresult.CUDA_ERROR_NOT_SUPPORTED, 0))
+        with pytest.raises(DeviceMemoryError, match=f"{call}.*NOT_SUPPORTED"):
+            buffer.restore()
+    assert buffer.resident_nbytes() == 0 and rig.fake.leaks()["handles"] == 0
+    buffer.restore()
+    assert buffer.resident_nbytes() == 3 * CHUNK
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [(1, 2), (3, 4), (32, 32), (10 * 1024, 40), (1024, 32), (64 * 1024 + 1, 258)],
+)
+def test_chunks_are_few_and_small_buffers_take_little(nbytes: int, expected: int):
+    mib = 2**20
+    assert device_pages.chunk_nbytes_for(nbytes * mib, 2 * mib) == expected * mib
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu():
+    driver = cuda_driver.driver_of(0)
+    assert driver is not None, "cuda-bindings is missing"
+    numel = 3 * device_pages.CHUNK_NBYTES // 4 + 5
+    free = torch.cuda.mem_get_info()[0]
+    flat = allocate_elastic(numel, torch.float32, "cuda:0", "param")
+    buffer = exported_buffer_of(flat)
+    assert flat.is_cuda and not flat.any()
+    flat.copy_(torch.arange(numel))
+    address = flat.data_ptr()
+    with open_peer(buffer.export()).mapped() as peer:
+        assert torch.equal(peer, flat)
+    kept = flat[: buffer.granularity // 4].clone()
+    buffer.release(buffer.granularity)
+    assert buffer.resident_nbytes() == buffer.granularity
+    assert free - torch.cuda.mem_get_info()[0] < 2 * buffer.granularity + 2**21
+    buffer.restore()
+    assert flat.data_ptr() == address and torch.equal(flat[: kept.numel()], kept)
+    flat.fill_(2)
+    assert flat.sum().item() == pytest.approx(2 * numel)

@@ -1,0 +1,186 @@
+"""Elastic buffers in device memory that other processes read."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+
+import pytest
+import torch
+
+from hybrid_engine.errors import StateError, TransportError
+from hybrid_engine.memory import device_peers
+from hybrid_engine.memory.elastic import (
+    ElasticBuffer,
+    export_tensor,
+    map_peer,
+    open_peer,
+)
+from hybrid_engine.planning.plan import Link, Transfer
+from hybrid_engine.records.layout import BufferId, Extent, Place
+from hybrid_engine.transports import SharedMemoryTransport
+from tests.hybrid_engine.memory.device_rig import CHUNK, Rig
+
+
+def test_peer_reads_and_keeps_nothing_mapped(rig: Rig):
+    buffer = ElasticBuffer(CHUNK, torch.int32, device="cuda:0")
+    buffer.tensor.copy_(torch.arange(CHUNK))
+    own = rig.fake.mapped()
+    peer = open_peer(pickle.loads(pickle.dumps(export_tensor(buffer.tensor[100:]))))
+    for start, stop in [(0, CHUNK - 100), (5, 6), (CHUNK // 4, CHUNK // 2 + 7)]:
+        with peer.mapped([Extent(start, stop)]) as flat:
+            assert torch.equal(flat[start:stop], torch.arange(100, CHUNK, dtype=torch.int32)[start:stop])
+            assert len(rig.fake.mapped()) > len(own)
+        assert rig.fake.mapped() == own
+    for start, stop in [(0, CHUNK), (CHUNK, CHUNK + 1)]:
+        with pytest.raises(ValueError, match=f"of a tensor of {CHUNK - 100}"), peer.mapped([Extent(start, stop)]):
+            pass
+    with pytest.raises(StateError, match="mapped already"), peer.mapped(), peer.mapped():
+        pass
+    assert rig.fake.mapped() == own
+    peer.close()
+    peer.close()
+    with pytest.raises(StateError, match="closed"), peer.mapped():
+        pass
+    del flat
+
+
+def test_chunk_that_came_back_is_found_by_peers(rig: Rig):
+    buffer = rig.buffer(3 * CHUNK)
+    peer = open_peer(buffer.export())
+    for value in range(3):
+        buffer.tensor.fill_(value)
+        with peer.mapped() as flat:
+            assert bool((flat == value).all())
+        buffer.release(CHUNK)
+        with pytest.raises(TransportError, match=r"released chunks \[1, 2\] of its buffer"), peer.mapped():
+            pass
+        with peer.mapped([Extent(0, CHUNK)]) as flat:
+            assert bool((flat[:CHUNK] == value).all())
+        buffer.restore()
+    del flat
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_release_while_a_peer_reads_is_an_error_at_the_peer(rig: Rig, comes_back: bool):
+    buffer = rig.buffer(3 * CHUNK)
+    buffer.tensor.fill_(1)
+    peer = open_peer(buffer.export())
+    with (
+        pytest.raises(TransportError, match="released chunks of its buffer while they were read"),
+        peer.mapped() as flat,
+    ):
+        buffer.release()
+        assert bool((flat == 1).all())  # not garbage: the mapping keeps it
+        if comes_back:
+            buffer.restore()
+    del flat
+
+
+def test_error_of_the_reader_is_not_hidden(rig: Rig):
+    buffer = rig.buffer(3 * CHUNK)
+    peer = open_peer(buffer.export())
+    with pytest.raises(RuntimeError, match="mine"), peer.mapped():
+        raise RuntimeError("mine")
+    with peer.mapped():
+        pass
+
+
+def test_closed_buffer_cannot_be_read(rig: Rig):
+    buffer = rig.buffer(CHUNK)
+    handle, peer = buffer.export(), open_peer(buffer.export())
+    buffer.close()
+    with pytest.raises(TransportError, match="released chunks"), peer.mapped():
+        pass
+    with pytest.raises(TransportError, match=r"its process ended or closed it|exchange them again"):
+        open_peer(handle)
+    with pytest.raises(TransportError, match=r"use open_peer\(handle\).mapped"):
+        map_peer(handle)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (1, r"not permitted\..*ptrace_scope=0.*SYS_PTRACE.*collective transport"),
+        (9, "the owner released the chunk meanwhile"),
+        (12, "Cannot allocate memory"),
+    ],
+)
+def test_descriptor_that_cannot_be_copied(rig: Rig, monkeypatch: pytest.MonkeyPatch, code: int, message: str):
+    buffer = rig.buffer(CHUNK)
+    peer = open_peer(buffer.export())
+    monkeypatch.setattr(device_peers, "_pidfd_getfd", lambda pidfd, descriptor: (-1, code))
+    message = rf"pidfd_getfd of descriptor \d+ of process {os.getpid()}: {message}"
+    with pytest.raises(TransportError, match=message), peer.mapped():
+        pass
+
+
+def read_in_a_process(connection) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        Rig(patch)
+        peer = open_peer(connection.recv())
+        while connection.recv() == "read":
+            try:
+                with peer.mapped() as flat:
+                    answer = flat.sum().item()
+            except TransportError as error:
+                answer = str(error)
+            connection.send(answer)
+
+
+def test_another_process_follows_the_owner(rig: Rig):
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=read_in_a_process, args=(there,))
+    process.start()
+    buffer = ElasticBuffer(CHUNK, torch.float32, device="cuda:0")
+    here.send(buffer.export())
+
+    def read() -> object:
+        here.send("read")
+        return here.recv()
+
+    for value in (1, 2):
+        buffer.tensor.fill_(value)
+        assert read() == value * CHUNK
+        buffer.release(0, 2 * CHUNK)
+        assert "released chunks [0, 1]" in read()
+        buffer.restore()
+    here.send("end")
+    process.join()
+    assert process.exitcode == 0
+    for end in (here, there, process):
+        end.close()
+
+
+def test_the_transport_maps_a_peer_for_a_bucket_only(rig: Rig):
+    buffer = ElasticBuffer(CHUNK, torch.float32, device="cuda:0")
+    source, name = BufferId(0, "src"), "dst"
+    own = rig.fake.mapped()
+    transport = SharedMemoryTransport(1, {source: buffer.export()})
+    destination = {name: torch.zeros(2)}
+    places = Place(source, 7, (CHUNK // 4,)), Place(BufferId(1, name), 0, (1,))
+    transfers = [Transfer("t", (2,), *places, 8, Link.HOST)]
+    for value in (1, 2):
+        buffer.tensor.fill_(value)
+        transport.run(0, transfers, {}, destination)
+        assert destination[name].tolist() == [value, value] and rig.fake.mapped() == own
+        buffer.release()
+        with pytest.raises(TransportError, match=r"bucket 5, phase read, peer 0.*released chunks"):
+            transport.run(5, transfers, {}, destination)
+        buffer.restore()
+    transport.close()
+
+
+def test_the_transport_leaves_alone_what_lies_between(rig: Rig):
+    buffer = ElasticBuffer(3 * CHUNK, torch.float32, device="cuda:0")
+    buffer.tensor.fill_(1)
+    source, elements = BufferId(0, "src"), buffer.granularity // 4
+    transport = SharedMemoryTransport(1, {source: buffer.export()})
+    places = Place(source, 0, (2 * elements, 1)), Place(BufferId(1, "dst"), 0, (3, 1))
+    destination = {"dst": torch.zeros(6)}
+    buffer.release(buffer.granularity, 2 * buffer.granularity)
+    transport.run(0, [Transfer("t", (2, 3), *places, 24, Link.HOST)], {}, destination)
+    assert bool((destination["dst"] == 1).all())
+    transport.close()
