@@ -3,8 +3,9 @@
     def test_a_sum(ranks: Ranks) -> None:                     # or `engines`, for Megatron and vLLM
         assert ranks.launch(sum_over_ranks, 2) == [3, 3]      # a function of this module, which makes its own group
 
-Ranks are forked from a server that has imported torch, transformers and vLLM, for importing them costs more than most
-tests do. A rank that fails or outlives the timeout takes the whole launch down, so no test leaves a process behind.
+Ranks are forked from a server that has imported torch, transformers, vLLM and Megatron, for importing them costs more
+than most tests do. A rank that fails or outlives the timeout takes the whole launch down, so no test leaves a process
+behind.
 
 Unlike ranks of torchrun these have one hash seed, and vLLM before Megatron; `verify` (test_matrix.py) and the example
 start interpreters.
@@ -30,14 +31,17 @@ from typing import Any
 
 from hybrid_engine.ranks.launching import run_started
 
-ENGINES = ("megatron.core", "hybrid_engine.backends.vllm")
-"""A rank that has imported one of them is taken to have built an engine."""
+ENGINES = ("hybrid_engine.backends.megatron", "hybrid_engine.backends.vllm", "tests.megatron_patches.gpt")
+"""A rank that has imported one of them is taken to have built an engine; Megatron and vLLM themselves are preloaded."""
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 _SERVER = multiprocessing.get_context("forkserver")
 # Those that are not installed are left out: megatron-core's other versions are tested without vLLM.
 _SERVER.set_forkserver_preload(
-    ["pytest", "torch.distributed", "transformers", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"]
+    [
+        *("pytest", "torch.distributed", "transformers", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"),
+        *("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer", "megatron.core.distributed"),
+    ]
 )
 
 

@@ -35,13 +35,13 @@ def wait_for_ever(directory: Path) -> None:
     time.sleep(600)
 
 
-def import_megatron() -> None:
-    import megatron.core  # noqa: F401
+def import_a_backend() -> None:
+    import hybrid_engine.backends.megatron  # noqa: F401
 
 
 def test_a_rank_without_engines_builds_none(ranks: Ranks) -> None:
-    with pytest.raises(AssertionError, match=r"imports megatron\.core: take the fixture `engines`"):
-        ranks.launch(import_megatron, 1, timeout=60)
+    with pytest.raises(AssertionError, match=r"imports hybrid_engine\.backends\.megatron: take the fixture `engines`"):
+        ranks.launch(import_a_backend, 1, timeout=60)
 
 
 def test_the_last_words_of_a_killed_rank_come_back(ranks: Ranks) -> None:
@@ -50,6 +50,7 @@ def test_the_last_words_of_a_killed_rank_come_back(ranks: Ranks) -> None:
     assert all(f"the last words of rank {rank}\n" in str(failure.value) for rank in range(2))
 
 
+@pytest.mark.ranks
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path)], cwd=REPO_ROOT)
     places = [tmp_path / str(rank) for rank in range(2)]

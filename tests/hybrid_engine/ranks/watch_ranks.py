@@ -1,7 +1,7 @@
 """Three ranks that part ways, or nearly, for test_failure_watch.py; constants of the watch are shortened.
 
 python -m tests.hybrid_engine.ranks.watch_ranks SCENARIO      a job that ends: each rank prints what it raised
-launch(all_survived, 3)                                 those after which ranks meet again
+ranks.launch(all_survived, 3)                           those after which ranks meet again
 """
 
 from __future__ import annotations

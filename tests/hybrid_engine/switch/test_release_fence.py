@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from datetime import timedelta
 
 import pytest
@@ -77,19 +76,24 @@ def test_every_failure_leaves_the_next_switch_alone(ranks: Ranks) -> None:
                 assert outcome == PeerTransportError.__name__
 
 
-def wait_for_a_rank_that_sleeps() -> str:
+def wait_for_a_rank_that_sends_nothing() -> str:
     dist.init_process_group("gloo")
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
     fence = ReleaseFence(dist.get_rank(), group, 2, lambda _: None, timeout=0.5)
     if dist.get_rank() == 1:
-        time.sleep(3)
+        dist.barrier()  # lives on, with its connections
         return ""
     with pytest.raises(TransportError) as failure:
-        fence.sent(0)
-        fence.sent(1)
+        _send_both(fence)
+    dist.barrier()
     return str(failure.value)
 
 
+def _send_both(fence: ReleaseFence) -> None:
+    fence.sent(0)
+    fence.sent(1)
+
+
 def test_a_wait_ends_with_bucket_and_remedy(ranks: Ranks) -> None:
-    message, _ = ranks.launch(wait_for_a_rank_that_sleeps, 2, timeout=100)
+    message, _ = ranks.launch(wait_for_a_rank_that_sends_nothing, 2, timeout=100)
     assert "bucket 0, phase release" in message and "timeout_seconds" in message

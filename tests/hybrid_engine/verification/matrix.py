@@ -100,9 +100,8 @@ MATRIX: tuple[Combination, ...] = (
     Combination("llama-3", 4, "tp2 sp", "tp4"),
     Combination("llama-3", 4, "tp2 pp2", "tp2 pp2"),
     Combination("llama-3", 4, "pp4", "tp4"),
-    Combination(
-        "llama-3", 4, "tp2 pp2 bf16", "tp4", generate={"transport": "collective"}, label="by messages", in_suite=True
-    ),
+    Combination("llama-3", 2, "pp2 bf16", "tp2", generate=BY_MESSAGES, label="by messages", in_suite=True),
+    Combination("llama-3", 4, "tp2 pp2 bf16", "tp4", generate=BY_MESSAGES, label="by messages"),
     Combination("llama-3", 8, "tp2 pp2", "tp4 pp2"),
     Combination("llama-3", 8, "tp4 pp2", "tp2"),
     # few key/value heads
@@ -172,8 +171,8 @@ MATRIX: tuple[Combination, ...] = (
     Combination("qwen3-moe", 4, "cp2 ep2", "tp2"),
     # experts
     Combination("qwen3-moe", 2, "ep2", "tp2"),
-    Combination("qwen3-moe", 2, "ep2", "ep2"),
-    Combination("qwen3-moe", 4, "tp2 sp ep2 etp1", "tp2", in_suite=True),
+    Combination("qwen3-moe", 2, "ep2", "ep2", in_suite=True),
+    Combination("qwen3-moe", 4, "tp2 sp ep2 etp1", "tp2"),
     Combination("qwen3-moe", 4, "ep4", "tp2 ep2"),
     Combination("qwen3-moe", 4, "ep2", "ep4"),
     Combination("qwen3-moe", 4, "tp2 sp ep2 etp2", "tp4"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -10,17 +11,33 @@ import pytest
 from hybrid_engine.config import find_violations
 from hybrid_engine.verification.verdict import NUM_SWITCHES, Verdict
 from tests.hybrid_engine.verification.matrix import MATRIX, Combination, run
-from tests.zoo import published_configs
+from tests.zoo.published_configs import PUBLISHED
 
 IN_SUITE = {combination.name: combination for combination in MATRIX if combination.in_suite}
 
 
-def test_the_matrix_is_wide() -> None:
-    assert len(MATRIX) >= 60
-    names = Counter(combination.name for combination in MATRIX)
-    assert max(names.values()) == 1
-    assert {combination.family for combination in MATRIX} == set(published_configs.PUBLISHED)
-    assert {combination.family for combination in IN_SUITE.values()} == set(published_configs.PUBLISHED)
+def test_no_cell_is_there_twice() -> None:
+    assert [name for name, count in Counter(cell.name for cell in MATRIX).items() if count > 1] == []
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_every_family_is_in_the_matrix_and_in_the_suite(family: str) -> None:
+    assert family in {cell.family for cell in MATRIX}
+    assert family in {cell.family for cell in IN_SUITE.values()}
+
+
+@pytest.mark.parametrize(
+    ("side", "sizes"), [("train", ("tp", "pp", "vpp", "cp", "ep", "etp")), ("infer", ("tp", "pp", "ep"))]
+)
+def test_every_parallel_size_of_either_side_is_cut(side: str, sizes: tuple[str, ...]) -> None:
+    words = {re.sub(r"\d+$", "", word) for cell in MATRIX for word in getattr(cell, side).split()}
+    assert set(sizes) <= words
+
+
+@pytest.mark.parametrize("infer", ["tp", "pp", "ep"])
+@pytest.mark.parametrize("train", ["tp", "pp", "ep"])
+def test_every_cut_of_training_meets_every_cut_of_generation(train: str, infer: str) -> None:
+    assert any(train in cell.train and infer in cell.infer for cell in MATRIX)
 
 
 @pytest.mark.parametrize("combination", MATRIX, ids=lambda combination: combination.name)
