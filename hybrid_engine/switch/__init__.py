@@ -6,25 +6,25 @@
       report.py             ReshardReport, and the tally that it is made from
     rendezvous.py         set-up: layouts are exchanged, the plan is made, transports are connected
     weight_container.py   the inference weights: empty -> filled bucket by bucket -> released
-    release_fence.py      training memory goes as soon as all ranks have read it
+    release_fence.py      releases training memory as soon as all ranks have read it
 
 Set-up, once, on every rank:
 
     1  gather_layouts          training layouts of all ranks                             (by assembly.py, or in 2)
     2  rendezvous.connect      the other layouts and handles; plan; groups; transports; container
-    3  InferenceWeights.release, Offloader.onload                                state TRAIN
+    3  InferenceWeights.release, Offloader.onload                                        state TRAIN
 
 A switch to INFER, each step a phase that all ranks leave together; on the device afterwards:
 
     1  offload                 gradients and optimizer state                             parameters
-    2  prepare, check          pending gathers end; NaN                                  parameters
+    2  prepare, check          pending gathers finish; NaN is refused                    parameters
     3  WeightContainer.fill    for each bucket:
          allocate                                                                        + one bucket of inference
          TransportSet.run        read, transfer, write; the next bucket's messages go
          ReleaseFence.sent       all ranks have read the bucket before                   - that bucket of parameters
          commit                  the engine's post-load processing
-       finish_fill, trim       staging memory goes                                       inference weights
-    4  offload                 what is left of the parameters
+       finish_fill, trim       staging memory is freed                                   inference weights
+    4  offload                 the rest of the parameters                                inference weights
     5  wake_kv_cache, reset_caches
 
 and back: WeightContainer.release, Offloader.onload. On failure: abandon and drain in step 3, then `restore`.

@@ -16,7 +16,7 @@
         else ........................... collective      packed messages, gloo or NCCL
     bucket's fan_out, once it came over the network: local or shared_memory, out of relay buffers
 
-Start-up, on every rank, by switch/rendezvous.py (the exchange of objects is its own):
+Start-up, on every rank, by switch/rendezvous.py (which also exchanges the objects):
 
     1  export_handles(rank, training.buffers())            for peers of the host; gathered
     2  RelayBuffers(rank, plan.relays, device)             their handles() too
@@ -29,10 +29,10 @@ Every switch, by switch/weight_container.py, after a fence (all sources are fina
     2  router.run(bucket, source, destination, next)       for each bucket:
          Transport.start                                     + staging; messages of this bucket and the next are posted
          Transport.run, each in the registry's order         bytes arrive in the destination, or in relay buffers
-         Transport.tell, fan_out, Transport.tell             relays -> readers -> relays: it may be written anew
+         Transport.tell, fan_out, Transport.tell             relays -> readers -> relays: the relay buffer may be reused
     3  router.trim()                                       - staging, relay memory
 
-A rank that fails calls `router.abandon` for the buckets that are left: headers with its reason go in place of data.
+A rank that fails calls `router.abandon` for the buckets that are left: headers with its reason are sent instead.
 
 To add a transport: registry.py says how. To change: what is cast before it is sent, messages.py; whom a timeout
 blames, collective.py.

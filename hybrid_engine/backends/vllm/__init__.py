@@ -2,20 +2,20 @@
 
     engine_settings.py  InferenceSettings, LoraSettings, Sampling, Completion: plain data
     engine.py           InferenceEngine: vLLM in the processes that train
-    arguments.py        settings -> vLLM's arguments, looked at by vLLM before anything is built
+    arguments.py        settings -> vLLM's arguments, checked by vLLM before anything is built
     requests.py         requests to vLLM; none outlives the call that made it
-    native_load.py      what vLLM itself would load, to compare with
-    internals.py        every name of vLLM's and torch's that nobody promises, with the reason
-    patches.py          what of theirs is replaced at run time: a record each
+    native_load.py      what vLLM itself loads from a checkpoint, for comparison
+    internals.py        every private name of vLLM and torch that is used here, with the reason
+    patches.py          what is replaced in them at run time: one record each
     version.py          the tested vLLM
-    process/            being in somebody else's process: environment, groups, shared memory, random state
+    process/            isolation from training in one process: environment, groups, shared memory, random state
     weights/            VllmAdaptor: vLLM's parameters as `InferenceWeights`
     lora/               LoRA from memory, and LoRA that arrives with a switch
 
 What happens, and what is in this rank's memory after it:
 
     InferenceEngine(...)
-      1  process/isolation.py, arguments.py: the world, the environment, vLLM's own look at the settings
+      1  process/isolation.py, arguments.py: the world, the environment, vLLM's own checks of the settings
       2  process/group_placement.py around vllm.LLM(...): groups in the order of ranks      process groups
       3  vLLM calls weights/loader.py with the fresh model; weights/traced_model.py traces   + weights (zero)
       4  vLLM processes the zeros, and makes its caches                                      + packed copies, KV cache

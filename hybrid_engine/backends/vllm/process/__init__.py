@@ -1,10 +1,10 @@
-"""vLLM in a process, on process groups and on a host that belong to somebody else.
+"""Isolates vLLM from training, with which it shares a process, process groups and a host.
 
-    isolation.py        the environment before vLLM's first import, the world, the model's class, the end of groups
+    isolation.py        the environment before vLLM's first import, checks of the world, the model class, ending groups
     group_placement.py  which place in vLLM's groups each rank takes
-    shm_cleanup.py      shared memory without a name, and whether there is room for it
+    shm_cleanup.py      unnamed shared memory, and whether there is room for it
     cpu_worker.py       vLLM's CPU worker; imported by vLLM, by name
-    random_state.py     training draws as if vLLM had not
+    random_state.py     keeps training's random state unaffected by vLLM's
 
 `InferenceEngine` calls isolation.py and shm_cleanup.py, then builds vLLM inside `building_groups`. Wherever vLLM only
 makes a configuration (arguments.py, native_load.py), `rank_in_instance` is enough. No module here but cpu_worker.py

@@ -10,11 +10,11 @@
     loader.py         the load format through which vLLM hands over its model
     group_states.py   released, filling, committed, void: one state a group, one table
     weight_memory.py  where memory comes from: host pages, vLLM's sleep mode
-    commit.py         what is done with one group: another way to commit is another class here
+    commit.py         how one group is committed; another way to commit is another class here
     adaptor.py        VllmAdaptor, which puts these together
 
 At start-up vLLM calls loader.py, which calls `trace_model` before and `TracedModel.processed` after the post-load
-processing; `InferenceEngine` then builds the adaptor. In a switch the adaptor asks group_states.py whether it may,
-weight_memory.py for memory, and commit.py to put it in force. Nothing is moved while tracing, so a plan can be made
+processing; `InferenceEngine` then builds the adaptor. In a switch the adaptor checks the state in group_states.py,
+takes memory from weight_memory.py, and commits with commit.py. Nothing is moved while tracing, so a plan can be made
 before there are weights.
 """
