@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,12 @@ from tests.harness.launch import REPO_ROOT
 PAGES = [
     str(path.relative_to(REPO_ROOT)) for glob in ("*.md", "[deph]*/**/*.md") for path in sorted(REPO_ROOT.glob(glob))
 ]
+
+PACKAGES = sorted(
+    path.parent.relative_to(REPO_ROOT)
+    for folder in ("hybrid_engine", "megatron_patches", "examples")
+    for path in REPO_ROOT.glob(f"{folder}/**/__init__.py")
+)
 
 
 def test_the_configuration_page_is_up_to_date() -> None:
@@ -25,3 +33,24 @@ def test_relative_links_lead_somewhere(page: str) -> None:
     path = REPO_ROOT / page
     links = re.findall(r"\]\(([^)#:]+)\)", path.read_text())
     assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=str)
+def test_a_package_says_what_each_of_its_files_is_for(package: Path) -> None:
+    docstring = ast.get_docstring(ast.parse((REPO_ROOT / package / "__init__.py").read_text())) or ""
+    words = set(re.findall(r"\w+", docstring))
+    modules = {path.stem for path in (REPO_ROOT / package).glob("*.py")} - {"__init__", "__main__"}
+    assert modules - words == set(), "not in the docstring"
+    places = (REPO_ROOT / package, (REPO_ROOT / package).parent, REPO_ROOT / "hybrid_engine", REPO_ROOT)
+    named = re.findall(r"[\w/]+\.py\b", docstring)
+    assert [name for name in named if not any((place / name).exists() for place in places)] == [], "do not exist"
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/models.md", "docs/failures.md", "CONTRIBUTING.md"])
+def test_files_that_a_page_names_exist(page: str) -> None:
+    text = (REPO_ROOT / page).read_text()
+    named = set(re.findall(r"[\w./]+/[\w.]+\.py\b", text))
+    assert (
+        sorted(name for name in named if not any((REPO_ROOT / top / name).exists() for top in ("", "hybrid_engine")))
+        == []
+    )
