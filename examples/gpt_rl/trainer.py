@@ -70,7 +70,7 @@ class Trainer:
         Raises Interrupted when that is during the warm-up, of which nothing is kept.
         """
         progress = self.directory.progress()
-        progress = self._warm_up() if progress is None else self._take_up(progress)
+        progress = self._warm_up() if progress is None else self._resume(progress)
         if not any(row["iteration"] == progress.iteration for row in self.directory.rows()):
             yield self._finish(progress)
         while progress.iteration < self.rl.iterations and not self._is_stopped():
@@ -110,7 +110,7 @@ class Trainer:
             self.seq_length,
         )
 
-    def _take_up(self, progress: Progress) -> Progress:
+    def _resume(self, progress: Progress) -> Progress:
         """Restore the reference, then the actor, and drop the rows of iterations that are to be done again."""
         self.tally = Tally()
         self.on_progress("loading checkpoint", 0, 1)

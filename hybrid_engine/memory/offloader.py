@@ -234,11 +234,11 @@ class Offloader:
         for kind in kinds:
             leaving = self._leaving.setdefault(kind, [])
             new = [storage for storage in fresh if storage.kind == kind]
-            if leaving or not self._take_up_promise(kind, new):
+            if leaving or not self._reuse_arena(kind, new):
                 _lay_out(leaving, new)
             leaving.extend(new)
 
-    def _take_up_promise(self, kind: Kind, storages: Iterable[Storage]) -> bool:
+    def _reuse_arena(self, kind: Kind, storages: Iterable[Storage]) -> bool:
         """Use the arena's contents if all of these storages are unchanged since; return whether they are."""
         known = {storage.key: storage for storage in self._unchanged.pop(kind, [])}
         copied = [storage for storage in storages if storage.action == "copy"]

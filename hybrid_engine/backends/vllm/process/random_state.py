@@ -1,7 +1,7 @@
 """Whose random numbers: sampling must neither disturb training's generators nor depend on what training drew.
 
 All ranks of a replica must draw the same tokens, while training may have drawn different numbers on each; so the
-engine keeps a state of its own and puts it in force only while it generates.
+engine keeps a state of its own and sets it only while it generates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def get_state() -> tuple[Any, ...]:
 
 
 def set_state(state: tuple[Any, ...]) -> None:
-    """Put a state of `get_state` in force."""
+    """Set a state of `get_state`."""
     python, numpy, cpu, cuda = state
     random.setstate(python)
     np.random.set_state(numpy)

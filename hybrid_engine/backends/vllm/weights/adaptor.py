@@ -1,4 +1,4 @@
-"""The inference side of a reshard: vLLM's parameters as flat buffers, filled group by group and put in force.
+"""The inference side of a reshard: vLLM's parameters as flat buffers, filled and committed group by group.
 
     while serving:
         release()             weights given up; the training side has the memory
@@ -81,7 +81,7 @@ class VllmAdaptor:
         return {name: flat_view(tensor) for name, tensor in tensors.items()}
 
     def commit(self, groups: Sequence[str]) -> None:
-        """Put filled groups in force. Raises StateError for a group that was not allocated."""
+        """Make filled groups the live weights. Raises StateError for a group that was not allocated."""
         self._states.require(Event.COMMIT, groups)
         with torch.no_grad(), self._processed.context():
             for name in groups:

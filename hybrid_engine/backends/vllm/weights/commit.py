@@ -21,7 +21,7 @@ class GroupCommit(Protocol):
     """What is done with one group; chosen when the adaptor is built, by a look at the group."""
 
     def commit(self, tensors: dict[str, torch.Tensor], observe: Observer) -> None:
-        """Put filled tensors in force, by buffer name; takes each out of `tensors` when it needs it no more."""
+        """Make filled tensors the live ones, by buffer name; remove each from `tensors` once it is not needed."""
         ...
 
     def drop(self) -> None:
