@@ -93,6 +93,12 @@ class JobPlan:
             + np.maximum(moved.network, moved.sent_network) / rates[Link.NETWORK]
         )
 
+    @cached_property
+    def received_by_host(self) -> np.ndarray:
+        """Bytes that come to each host from others; int array by host."""
+        hosts = self.cluster.hosts(self.world_size)
+        return np.bincount(hosts, weights=self.bytes.network).astype(np.int64)
+
     @property
     def fits_device(self) -> bool:
         """Whether every rank's peak is within its device."""

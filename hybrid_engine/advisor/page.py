@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from typing import Any
 
-from hybrid_engine.advisor.cluster_plan import JobPlan
-from hybrid_engine.advisor.facts import facts_of
+from hybrid_engine.advisor.cluster_plan import GIB, JobPlan
+from hybrid_engine.advisor.facts import JobFacts, MinMeanMax, facts_of, named
 from hybrid_engine.advisor.picture import Bar, Column, Picture, picture_of
 
 COLORS = {"train": "#4c78a8", "infer": "#f58518", "both": "#54a24b"}
@@ -153,48 +152,39 @@ def _ranks(column: Column) -> str:
     )
 
 
-def _json(value: Any) -> str:
+def _json(value: object) -> str:
     """JSON that can stand in a script element."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
 
 
-def _numbers(facts: dict[str, Any]) -> str:
-    rows = [(name.replace("_", " "), numbers) for name, numbers in facts["bytes"].items()]
-    rows += [(f"across hosts, by host: {name}", numbers) for name, numbers in facts["across_hosts"].items()]
-    rows += [(f"sequential order: {name}", facts["sequential"][name]) for name in ("received",)]
-    memory = facts["memory"]
-    device = [
-        (f"device: {name.replace('_', ' ')}", numbers)
-        for name, numbers in memory["device"].items()
-        if _is_spread(numbers)
-    ]
-    host = [(f"host: {name.replace('_', ' ')}", memory["host"][name]) for name in ("per_rank", "per_host")]
-    seconds = [("estimated seconds", facts["seconds"])]
-    body = [_table(("GiB by rank", "min", "mean", "max"), _scaled([*rows, *device, *host], 1024**3))]
-    body.append(_table(("time", "min", "mean", "max"), _scaled(seconds, 1)))
+def _numbers(facts: JobFacts) -> str:
+    rows = [(name.replace("_", " "), numbers) for name, numbers in named(facts.bytes)]
+    rows += [(f"across hosts, by host: {name}", numbers) for name, numbers in named(facts.across_hosts)]
+    rows.append(("sequential order: received", facts.sequential.received))
+    device, host = facts.memory.device, facts.memory.host
+    rows += [(f"device: {name.replace('_', ' ')}", numbers) for name, numbers in named(device)]
+    rows += [(f"host: {name.replace('_', ' ')}", numbers) for name, numbers in named(host)]
     others = [
-        (
-            f"{peer['system']}: {peer['formula']}",
-            f"{peer['nbytes'] / 1024**3:.3f}" if peer["nbytes"] is not None else peer["reason"],
-        )
-        for peer in facts["peers"]
+        (f"{peer.system}: {peer.formula}", peer.reason if peer.nbytes is None else f"{peer.nbytes / GIB:.3f}")
+        for peer in facts.peers
     ]
-    body.append(_table(("GiB received by each rank, by others' formulas", "mean"), others))
-    fits = "fits" if memory["device"]["fits"] else "does not fit"
-    body.append(f"<p>The peak {fits} a device of {memory['device']['size'] / 1024**3:g} GiB.</p>")
-    return "\n".join(body)
+    fits = "fits" if device.fits else "does not fit"
+    return "\n".join(
+        [
+            _table(("GiB by rank", "min", "mean", "max"), _scaled(rows, GIB)),
+            _table(("time", "min", "mean", "max"), _scaled([("estimated seconds", facts.seconds)], 1)),
+            _table(("GiB received by each rank, by others' formulas", "mean"), others),
+            f"<p>The peak {fits} a device of {device.size / GIB:g} GiB.</p>",
+        ]
+    )
 
 
-def _is_spread(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _scaled(rows: Sequence[tuple[str, dict[str, float]]], unit: float) -> Iterator[tuple[str, ...]]:
+def _scaled(rows: Sequence[tuple[str, MinMeanMax]], unit: float) -> Iterator[tuple[str, ...]]:
     for name, numbers in rows:
-        yield name, *(f"{numbers[key] / unit:.3f}" for key in ("min", "mean", "max"))
+        yield name, *(f"{number / unit:.3f}" for number in (numbers.min, numbers.mean, numbers.max))
 
 
-def _table(head: Sequence[str], rows: Any) -> str:
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"

@@ -144,16 +144,16 @@ def _looks_of(row: Row, source: Holdings, destination: Holdings, ranks: np.ndarr
     found: dict[tuple[int, str], _Look] = {}
     cache: dict[tuple[bytes, ...], dict[str, _Look]] = {}
     for column in range(len(ranks)):
-        key = tuple(present[:, column].tobytes() for alike in sets for present in (alike.held, alike.needed))
+        key = tuple(present[:, column].tobytes() for each in sets for present in (each.held, each.needed))
         if key not in cache:
-            boxes = [alike.boxes(column) for alike in sets]
+            boxes = [each.boxes(column) for each in sets]
             cache[key] = {}
             for side in SIDES:
                 if held := {
                     tensor: own[side]
-                    for alike, own in zip(sets, boxes, strict=True)
+                    for each, own in zip(sets, boxes, strict=True)
                     if own[side]
-                    for tensor in alike.tensors
+                    for tensor in each.tensors
                 }:
                     cache[key][side] = _look(row, held, source.shapes)
         found.update({(column, side): look for side, look in cache[key].items()})
@@ -161,7 +161,7 @@ def _looks_of(row: Row, source: Holdings, destination: Holdings, ranks: np.ndarr
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Alike:
+class _TensorSet:
     """Tensors of a row with the same owners on both sides; `held` and `needed`: [box, column], who is in it."""
 
     tensors: tuple[str, ...]
@@ -178,7 +178,7 @@ class _Alike:
         return {"train": train, "infer": infer, "both": both}
 
 
-def _sets_of(row: Row, source: Holdings, destination: Holdings, ranks: np.ndarray) -> list[_Alike]:
+def _sets_of(row: Row, source: Holdings, destination: Holdings, ranks: np.ndarray) -> list[_TensorSet]:
     tensors: dict[tuple[int, int], list[str]] = {}
     for tensor in row.tensors:
         key = id(source.owners.get(tensor)), id(destination.owners.get(tensor))
@@ -190,7 +190,7 @@ def _sets_of(row: Row, source: Holdings, destination: Holdings, ranks: np.ndarra
             np.array([presence_of(box, source.num_ranks)[ranks] for box in owners]).reshape(-1, len(ranks))
             for owners in (sources, destinations)
         )
-        sets.append(_Alike(tuple(names), sources, destinations, held, needed))
+        sets.append(_TensorSet(tuple(names), sources, destinations, held, needed))
     return sets
 
 
@@ -205,7 +205,7 @@ def _look(row: Row, held: Mapping[str, list[Region]], shapes: Mapping[str, tuple
 
 
 def _look_of_experts(row: Row, held: Mapping[str, list[Region]], shapes: Mapping[str, tuple[int, ...]]) -> _Look:
-    """Experts are cut alike, so the first one that is held says how."""
+    """All experts are cut in the same way, so the first one that is held says how."""
     expert_of = dict(zip(row.tensors, row.experts or (), strict=True))
     num_experts = max(row.experts or ()) + 1
     numbers = sorted({expert_of[tensor] for tensor in held})

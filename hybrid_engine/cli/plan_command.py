@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from hybrid_engine.advisor.cluster_plan import LINK_GBPS, Cluster, plan_job
-from hybrid_engine.advisor.facts import facts_of, facts_of_rank
+from hybrid_engine.advisor.facts import Answer, PlanningCost, facts_of, facts_of_rank
 from hybrid_engine.advisor.page import page_of
 from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.cli.options import Order, collect, integer_option, refuse
@@ -69,20 +69,19 @@ def plan(
         job = plan_job(table, training, inference, cluster, order=order.value, dtype=dtype, bucket_nbytes=bucket_nbytes)
     except DependencyError as error:
         refuse([Violation("--order", str(error), "Install it or use --order sequential")])
-    facts = facts_of(job)
-    facts["planning"] = {"seconds": time.perf_counter() - started}
+    facts, seconds, of_rank = facts_of(job), time.perf_counter() - started, None
     if rank is not None:
         started = time.perf_counter()
-        facts["rank"] = facts_of_rank(job.plan_of(rank), rank)
-        facts["rank"]["planning_seconds"] = time.perf_counter() - started
-    facts["planning"]["peak_memory"] = _peak_memory()
+        own_plan = job.plan_of(rank)
+        of_rank = facts_of_rank(own_plan, rank, time.perf_counter() - started)
+    answer = Answer(facts, PlanningCost(seconds, _peak_memory()), of_rank)
     with writing():
         if html is not None:
             write_text(html, page_of(job, f"{model.resolve().name}: {train} to {infer}"))
         if as_json:
-            typer.echo(json.dumps(facts, indent=2))
+            typer.echo(json.dumps(answer.as_dict(), indent=2))
         else:
-            print_tables(job, facts)
+            print_tables(answer)
 
 
 def _option_violations(

@@ -5,7 +5,7 @@
     order -> buckets                    closed as soon as some rank fills or frees `bucket_nbytes`
 
 When a bucket has been sent, its training bytes can go. In the model's own order a rank of the last pipeline stage would
-fill the slices of all stages before anything of its own is freed; so stages take turns here.
+fill the slices of all stages before anything of its own is freed; so clusters of stages alternate here.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def outline_buckets(needs: Mapping[str, Need], num_ranks: int, bucket_nbytes: in
         tensors.clear()
         moved[:] = 0
 
-    for cluster in _taking_turns(_clusters(needs, num_ranks)):
+    for cluster in _alternating(_clusters(needs, num_ranks)):
         tensors.extend(cluster.tensors)
         moved += np.stack([cluster.fills, cluster.frees])
         if moved.max() >= bucket_nbytes:
@@ -83,7 +83,7 @@ def outline_buckets(needs: Mapping[str, Need], num_ranks: int, bucket_nbytes: in
     return outlines
 
 
-def _taking_turns(clusters: Sequence[_Cluster]) -> Iterator[_Cluster]:
+def _alternating(clusters: Sequence[_Cluster]) -> Iterator[_Cluster]:
     """Next always the cluster that leaves the fullest rank least full, of those that come first on their ranks.
 
     A rank is as full as what it holds exceeds the larger of its two layouts.
@@ -99,6 +99,7 @@ def _taking_turns(clusters: Sequence[_Cluster]) -> Iterator[_Cluster]:
     excess = trained - np.maximum(trained, served)
     while queues:
         heads = sorted((queue[0], key) for key, queue in queues.items())
+        # [head, rank]: how full each rank would be; first the fullest rank counts, then what all have too much.
         after = excess + np.stack([gains[index] for index, _ in heads])
         fullest, fullness = after.max(axis=1), np.maximum(after, 0).sum(axis=1)
         best = int(np.lexsort((fullness, fullest))[0])
@@ -112,7 +113,8 @@ def _taking_turns(clusters: Sequence[_Cluster]) -> Iterator[_Cluster]:
 
 def _clusters(needs: Mapping[str, Need], num_ranks: int) -> list[_Cluster]:
     """Tensors that share groups, directly or through others, in order of the first."""
-    joined_to = list(range(len(needs)))  # an earlier tensor of the same cluster; the first points to itself
+    # Union-find: an earlier tensor of the same cluster; the first points to itself, and paths are halved on the way.
+    joined_to = list(range(len(needs)))
     first_of_group: dict[str, int] = {}
 
     def first(ordinal: int) -> int:

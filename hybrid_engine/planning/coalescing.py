@@ -25,17 +25,17 @@ def coalesce(transfers: Iterable[Transfer]) -> list[Transfer]:
     by_buffers: dict[object, list[Transfer]] = {}
     for transfer in transfers:
         by_buffers.setdefault((transfer.src.buffer, transfer.dst.buffer), []).append(_flattened(transfer))
-    combined = [one for same in by_buffers.values() for one in _coalesced(same)]
-    return sorted(combined, key=lambda one: (one.dst.buffer, one.dst.offset, one.src.buffer, one.src.offset))
+    coalesced = [one for same in by_buffers.values() for one in _coalesced(same)]
+    return sorted(coalesced, key=lambda one: (one.dst.buffer, one.dst.offset, one.src.buffer, one.src.offset))
 
 
 def _coalesced(transfers: list[Transfer]) -> list[Transfer]:
     """Join until nothing joins any more: heads, then experts of equal heads, and so on."""
     while len(transfers) > 1:
-        alike: dict[object, list[Transfer]] = {}
+        by_shape: dict[object, list[Transfer]] = {}
         for one in transfers:
-            alike.setdefault((one.lengths, one.src.strides, one.dst.strides), []).append(one)
-        joined = [_flattened(_join(run)) for same in alike.values() for run in _runs(same)]
+            by_shape.setdefault((one.lengths, one.src.strides, one.dst.strides), []).append(one)
+        joined = [_flattened(_join(run)) for same in by_shape.values() for run in _runs(same)]
         if len(joined) == len(transfers):
             break
         transfers = joined
@@ -51,7 +51,7 @@ def _runs(transfers: list[Transfer]) -> Iterator[list[Transfer]]:
         stop = start + 1
         while stop < len(ordered) and distances[stop - 1] == distances[start] and distances[start][0] >= 0:
             stop += 1  # a view cannot go backwards through the source
-        # the last of a short run may be the first of a longer one: 0, then 10 11 12
+        # The last of a short run may be the first of a longer one: 0, then 10 11 12
         if stop - start == 2 and stop < len(distances) and distances[stop - 1] == distances[stop]:
             stop = start + 1
         yield ordered[start:stop]
@@ -83,6 +83,7 @@ def _flattened(transfer: Transfer) -> Transfer:
     dims = list(zip(transfer.lengths, transfer.src.strides, transfer.dst.strides, strict=True))
     kept: list[tuple[int, int, int]] = []
     for length, src, dst in (dim for dim in dims if dim[0] != 1):
+        # The dim before steps over exactly this whole dim, in source and destination: together they are one.
         if kept and kept[-1][1] == length * src and kept[-1][2] == length * dst:
             kept[-1] = kept[-1][0] * length, src, dst
         else:
@@ -90,6 +91,6 @@ def _flattened(transfer: Transfer) -> Transfer:
     if len(kept) == len(dims):
         return transfer
     lengths, src_strides, dst_strides = zip(*kept, strict=True) if kept else ((), (), ())
-    src = Place(transfer.src.buffer, transfer.src.offset, src_strides)
-    dst = Place(transfer.dst.buffer, transfer.dst.offset, dst_strides)
-    return Transfer(transfer.tensor, lengths, src, dst, transfer.nbytes, transfer.link)
+    src_place = Place(transfer.src.buffer, transfer.src.offset, src_strides)
+    dst_place = Place(transfer.dst.buffer, transfer.dst.offset, dst_strides)
+    return Transfer(transfer.tensor, lengths, src_place, dst_place, transfer.nbytes, transfer.link)

@@ -64,7 +64,7 @@ def plan(
             that no rank holds, source tensors that nobody reads.
 
     Round robins go through the tensors in the order in which the destination declares them (the model's own); buckets
-    take turns between pipeline stages (planning/buckets.py).
+    alternate between pipeline stages (planning/buckets.py).
     """
     sides = _checked_sides(source, destination, len(hosts), may_stay_unread)
     found = plan_sides(*sides, hosts, bucket_nbytes, source.tensors, rank, relaying_hosts)
@@ -238,7 +238,7 @@ class _Planner:
         for each in chain.from_iterable(bucket.counted() for bucket in buckets):
             moved[each.dst_rank, each.link] += each.nbytes
         return {
-            rank: ByteCount(*(moved[rank, link] for link in (Link.SELF, Link.HOST, Link.NETWORK)), lower_bound)
+            rank: ByteCount(moved[rank, Link.SELF], moved[rank, Link.HOST], moved[rank, Link.NETWORK], lower_bound)
             for rank, lower_bound in sorted(self._lower_bound.items())
         }
 

@@ -43,7 +43,7 @@ def rank_order(kind: str, source: Holdings, positions: Holdings, hosts: Sequence
     if kind == "sequential":
         return sequential
     if kind != "auto":
-        raise ValueError(f"rank order {kind!r} is not one of auto, sequential")
+        raise ValueError(f"unknown rank order {kind!r}; known are auto, sequential")
     gain = _Gain(source, positions)
     hosts_of = Hosts(hosts)
     candidates = [sequential, _by_hosts(gain, hosts_of)]
@@ -102,7 +102,7 @@ class _Gain:
 
 
 def _having(owners: TensorOwners, members: np.ndarray) -> list[tuple[np.ndarray, list[BoxOwners]]]:
-    """(indices into `members`, the owners they are in) for all combinations of owners but none."""
+    """(indices into `members`, the boxes they own) for every combination of boxes that some own."""
     num_ranks = int(max(members.max(), max(box.ranks.max() for box in owners))) + 1
     columns = [presence_of(box, num_ranks)[members] for box in owners]
     groups = []
@@ -162,6 +162,9 @@ def _assign(gains: np.ndarray) -> np.ndarray:
         from scipy.optimize import linear_sum_assignment
     except ImportError as error:
         raise DependencyError("infer_rank_order auto needs scipy: pip install scipy, or choose sequential") from error
+    # The solver knows one number for each pair. Gains are multiples of `unit`, so counted in units two assignments of
+    # different gain differ by at least 1; times (n + 1) that outweighs the n ones at most that the diagonal adds. So
+    # the diagonal decides between assignments of equal gain only: ranks stay where they are unless moving gains.
     unit = max(int(np.gcd.reduce(gains, axis=None)), 1)
     weights = (gains // unit) * (len(gains) + 1) + np.eye(len(gains), dtype=np.int64)
     return linear_sum_assignment(weights, maximize=True)[1]

@@ -70,7 +70,7 @@ def staging_nbytes(buckets: Iterable[Bucket], relays: Mapping[BufferId, Buffer],
 
 @dataclass
 class RelayPlanner:
-    """Gives relayed their places in relay buffers.
+    """Gives relayed transfers their places in relay buffers.
 
     Attributes:
         rank: transfers of this rank only are made; None: all.
@@ -81,16 +81,16 @@ class RelayPlanner:
     buffers: dict[BufferId, Buffer] = field(default_factory=dict)
 
     def lay_out(self, index: int, relayed: Iterable[RelayedTransfer]) -> tuple[list[Transfer], list[Transfer]]:
-        """The transfers of the relayed of bucket `index`, in the plan's order: into relay buffers, and out of them.
+        """The copies into relay buffers and out of them, for what is relayed in bucket `index`, in the plan's order.
 
-        All relayed of the relay buffers concerned must be among them.
+        All that comes into the relay buffers concerned must be among `relayed`.
         """
         arriving: list[Transfer] = []
         fan_out: list[Transfer] = []
         ends: dict[BufferId, int] = {}
         for box in relayed:
             region, buffer = box.region, box.buffer(index)
-            start = ends.get(buffer, 0)
+            start = ends.get(buffer, 0)  # behind what came before it
             ends[buffer] = start + region.numel
             relay = Place(buffer, start, contiguous_strides(region.lengths))
             nbytes = region.numel * DTYPE_NBYTES[box.dtype]

@@ -6,8 +6,10 @@ hundred classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,45 +39,68 @@ class TensorClass:
     itemsizes: np.ndarray
 
 
+class _Members(NamedTuple):
+    """A class as it is found: its owners, the ordinal of its first tensor, and its tensors."""
+
+    sources: TensorOwners
+    destinations: TensorOwners
+    first: int
+    names: list[str]
+
+
 def tensor_classes(source: Holdings, destination: Holdings) -> list[TensorClass]:
     """The tensors that are moved, in classes. Raises PlanError with everything that `holding_faults` finds."""
-    if faults := holding_faults(source, destination):
+    members = _members(source, destination)
+    if faults := [*_shape_faults(source, destination), *_unserved_faults(members)]:
         raise PlanError(faults)
-    members: dict[tuple[int, int], list[tuple[int, str]]] = {}
-    for ordinal, (name, owners) in enumerate(destination.owners.items()):
-        members.setdefault((id(source.owners[name]), id(owners)), []).append((ordinal, name))
     classes = []
-    for found in members.values():
-        names = tuple(name for _, name in found)
-        dtypes = (wire_dtype(source.dtypes[name], destination.dtypes[name]) for name in names)
-        itemsizes = np.array([DTYPE_NBYTES[dtype] for dtype in dtypes], dtype=np.int64)
-        classes.append(
-            TensorClass(source.owners[names[0]], destination.owners[names[0]], names, found[0][0], itemsizes)
-        )
+    for sources, destinations, first, names in members:
+        dtypes = ((source.dtypes[name], destination.dtypes[name]) for name in names)
+        itemsizes = np.array([_wire_itemsize(*each) for each in dtypes], dtype=np.int64)
+        classes.append(TensorClass(sources, destinations, tuple(names), first, itemsizes))
     return classes
 
 
 def holding_faults(source: Holdings, destination: Holdings) -> list[str]:
     """Tensors of two shapes, and boxes that some rank needs and no rank holds."""
-    faults = [
+    return [*_shape_faults(source, destination), *_unserved_faults(_members(source, destination))]
+
+
+def _members(source: Holdings, destination: Holdings) -> list[_Members]:
+    """The classes of tensors that have one shape; what no training rank holds has no sources."""
+    found: dict[tuple[int, int], _Members] = {}
+    for ordinal, (name, destinations) in enumerate(destination.owners.items()):
+        sources = source.owners.get(name, ())
+        if not sources or source.shapes[name] == destination.shapes[name]:
+            key = id(sources), id(destinations)
+            if key not in found:
+                found[key] = _Members(sources, destinations, ordinal, [])
+            found[key].names.append(name)
+    return list(found.values())
+
+
+@functools.cache
+def _wire_itemsize(source: str, destination: str) -> int:
+    return DTYPE_NBYTES[wire_dtype(source, destination)]
+
+
+def _shape_faults(source: Holdings, destination: Holdings) -> list[str]:
+    return [
         f"{name}: shape {source.shapes[name]} in training, {shape} in inference"
         for name, shape in destination.shapes.items()
         if source.shapes.get(name, shape) != shape
     ]
-    by_owners: dict[tuple[int, int], list[tuple[int, Region]]] = {}
-    by_boxes: dict[object, list[tuple[int, Region]]] = {}  # other ranks, but cut in the same way: experts
-    for name, destinations in destination.owners.items():
-        if source.shapes.get(name, destination.shapes[name]) != destination.shapes[name]:
-            continue
-        sources = source.owners.get(name, ())
-        owners = id(sources), id(destinations)
-        if owners not in by_owners:
-            boxes = tuple(tuple((box.offsets, box.lengths) for box in side) for side in (sources, destinations))
-            if boxes not in by_boxes:
-                by_boxes[boxes] = list(_unserved(sources, destinations))
-            by_owners[owners] = by_boxes[boxes]
-        faults += [_unserved_fault(name, destinations[index].ranks, region) for index, region in by_owners[owners]]
-    return faults
+
+
+def _unserved_faults(members: Iterable[_Members]) -> Iterator[str]:
+    """Elements that no source holds, tensor by tensor."""
+    known: dict[object, list[tuple[int, Region]]] = {}  # experts: on other ranks, but cut in the same way
+    for sources, destinations, _, names in members:
+        boxes = tuple(tuple((box.offsets, box.lengths) for box in side) for side in (sources, destinations))
+        if boxes not in known:
+            known[boxes] = list(_unserved(sources, destinations))
+        for name in names if known[boxes] else ():
+            yield from (_unserved_fault(name, destinations[index].ranks, region) for index, region in known[boxes])
 
 
 def _unserved(sources: Sequence[BoxOwners], destinations: Sequence[BoxOwners]) -> Iterator[tuple[int, Region]]:

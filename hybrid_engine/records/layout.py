@@ -51,7 +51,7 @@ class Extent:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
-            raise ValueError(f"[{self.start}, {self.stop}) is no interval")
+            raise ValueError(f"invalid interval [{self.start}, {self.stop})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ class Buffer:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_NBYTES:
-            raise ValueError(f"dtype {self.dtype!r} is not one of {', '.join(DTYPE_NBYTES)}")
+            raise ValueError(f"unknown dtype {self.dtype!r}; known are {', '.join(DTYPE_NBYTES)}")
         if empty := [extent for extent in self.padding if extent.start == extent.stop]:
-            raise ValueError(f"padding {empty} is empty; leave it out")
+            raise ValueError(f"padding must not be empty, got {empty}; leave it out")
 
     @property
     def itemsize(self) -> int:

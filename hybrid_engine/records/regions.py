@@ -27,7 +27,9 @@ class Region:
         if len(self.offsets) != len(self.lengths):
             raise ValueError(f"{self.tensor}: {len(self.offsets)} offsets but {len(self.lengths)} lengths")
         if any(offset < 0 for offset in self.offsets) or any(length < 1 for length in self.lengths):
-            raise ValueError(f"{self.tensor}: offsets {self.offsets} and lengths {self.lengths} are no box")
+            raise ValueError(
+                f"{self.tensor}: offsets must be >= 0 and lengths >= 1, got {self.offsets} and {self.lengths}"
+            )
 
     @property
     def numel(self) -> int:
@@ -55,6 +57,7 @@ class Region:
         if common is None:
             return [self]
         pieces = []
+        # Dim by dim, cut off what lies before and behind `common`; what is left is as wide as `common` in that dim.
         offsets, lengths = list(self.offsets), list(self.lengths)
         for dim, (low, high) in enumerate(zip(common.offsets, common.ends, strict=True)):
             end = offsets[dim] + lengths[dim]
@@ -88,9 +91,9 @@ def joined(regions: Iterable[Region]) -> list[Region]:
     boxes = sorted(regions)
     for dim in range(len(boxes[0].lengths)):
         # Boxes that differ in this dim only become neighbours, in order along it.
-        ordered = sorted(boxes, key=lambda box, dim=dim: (_without(box, dim), box.offsets[dim]))
-        boxes = ordered[:1]
-        for box in ordered[1:]:
+        in_lines = sorted((_without(box, dim), box.offsets[dim], box) for box in boxes)
+        boxes = [in_lines[0][-1]]
+        for *_, box in in_lines[1:]:
             last = boxes[-1]
             if _without(last, dim) == _without(box, dim) and last.ends[dim] == box.offsets[dim]:
                 lengths = list(last.lengths)
@@ -147,7 +150,7 @@ def boxes_of_copy(shape: tuple[int, ...], src: StridedView, dst: StridedView) ->
         src: the view that is read: any chain of narrow, view, transpose, unsqueeze or expand.
         dst: the view that is written, of the same shape as `src`.
 
-    Every element of `dst` appears in exactly one box. Loops that are no box of the canonical tensor (steps,
+    Every element of `dst` appears in exactly one box. Loops that are not a box of the canonical tensor (steps,
     broadcasts, several loops over one dim that do not merge) are unrolled into one box per step.
     """
     if src.shape != dst.shape:
@@ -164,6 +167,7 @@ def boxes_of_copy(shape: tuple[int, ...], src: StridedView, dst: StridedView) ->
     box_axes, unrolled = _choose_box_axes(axes, shape, canonical, src.offset)
     copies = []
     for index in _steps(unrolled):
+        # One step of the loops that unroll: the element where its box begins, in both storages.
         start = src.offset + sum(i * axis.src for i, axis in zip(index, unrolled, strict=True))
         copies.append(
             ViewCopy(
@@ -182,7 +186,7 @@ def _steps(axes: list[_Axis]) -> Iterator[tuple[int, ...]]:
 
 
 def _unravel(position: int, shape: tuple[int, ...], canonical: tuple[int, ...]) -> tuple[int, ...]:
-    """Row-major index of flat `position`."""
+    """Row-major index of flat `position`: how many strides of each dim fit, counted anew in every row of the dim."""
     return tuple(position // stride % size for size, stride in zip(shape, canonical, strict=True))
 
 
@@ -195,7 +199,10 @@ def _dim_of(stride: int, shape: tuple[int, ...], canonical: tuple[int, ...]) -> 
 
 
 def _split_axis(axis: _Axis, shape: tuple[int, ...], canonical: tuple[int, ...], start: int) -> Iterator[_Axis]:
-    """Split a loop that runs over several canonical dims (a flattened view) at the dims' borders."""
+    """Split a loop that runs over several canonical dims (a flattened view) at the dims' borders.
+
+    Only where it begins at such a border and goes over whole dims: else no split makes boxes of it.
+    """
     dim = _dim_of(axis.src, shape, canonical)
     if dim is None or canonical[dim] != axis.src:
         yield axis
@@ -210,14 +217,19 @@ def _split_axis(axis: _Axis, shape: tuple[int, ...], canonical: tuple[int, ...],
 
 
 def _merge_axes(axes: list[_Axis]) -> list[_Axis]:
-    """Merge pairs of loops that together are one longer loop on both sides: (n, m*s) over (m, s) is (n*m, s)."""
+    """Merge pairs of loops that together are one longer loop on both sides.
+
+    An outer loop of n steps of m*s elements around an inner one of m steps of s elements goes through n*m steps of s:
+    when the inner loop ends, the outer one goes on exactly where the next inner step would be. Views that split a dim
+    (heads out of rows) come out as one loop again, so that they are one box.
+    """
     merged = sorted(axes, key=lambda axis: (axis.src, axis.dst))
     changed = True
     while changed:
         changed = False
         for inner, outer in itertools.permutations(merged, 2):
             same_loop = outer.src == inner.src * inner.size and outer.dst == inner.dst * inner.size
-            if same_loop and inner.src > 0:
+            if same_loop and inner.src > 0:  # a broadcast (0) reads one element again and again: not a longer loop
                 merged.remove(outer)
                 inner.size *= outer.size
                 changed = True
@@ -233,7 +245,7 @@ def _choose_box_axes(
     unrolled: list[_Axis] = []
     for axis in sorted(axes, key=lambda axis: -axis.size):
         dim = _dim_of(axis.src, shape, canonical)
-        if dim is not None and canonical[dim] == axis.src and dim not in box_axes:
+        if dim is not None and canonical[dim] == axis.src and dim not in box_axes:  # single steps along a free dim
             box_axes[dim] = axis
         else:
             unrolled.append(axis)

@@ -71,11 +71,11 @@ def shard_fault(layout: Layout, shard: Shard) -> str | None:
     region, buffer_id = shard.region, shard.place.buffer
     shape = layout.tensors.get(region.tensor)
     if shape is None:
-        return f"{region.tensor}: rank {buffer_id.rank} has a shard of it, but it is no declared tensor"
+        return f"{region.tensor}: rank {buffer_id.rank} has a shard of it, but its layout does not declare the tensor"
     if len(shape) != len(region.lengths) or any(end > size for end, size in zip(region.ends, shape, strict=True)):
         return (
             f"{region.tensor}: shard [{region.offsets}, {region.ends}) on rank {buffer_id.rank} "
-            f"lies outside of shape {shape}"
+            f"is outside shape {shape}"
         )
     if buffer_id not in layout.buffers:
         return f"{region.tensor}: its {_label(buffer_id)} is not declared"

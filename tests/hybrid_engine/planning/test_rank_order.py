@@ -111,7 +111,7 @@ def test_nested_shards_meet_the_bound(
 def test_what_is_no_order() -> None:
     holdings = training_side(table_for(DENSE), TrainParallelism(2)).holdings
     assert rank_order("sequential", holdings, holdings, "ab", 1) == (0, 1)
-    with pytest.raises(ValueError, match="'random' is not one of auto, sequential"):
+    with pytest.raises(ValueError, match="unknown rank order 'random'; known are auto, sequential"):
         rank_order("random", holdings, holdings, "ab", 1)
 
 

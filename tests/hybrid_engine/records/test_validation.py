@@ -82,9 +82,9 @@ def test_shards_of_nothing_known() -> None:
     )
     faults = layout_faults(Layout({"t": (4, 4)}, {BUFFER: Buffer(0, "int8")}, shards), exact=True)
     assert faults == [
-        "unknown: rank 3 has a shard of it, but it is no declared tensor",
-        "t: shard [(2, 0), (5, 4)) on rank 3 lies outside of shape (4, 4)",
-        "t: shard [(0,), (4,)) on rank 3 lies outside of shape (4, 4)",
+        "unknown: rank 3 has a shard of it, but its layout does not declare the tensor",
+        "t: shard [(2, 0), (5, 4)) on rank 3 is outside shape (4, 4)",
+        "t: shard [(0,), (4,)) on rank 3 is outside shape (4, 4)",
         "t: its buffer 'elsewhere' on rank 3 is not declared",
     ]
 
