@@ -1,0 +1,132 @@
+"""Ranks that take themselves to be on two hosts hold what those on one do; the network carries no byte twice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hybrid_engine import ActorHybridWorker
+from hybrid_engine.planning.relays import staging_nbytes
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.layout import Layout
+from tests.hybrid_engine.end_to_end.digests import digest
+from tests.hybrid_engine.planning.cases import network_lower_bound
+from tests.zoo import workers
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+HEADERS_AND_PADDING = 1 << 16
+ACTOR = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "params_dtype": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Switched:
+    """What vLLM holds after a switch, an update and another switch, and what that second switch moved.
+
+    Attributes:
+        digests: of vLLM's parameters, by switch.
+        bytes_across_hosts: received from other hosts; network_lower_bound: the least that each host must receive.
+        staging_bytes, planned_staging_bytes: of relays.
+    """
+
+    digests: list[dict[str, str]]
+    token_ids: tuple[int, ...]
+    bytes_received: int
+    bytes_least: int
+    bytes_across_hosts: int
+    network_lower_bound: dict[str, int]
+    transports: set[str]
+    staging_bytes: int
+    planned_staging_bytes: int
+
+
+def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> Switched:
+    """A pipeline stage on two ranks each, whole models for generation; `hosts` says where each rank is."""
+    config = workers.configuration(model, ACTOR, {"bucket_mb": 1})
+    job = Job.join(config.generate_config.timeout_seconds, host=hosts[int(os.environ["RANK"])])
+    worker = ActorHybridWorker(config, job=job)
+    digests: list[dict[str, str]] = [{}, {}]
+    for seed, seen in enumerate(digests):
+        digested = worker.inference.adaptor.observed(
+            lambda name, tensor, seen=seen: seen.update({name: digest(tensor)})
+        )
+        with digested, worker.rollout_context():
+            completions = worker.inference.generate([[1, 2, 3]], workers.GREEDY)
+            report = worker.sharding.last_report
+        with worker.train_context():
+            worker.update(workers.batch(seed), workers.cross_entropy)
+    plan = worker.sharding.plan
+    layouts: list[Any] = [None] * len(hosts)
+    dist.all_gather_object(layouts, (worker.sharding.training.layout(), worker.sharding.inference.layout()))
+    source, destination = (Layout.merge(side) for side in zip(*layouts, strict=True))
+    worker.shutdown()
+    job.close()
+    return Switched(
+        digests=digests,
+        token_ids=completions[0][0].token_ids,
+        bytes_received=report.bytes_received,
+        bytes_least=report.bytes_least,
+        bytes_across_hosts=report.bytes_across_hosts,
+        network_lower_bound=network_lower_bound(source, destination, hosts),
+        transports=set(report.bytes_by_transport),
+        staging_bytes=report.staging_bytes,
+        planned_staging_bytes=staging_nbytes(plan.buckets, plan.relays, worker.rank),
+    )
+
+
+@pytest.fixture
+def together(outcomes: Callable[[int], dict[str, list[Any]]]) -> list[Switched]:
+    return outcomes(4)["one host"]
+
+
+@pytest.fixture
+def apart(outcomes: Callable[[int], dict[str, list[Any]]]) -> list[Switched]:
+    """Ranks 0 and 1 on host a, 2 and 3 on host b."""
+    return outcomes(4)["two hosts"]
+
+
+def test_vllm_holds_the_same_bits_on_every_rank(together: list[Switched], apart: list[Switched]) -> None:
+    assert [found.digests for found in (*together, *apart)] == [together[0].digests] * 8
+
+
+def test_vllm_says_the_same(together: list[Switched], apart: list[Switched]) -> None:
+    assert [found.token_ids for found in apart] == [found.token_ids for found in together]
+
+
+def test_the_update_arrives(together: list[Switched]) -> None:
+    before, after = together[0].digests
+    assert before.keys() == after.keys()
+    assert before != after
+
+
+def test_no_byte_is_received_twice(together: list[Switched], apart: list[Switched]) -> None:
+    for found in (*together, *apart):
+        assert found.bytes_received == found.bytes_least > 0
+    assert [found.bytes_least for found in apart] == [found.bytes_least for found in together]
+
+
+def test_shared_memory_serves_a_host_and_messages_the_rest(together: list[Switched], apart: list[Switched]) -> None:
+    assert [found.transports for found in together] == [{"shared_memory"}] * 4
+    assert [found.transports for found in apart] == [{"shared_memory", "collective"}] * 4
+
+
+def test_each_host_receives_once_what_it_lacks(apart: list[Switched]) -> None:
+    for host, ranks in {"a": apart[:2], "b": apart[2:]}.items():
+        assert sum(rank.bytes_across_hosts for rank in ranks) == ranks[0].network_lower_bound[host] > 0
+
+
+def test_all_ranks_of_a_host_share_what_comes_over_the_network(apart: list[Switched]) -> None:
+    assert min(found.bytes_across_hosts for found in apart) > 0
+
+
+def test_relays_stage_what_is_planned(together: list[Switched], apart: list[Switched]) -> None:
+    assert [(found.staging_bytes, found.planned_staging_bytes) for found in together] == [(0, 0)] * 4
+    for found in apart:
+        assert 0 < found.planned_staging_bytes <= found.staging_bytes
+        assert found.staging_bytes < found.planned_staging_bytes + HEADERS_AND_PADDING

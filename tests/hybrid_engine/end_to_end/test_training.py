@@ -1,0 +1,205 @@
+"""Training with switches in between is bitwise training without; what else reads the weights sees the latest."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine import ReferenceModel
+from hybrid_engine.errors import HybridEngineError
+from hybrid_engine.worker import share_of
+from tests.hybrid_engine.end_to_end.digests import training_state
+from tests.zoo import workers
+from tests.zoo.megatron_models import running
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+NUM_UPDATES = 5
+BF16 = {"params_dtype": "bfloat16"}
+TP2 = {"tensor_model_parallel_size": 2}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+ACTORS: dict[str, tuple[int, dict[str, Any]]] = {
+    "bf16 replicated dp2": (2, {**BF16, "use_distributed_optimizer": False}),
+    "fp32 replicated tp2": (2, {**TP2, "use_distributed_optimizer": False}),
+    "fp32 overlap dp2": (2, OVERLAP),
+    "bf16 distributed tp2 pp2": (4, {**TP2, "pipeline_model_parallel_size": 2, **BF16}),
+}
+"""Name -> number of ranks, actor_config."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """After NUM_UPDATES updates: the loss of each, the training state by owner, the weights' version."""
+
+    losses: list[float]
+    state: dict[str, str]
+    version: int
+
+
+@dataclass(frozen=True)
+class TrainedWithSwitches(Trained):
+    """
+    Attributes:
+        offloaded: in each switch, the share of the training bytes that left.
+        model_is_left, num_gloo_threads_more: once the worker is shut down and dropped.
+    """
+
+    offloaded: list[float]
+    model_is_left: bool
+    num_gloo_threads_more: int
+
+
+def train_with_switches(model: Path, actor: dict[str, Any]) -> TrainedWithSwitches:
+    """A switch and an offload of everything after each update."""
+    num_threads = _num_gloo_threads()
+    worker = workers.build_worker(model, actor)
+    losses, offloaded = [], []
+    for number in range(NUM_UPDATES):
+        with worker.train_context():
+            losses.append(worker.update(workers.batch(seed=number), workers.cross_entropy)["loss"])
+            training_nbytes = sum(item.tensor.nbytes for item in worker.train.offload_items())
+        with worker.rollout_context():
+            worker.inference.generate([[1, 2, 3]], workers.GREEDY)
+            offloaded.append(worker.sharding.last_report.bytes_offloaded / training_nbytes)
+        with worker.forward_context():
+            worker.compute_log_probs(workers.batch(seed=number))
+    with worker.train_context():
+        state = training_state(worker.train)
+    version, chunk = worker.train.version, weakref.ref(worker.actor.chunks[0])
+    worker.shutdown()
+    del worker
+    gc.collect()
+    is_left, num_more = chunk() is not None, _num_gloo_threads() - num_threads
+    return TrainedWithSwitches(losses, state, version, offloaded, is_left, num_more)
+
+
+def _num_gloo_threads() -> int:
+    """Every process group of gloo has three."""
+    return sum("gloo" in comm.read_text() for comm in Path("/proc/self/task").glob("*/comm"))
+
+
+def train_without(model: Path, actor: dict[str, Any]) -> Trained:
+    """The same updates by Megatron alone."""
+    with running(model, workers.configuration(model, actor).actor_config) as run:
+        losses = [
+            run.engine.train_step(share_of(run.engine, workers.batch(seed=number)), workers.cross_entropy)["loss"]
+            for number in range(NUM_UPDATES)
+        ]
+        return Trained(losses, training_state(run.engine), run.engine.version)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """By rank, what training with switches and without came to."""
+
+    switched: list[TrainedWithSwitches]
+    without: list[Trained]
+
+
+@pytest.fixture(params=ACTORS)
+def pair(request: pytest.FixtureRequest, outcomes: Callable[[int], dict[str, list[Any]]]) -> Pair:
+    found = outcomes(ACTORS[request.param][0])
+    return Pair(found[f"{request.param}, switched"], found[f"{request.param}, without"])
+
+
+def test_losses_are_bitwise_the_same(pair: Pair) -> None:
+    assert [result.losses for result in pair.switched] == [result.losses for result in pair.without]
+
+
+def test_all_ranks_report_the_same_losses(pair: Pair) -> None:
+    assert [result.losses for result in pair.switched] == [pair.switched[0].losses] * len(pair.switched)
+
+
+def test_parameters_and_optimizer_are_bitwise_the_same(pair: Pair) -> None:
+    for switched, without in zip(pair.switched, pair.without, strict=True):
+        assert len(without.state) > 1
+        assert switched.state == without.state
+
+
+def test_a_switch_counts_as_no_update(pair: Pair) -> None:
+    assert {result.version for result in (*pair.switched, *pair.without)} == {NUM_UPDATES}
+
+
+def test_all_training_bytes_leave_in_every_switch(pair: Pair) -> None:
+    assert [result.offloaded for result in pair.switched] == [[1.0] * NUM_UPDATES] * len(pair.switched)
+
+
+def test_a_dropped_worker_leaves_no_model(pair: Pair) -> None:
+    assert not any(result.model_is_left for result in pair.switched)
+
+
+def test_a_dropped_worker_leaves_no_process_group(pair: Pair) -> None:
+    """Fewer threads than before where a former worker was just collected."""
+    assert max(result.num_gloo_threads_more for result in pair.switched) <= 0
+
+
+# -- what reads the weights beside the switch --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Whether their scores are bitwise those of the live weights, with an overlapped gather owed.
+
+    Attributes:
+        reference: a ReferenceModel made then.
+        fresh, loaded: a second worker with another seed, before and after it loads the checkpoint made then.
+        refused: the second worker after a checkpoint that rank 1 lacks.
+        version: of the second worker.
+    """
+
+    reference: bool
+    fresh: bool
+    loaded: bool
+    refused: bool
+    version: int
+
+
+def follow_overlapped_gathers(model: Path, directory: Path) -> Readers:
+    worker = workers.build_worker(model, OVERLAP)
+    batch = workers.batch(seed=7)
+    with worker.train_context():
+        for number in range(2):
+            worker.update(workers.batch(seed=number), workers.cross_entropy)
+        reference = ReferenceModel(worker)
+        worker.save_checkpoint(directory)
+        live = worker.compute_log_probs(batch)
+        of_reference = reference.compute_log_probs(batch)
+    worker.shutdown()
+    second = workers.build_worker(model, {**OVERLAP, "seed": 99})
+    with second.train_context():
+        fresh = second.compute_log_probs(batch)
+        second.load_checkpoint(directory)
+        loaded = second.compute_log_probs(batch)
+        version = second.train.version
+        if second.rank == 1:
+            (directory / "rank0001.pt").unlink()
+        with pytest.raises(HybridEngineError, match="no checkpoint of rank 1"):
+            second.load_checkpoint(directory)
+        refused = second.compute_log_probs(batch)
+    second.shutdown()
+    is_live = [torch.equal(live, scores) for scores in (of_reference, fresh, loaded, refused)]
+    return Readers(*is_live, version)
+
+
+@pytest.fixture
+def readers(outcomes: Callable[[int], dict[str, list[Any]]]) -> list[Readers]:
+    return outcomes(2)["gathers"]
+
+
+def test_a_reference_has_the_latest_weights(readers: list[Readers]) -> None:
+    assert all(found.reference for found in readers)
+
+
+def test_a_checkpoint_has_the_latest_weights_and_their_version(readers: list[Readers]) -> None:
+    assert [(found.fresh, found.loaded, found.version) for found in readers] == [(False, True, 2)] * 2
+
+
+def test_a_checkpoint_that_one_rank_cannot_read_changes_no_weights(readers: list[Readers]) -> None:
+    assert all(found.refused for found in readers)
