@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.config import HybridConfig
-from hybrid_engine.layouts.comparison import differences
+from hybrid_engine.layouts.differences import differences
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.models import table_for
 from hybrid_engine.models.lora_tensors import VLLM_LORA_RANKS, adapted_modules, adapter_shapes

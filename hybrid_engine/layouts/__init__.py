@@ -11,7 +11,7 @@
     parameters.py   every parameter that a name table speaks of
     training.py     Megatron's side
     inference.py    vLLM's side
-    comparison.py   whether a computed layout is the one that an engine has
+    differences.py  whether a computed layout is the one that an engine has
 
 Used for the order of ranks (assembly.py), for the rules of the configuration (config/) and by `plan` (advisor/). Tests
 compare these layouts with what the live engines' adaptors say.

@@ -22,7 +22,7 @@ from hybrid_engine.backends.vllm.arguments import llm_arguments
 from hybrid_engine.backends.vllm.process.group_placement import building_groups
 from hybrid_engine.backends.vllm.process.isolation import destroy_groups, register_model_class, set_environment
 from hybrid_engine.backends.vllm.process.shm_cleanup import ENGINE_TOKEN
-from hybrid_engine.layouts.comparison import differences
+from hybrid_engine.layouts.differences import differences
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.models import table_for

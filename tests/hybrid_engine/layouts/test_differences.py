@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.assembly import warn_of_differences
-from hybrid_engine.layouts.comparison import differences
+from hybrid_engine.layouts.differences import differences
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.models import table_for
