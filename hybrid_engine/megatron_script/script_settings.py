@@ -103,7 +103,8 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
         found += model_mismatches(table, args, script.transformer_config())
     if found:
         raise ConfigError(found)
-    assert config is not None and table is not None, "whatever kept them from being read was reported"
+    assert config is not None, "whatever kept them from being read was reported"
+    assert table is not None, "whatever kept them from being read was reported"
     return ScriptSettings(config, table, sampling, prompts, options.output, options.verify, callback)
 
 

@@ -136,9 +136,11 @@ def test_a_second_model_in_another_layout_gets_the_weights(engines: Ranks, paths
         for name, seen in by_case.items():
             assert seen["different"] == [], (rank, name)
             assert seen["num_parameters"] >= 8, (rank, name)
-            assert seen["num_padding"] > 0 and seen["padding"] == 0.0, (rank, name)
+            assert seen["num_padding"] > 0, (rank, name)
+            assert seen["padding"] == 0.0, (rank, name)
             assert seen["received"] > 0, (rank, name)
-            assert seen["state"] and seen["kept"], (rank, name)
+            assert seen["state"], (rank, name)
+            assert seen["kept"], (rank, name)
 
 
 def test_unknown_buffers_and_adapters_are_refused(engines: Ranks, paths: dict[str, Path]) -> None:

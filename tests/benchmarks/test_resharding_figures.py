@@ -49,9 +49,11 @@ def test_the_median_of_the_slowest_rank_counts_without_its_commit(monkeypatch: p
     monkeypatch.setattr(measuring, "gather", lambda own: [own, (own[0] - own[1]["commit"] + 0.5, {"transfer": 1.0})])
     timing, digests = measure(contender, 3, budget=100.0)
     assert (timing.seconds, timing.fastest, timing.slowest) == (2.5, 1.5, 3.5)
-    assert timing.commit_seconds == 0.0 and timing.by_phase == {"transfer": 1.0}
+    assert timing.commit_seconds == 0.0
+    assert timing.by_phase == {"transfer": 1.0}
     assert digests == {"weight": "digest"}
-    assert contender.num_prepared == 4 and timing.num_runs == 3
+    assert contender.num_prepared == 4
+    assert timing.num_runs == 3
 
 
 @pytest.mark.parametrize(("budget", "counted"), [(9.9, [4.0]), (10.0, [5.0]), (16.0, [5.0, 6.0])])
@@ -91,11 +93,17 @@ def test_ratios_and_tables_of_what_was_and_was_not_measured() -> None:
         reasons={"gather_broadcast_seconds": "it may not"},
     )
     row = figures.as_json()
-    assert row["percent_of_floor"] == 40.0 and row["percent_of_floor_copies"] == 50.0
-    assert row["bytes_over_least"] == 1.5 and row["peak_over_max_layout_bytes"] == 2 * 2**20
+    assert row["percent_of_floor"] == 40.0
+    assert row["percent_of_floor_copies"] == 50.0
+    assert row["bytes_over_least"] == 1.5
+    assert row["peak_over_max_layout_bytes"] == 2 * 2**20
     ratios = {"mbridge_seconds": 10.0, "megatron_resharding_seconds": 6.0, "gather_broadcast_seconds": None}
     assert row["times_ours"] == ratios
     text = page([row, Figures.of(CASE, reasons={"case": "no memory"}).as_json()])
-    assert "2.0×" in text and "10.0×" in text and "| 2.00 |" in text and "transfer 2.000" in text
-    assert "gather_broadcast_seconds: it may not" in text and "case: no memory" in text
+    assert "2.0×" in text
+    assert "10.0×" in text
+    assert "| 2.00 |" in text
+    assert "transfer 2.000" in text
+    assert "gather_broadcast_seconds: it may not" in text
+    assert "case: no memory" in text
     assert "Growth" not in text

@@ -68,7 +68,9 @@ def test_samples_of_the_next_steps_are_drawn_and_no_others() -> None:
     with pytest.raises(IndexError, match="sample 12 was not drawn"):
         drawn[12]
     ((step, figures),) = reports
-    assert step == 0 and figures["reward"] == 0.5 and 0 <= figures["accuracy"] <= 1
+    assert step == 0
+    assert figures["reward"] == 0.5
+    assert 0 <= figures["accuracy"] <= 1
 
 
 def test_a_resumed_run_draws_what_the_first_would_have_drawn() -> None:
@@ -81,7 +83,8 @@ def test_a_resumed_run_draws_what_the_first_would_have_drawn() -> None:
     resumed, _ = _rollouts(num_consumed=12)
     resumed.collect(again)
     assert again.asked[0] == inference.asked[2] != inference.asked[0]  # each rollout also asks the held-out prompts
-    assert inference.seeds == [7, 19] and again.seeds == [19]
+    assert inference.seeds == [7, 19]
+    assert again.seeds == [19]
     assert [step for step, _ in reports] == [0, 2]
 
 
@@ -90,7 +93,8 @@ def test_the_last_rollout_is_as_short_as_the_run_and_after_it_only_accuracy_is_t
     drawn.collect(ScriptedInference())
     assert len([drawn[index] for index in range(30, 36)]) == 6
     assert drawn.collect(ScriptedInference()) is None
-    assert "reward" in reports[0][1] and list(reports[1][1]) == ["accuracy"]
+    assert "reward" in reports[0][1]
+    assert list(reports[1][1]) == ["accuracy"]
 
 
 def test_the_reference_scores_when_training_is_back() -> None:
@@ -104,12 +108,14 @@ def test_the_reference_scores_when_training_is_back() -> None:
     in_training = drawn.collect(ScriptedInference())
     assert not seen
     in_training(["chunk"])
-    assert seen == [((12, 10), ["chunk"])] and bool((drawn[5]["ref_log_probs"] == -3).all())
+    assert seen == [((12, 10), ["chunk"])]
+    assert bool((drawn[5]["ref_log_probs"] == -3).all())
 
 
 def test_demonstrations_depend_on_seed_and_place_alone() -> None:
     one, same, other = (Demonstrations(DATA, 50, 10, seed) for seed in (1, 1, 2))
-    assert len(one) == 50 and set(one[3]) == {"tokens", "labels", "mask"}
+    assert len(one) == 50
+    assert set(one[3]) == {"tokens", "labels", "mask"}
     assert all(torch.equal(one[place]["tokens"], same[place]["tokens"]) for place in range(50))
     assert any(not torch.equal(one[place]["tokens"], other[place]["tokens"]) for place in range(50))
 

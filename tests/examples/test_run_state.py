@@ -101,7 +101,8 @@ def test_a_checkpoint_that_could_not_be_written_goes(directory: RunDirectory) ->
         (incomplete / "rank0000.pt").write_text("half")
         directory.discard_incomplete(iteration)
     assert names(directory) == ["iteration-0000"]
-    assert directory.progress().iteration == 0 and directory.weights(0).is_dir()
+    assert directory.progress().iteration == 0
+    assert directory.weights(0).is_dir()
 
 
 def test_rows_after_the_checkpoint_are_dropped(directory: RunDirectory) -> None:
@@ -267,7 +268,8 @@ def test_what_a_killed_save_left_does_not_take_the_room_of_the_next(
     claim(run, SETTINGS, resume=True, rank=0).close()
     run.require_room()
     assert names(run) == ["iteration-0000", "iteration-0010"]
-    assert run.weights(10).is_dir() and not list(run.path.rglob("*.incomplete"))
+    assert run.weights(10).is_dir()
+    assert not list(run.path.rglob("*.incomplete"))
 
 
 def test_a_save_that_was_begun_again_leaves_earlier_checkpoints_alone(under_way: RunDirectory) -> None:
@@ -395,4 +397,5 @@ def check_damaged(run: RunDirectory, path: Path, *words: str) -> None:
     message = str(caught.value)
     for word in (str(path), *words):
         assert word in message
-    assert "\n" not in message and len(message) < 600
+    assert "\n" not in message
+    assert len(message) < 600

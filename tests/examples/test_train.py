@@ -136,11 +136,14 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
         assert 0 < row["reshard_seconds"] < row["iteration_seconds"]
         assert row["reshard_share"] == pytest.approx(row["reshard_seconds"] / row["iteration_seconds"])
         assert 0 <= row["accuracy"] <= 1
-        assert row["peak_bytes"] > 0 and row["rss_bytes"] > 0
-        assert row["evaluate_seconds"] > 0 and row["update_seconds"] > 0
+        assert row["peak_bytes"] > 0
+        assert row["rss_bytes"] > 0
+        assert row["evaluate_seconds"] > 0
+        assert row["update_seconds"] > 0
     for row in rows[1:]:
         assert row["logprob_diff"] < 1e-4, "vLLM samples from other weights than Megatron scores"
-        assert row["generate_seconds"] > 0 and row["score_seconds"] > 0
+        assert row["generate_seconds"] > 0
+        assert row["score_seconds"] > 0
         assert row["weight_version"] == rows[0]["weight_version"] + 2 * row["iteration"]
     assert rows[1]["kl"] == pytest.approx(0, abs=1e-9)
 

@@ -47,7 +47,8 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.loader is not None, f"there is no module {name}"
+        assert spec is not None, f"there is no module {name}"
+        assert spec.loader is not None, f"there is no module {name}"
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:

@@ -161,7 +161,8 @@ class Running:
         """Until something is so. Fails when the command ends before, or the time is over."""
         deadline = time.monotonic() + timeout
         while not condition():
-            assert self.launcher.poll() is None and time.monotonic() < deadline, self.terminal
+            assert self.launcher.poll() is None, self.terminal
+            assert time.monotonic() < deadline, self.terminal
             time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def wait(self, timeout: float, *, seconds_to_follow: float = 10.0) -> None:

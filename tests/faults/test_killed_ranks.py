@@ -50,7 +50,8 @@ def test_the_run_that_was_killed_is_finished(job: Job, tmp_path: Path, record: C
     last = len(job.rows()) + 1
     outcome = job.run(None, "--iterations", str(last))
     record(fault="none, after the kills", **outcome.row(), resumed=outcome.status == 0)
-    assert outcome.status == 0 and outcome.leftovers == [], outcome.terminal
+    assert outcome.status == 0, outcome.terminal
+    assert outcome.leftovers == [], outcome.terminal
     rows = job.rows()
     assert [row["iteration"] for row in rows] == list(range(last + 1))
     undisturbed = Job(tmp_path)
@@ -69,7 +70,8 @@ def test_a_rank_killed_while_decoding_with_its_partner(tmp_path: Path, record: C
 
 def check_killed(outcome: Outcome) -> None:
     """It ended in time, said who was killed, left nothing, and did not take torchrun's SIGTERM for the user's."""
-    assert outcome.seconds is not None and outcome.seconds < MOST_SECONDS
+    assert outcome.seconds is not None
+    assert outcome.seconds < MOST_SECONDS
     assert outcome.status not in (0, None)
     assert "Signal 9 (SIGKILL)" in outcome.terminal
     assert "Stopping after this iteration" not in outcome.terminal

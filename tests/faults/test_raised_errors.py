@@ -45,15 +45,19 @@ def test_the_error_is_said_first_and_soon(job: Job, where: str, record: Callable
     record(fault=f"exception on rank 1: {where}", **outcome.row(), resumed=job.iteration > before)
     assert fault.text in outcome.message.splitlines()[0], outcome.terminal
     assert "pair.cc" not in outcome.terminal
-    assert outcome.seconds_to_message is not None and outcome.seconds_to_message < MOST_SECONDS_TO_MESSAGE
-    assert outcome.seconds is not None and outcome.seconds < MOST_SECONDS
+    assert outcome.seconds_to_message is not None
+    assert outcome.seconds_to_message < MOST_SECONDS_TO_MESSAGE
+    assert outcome.seconds is not None
+    assert outcome.seconds < MOST_SECONDS
     assert job.iteration > before or fault.call == 1
-    assert outcome.status not in (0, None) and outcome.leftovers == []
+    assert outcome.status not in (0, None)
+    assert outcome.leftovers == []
 
 
 def test_the_run_is_finished(job: Job, record: Callable[..., None]) -> None:
     last = len(job.rows()) + 1
     outcome = job.run(None, "--iterations", str(last))
     record(fault="none, after the exceptions", **outcome.row(), resumed=outcome.status == 0)
-    assert outcome.status == 0 and outcome.leftovers == [], outcome.terminal
+    assert outcome.status == 0, outcome.terminal
+    assert outcome.leftovers == [], outcome.terminal
     assert [row["iteration"] for row in job.rows()] == list(range(last + 1))

@@ -27,6 +27,7 @@ def test_every_failed_switch_is_recovered(engines: Ranks, tmp_path: Path, record
             resumed=not findings.unrecovered,
         )
         assert findings.unrecovered == []
-        assert findings.failed == by_rank[0].failed and findings.failed.total() >= NUM_CYCLES // 6
+        assert findings.failed == by_rank[0].failed
+        assert findings.failed.total() >= NUM_CYCLES // 6
         assert findings.worst < 1e-5
         assert all(findings.grown[name] <= most for name, most in MOST_GROWN.items()), findings.grown

@@ -38,9 +38,11 @@ def test_a_second_job_ends_and_the_first_goes_on(job: Job, record: Callable[...,
         wait_until(lambda: len(run.rows()) > rows)
         first.launcher.send_signal(signal.SIGINT)
         first.wait(SECONDS_TO_START)
-    assert second.status == 1 and second.survivors == []
+    assert second.status == 1
+    assert second.survivors == []
     assert second.terminal.count(f"another job is writing {job.out}: process ") == 1
-    assert len(logs) == 2 and all(path.read_text().startswith(text) for path, text in logs.items())
+    assert len(logs) == 2
+    assert all(path.read_text().startswith(text) for path, text in logs.items())
     iterations = [row["iteration"] for row in run.rows()]
     assert iterations == list(range(len(iterations)))
     assert "Stopped after iteration" in first.outcome().terminal
@@ -58,7 +60,8 @@ def test_ranks_end_with_a_killed_torchrun(job: Job, record: Callable[..., None])
     outcome = running.outcome()
     again = job.run(None, "--iterations", str(len(run.rows())))
     record(fault="SIGKILL of torchrun", **{**outcome.row(), "seconds": round(seconds, 1)}, resumed=again.status == 0)
-    assert seconds < 10 and outcome.leftovers == []
+    assert seconds < 10
+    assert outcome.leftovers == []
     assert again.status == 0, again.terminal
 
 
@@ -90,8 +93,10 @@ def test_the_disk_fills_up(checkpoints_disk: Path, tmp_path: Path, record: Calla
     run = RunDirectory(job.out)
     outcome = job.run()
     record(fault="the disk fills up while a checkpoint is written", **outcome.row())
-    assert outcome.status == 1 and outcome.leftovers == []
-    assert "no space left on device" in outcome.terminal and f"MB free on {checkpoints_disk}" in outcome.terminal
+    assert outcome.status == 1
+    assert outcome.leftovers == []
+    assert "no space left on device" in outcome.terminal
+    assert f"MB free on {checkpoints_disk}" in outcome.terminal
     assert f"{run.checkpoints}/iteration-" in outcome.terminal
     assert list(job.out.rglob("*.incomplete")) == []
     reached = run.progress().iteration
@@ -100,7 +105,8 @@ def test_the_disk_fills_up(checkpoints_disk: Path, tmp_path: Path, record: Calla
     fill(filler)
     full = job.run()
     record(fault="no room at the start", **full.row(), seconds_in_all=round(full.total_seconds))
-    assert full.status == 1 and full.terminal.count("too little space") == 1
+    assert full.status == 1
+    assert full.terminal.count("too little space") == 1
     assert f"rank 0: {run.checkpoints}: too little space: the next checkpoint needs" in full.terminal
 
     filler.unlink()

@@ -33,13 +33,16 @@ def test_a_rank_that_hangs_ends_the_job(job: Job, where: str, record: Callable[.
     before = job.iteration
     outcome = job.run(FAULTS[where])
     record(fault=f"SIGSTOP of rank 1: {where}", **outcome.row(), resumed=job.iteration > before)
-    assert outcome.seconds is not None and outcome.seconds < MOST_SECONDS
+    assert outcome.seconds is not None
+    assert outcome.seconds < MOST_SECONDS
     assert "rank 1" in outcome.message, outcome.terminal
-    assert outcome.status not in (0, None) and outcome.leftovers == []
+    assert outcome.status not in (0, None)
+    assert outcome.leftovers == []
 
 
 def test_the_run_is_finished(job: Job, record: Callable[..., None]) -> None:
     last = len(job.rows()) + 1
     outcome = job.run(None, "--iterations", str(last))
     record(fault="none, after the stalls", **outcome.row(), resumed=outcome.status == 0)
-    assert outcome.status == 0 and outcome.leftovers == [], outcome.terminal
+    assert outcome.status == 0, outcome.terminal
+    assert outcome.leftovers == [], outcome.terminal

@@ -39,7 +39,8 @@ def test_a_damaged_directory_is_refused_and_left_as_it_is(
     before = _files(copy.out)
     outcome = copy.run(None, "--iterations", "2")
     record(fault=f"damaged: {damage}", **{**outcome.row(), "seconds": round(outcome.total_seconds, 1)})
-    assert outcome.status not in (0, None) and damage in outcome.terminal, outcome.terminal
+    assert outcome.status not in (0, None), outcome.terminal
+    assert damage in outcome.terminal, outcome.terminal
     assert _files(copy.out) == before, "something was changed"
 
 
@@ -50,7 +51,8 @@ def test_too_small_shared_memory_is_said_before_vllm_is_built(tmp_path: Path, re
     job = Job(tmp_path, generate={"infer_tensor_parallel_size": 2}, prefix=small)
     outcome = job.run(None)
     record(fault="/dev/shm of 1 MB", **{**outcome.row(), "seconds": round(outcome.total_seconds, 1)})
-    assert outcome.status not in (0, None) and outcome.leftovers == []
+    assert outcome.status not in (0, None)
+    assert outcome.leftovers == []
     for text in ("/dev/shm", "1.0 MiB are free", "8.0 MiB", "--shm-size"):
         assert text in outcome.message, outcome.terminal
     assert outcome.total_seconds < 100

@@ -30,7 +30,8 @@ def same_memory(left: torch.Tensor, right: torch.Tensor) -> bool:
 def check_record(record: BufferRecord, gpt: Gpt) -> None:
     """The record's numbers and views agree with each other and with the model."""
     names = dict(gpt.chunks[record.chunk_index].named_parameters())
-    assert record.grad_data.dim() == 1 and record.grad_data.dtype == torch.float32
+    assert record.grad_data.dim() == 1
+    assert record.grad_data.dtype == torch.float32
     assert (record.param_data is not None) == gpt.spec.distributed_optimizer
     if record.param_data is not None:
         assert record.param_data.shape == record.grad_data.shape

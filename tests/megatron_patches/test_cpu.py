@@ -33,7 +33,8 @@ def test_an_output_that_is_freed_keeps_its_memory_while_it_may_be_sent() -> None
     free(output, deallocate_pipeline_outputs=False)
     assert output.numel() == 4
     free(output, deallocate_pipeline_outputs=True)
-    assert output.numel() == 1 and output.kept_for_sending.data_ptr() == address
+    assert output.numel() == 1
+    assert output.kept_for_sending.data_ptr() == address
     free(None, deallocate_pipeline_outputs=True)
 
 

@@ -203,7 +203,8 @@ def check_same_tensors(optimizer: Any, before: list[OptimizerTensor], values: li
     after = megatron_patches.optimizer_tensors(optimizer)
     for one, other, value in zip(before, after, values, strict=True):
         assert (one.path, one.key) == (other.path, other.key)
-        assert one.tensor is other.tensor and torch.equal(other.tensor, value)
+        assert one.tensor is other.tensor
+        assert torch.equal(other.tensor, value)
 
 
 def check_replaced_state(gpt: Gpt, allocate: RecordingAllocator) -> None:
@@ -215,7 +216,8 @@ def check_replaced_state(gpt: Gpt, allocate: RecordingAllocator) -> None:
     num_flats = len(allocate.flats)
     megatron_patches.gather_state(gpt.optimizer, allocate)
     tensors = megatron_patches.optimizer_tensors(gpt.optimizer)
-    assert [found.tensor.data_ptr() for found in tensors] == addresses and len(allocate.flats) == num_flats
+    assert [found.tensor.data_ptr() for found in tensors] == addresses
+    assert len(allocate.flats) == num_flats
     assert all(bool((found.tensor == 0.5).all()) for found in tensors if found.key == "exp_avg")
 
 

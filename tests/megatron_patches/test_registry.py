@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,7 +31,7 @@ def make_patch(attr_path: str, build: Callable[[Any], Any] = lambda original: ob
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
+def toy(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """A module inside megatron with one of everything that can be patched."""
     module = types.ModuleType(TOY)
     source = """
@@ -53,7 +53,7 @@ value = 1
     for owner in (module.Parent, module.Child, module.function):
         owner.__module__ = TOY
     monkeypatch.setitem(sys.modules, TOY, module)
-    yield module
+    return module
 
 
 def test_missing_targets_and_double_claims_are_listed_together(toy: types.ModuleType) -> None:

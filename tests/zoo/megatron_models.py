@@ -102,7 +102,8 @@ def whole_weights(weights: Any) -> dict[str, torch.Tensor]:
 def view_of(buffers: Mapping[str, torch.Tensor], shard: Shard) -> torch.Tensor:
     """The part of a flat buffer that a record speaks of."""
     flat, place = buffers[shard.place.buffer.name], shard.place
-    assert flat.dim() == 1 and flat.is_contiguous()
+    assert flat.dim() == 1
+    assert flat.is_contiguous()
     return flat.as_strided(shard.region.lengths, place.strides, flat.storage_offset() + place.offset)
 
 

@@ -72,9 +72,12 @@ def test_fit_and_time() -> None:
 def test_an_order_that_saves_is_kept() -> None:
     train, infer = TrainParallelism(8, tensor=4), InferenceParallelism(8, tensor=2)
     plan = job(train, infer)
-    assert plan.infer.rank_order is not None and plan.bytes.own.sum() > plan.sequential.own.sum()
+    assert plan.infer.rank_order is not None
+    assert plan.bytes.own.sum() > plan.sequential.own.sum()
     same = job(TrainParallelism(8, tensor=2, make_vocab_size_divisible_by=96), infer)  # 192 rows on both sides
-    assert same.infer.rank_order is None and same.bytes is same.sequential and same.bytes.received.sum() == 0
+    assert same.infer.rank_order is None
+    assert same.bytes is same.sequential
+    assert same.bytes.received.sum() == 0
 
 
 # -- others' formulas --------------------------------------------------------------------------------------------------
@@ -91,10 +94,12 @@ def test_formulas_are_used_where_they_apply() -> None:
     mindspeed, hybridflow = "MindSpeed-RL", "HybridFlow"
     assert set(reasons(TrainParallelism(4, tensor=2), InferenceParallelism(4)).values()) == {""}
     found = reasons(TrainParallelism(4, expert=2), InferenceParallelism(4))
-    assert "experts" in found[mindspeed] and "expert parallelism" in found[hybridflow]
+    assert "experts" in found[mindspeed]
+    assert "expert parallelism" in found[hybridflow]
     found = reasons(TrainParallelism(4), InferenceParallelism(4, tensor=2, pipeline=2))
     assert "inference pipeline" in found[mindspeed]
-    assert "inference pipeline" in found[hybridflow] and "2 does not divide 1" in found[hybridflow]
+    assert "inference pipeline" in found[hybridflow]
+    assert "2 does not divide 1" in found[hybridflow]
     assert "neither" in reasons(TrainParallelism(6, tensor=2), InferenceParallelism(6, tensor=3))[mindspeed]
     virtual = TrainParallelism(4, pipeline=2, virtual_pipeline=2)
     assert "virtual" in reasons(virtual, InferenceParallelism(4))[hybridflow]
@@ -140,9 +145,11 @@ def test_bars_are_slices() -> None:
     picture = picture_of(table, source, destination)
     layers = {(bar.column, bar.side): bar for bar in picture.bars if bar.num_rows == 4}
     assert layers[0, "train"].extents == layers[0, "both"].extents == ((0.0, 0.5),)
-    assert layers[1, "train"].extents == ((0.5, 1.0),) and layers[1, "infer"].extents == ((0.0, 1.0),)
+    assert layers[1, "train"].extents == ((0.5, 1.0),)
+    assert layers[1, "infer"].extents == ((0.0, 1.0),)
     text = picture.texts[layers[1, "train"].text]
-    assert "self_attn.q_proj.weight [12:24, :]\n" in text and "self_attn.o_proj.weight [:, 12:24]\n" in text
+    assert "self_attn.q_proj.weight [12:24, :]\n" in text
+    assert "self_attn.o_proj.weight [:, 12:24]\n" in text
     experts = table_for(EXPERTS)
     sides = (
         training_side(experts, TrainParallelism(6, tensor=2, expert=3, expert_tensor=2)),
@@ -151,8 +158,10 @@ def test_bars_are_slices() -> None:
     picture = picture_of(experts, *(side.holdings for side in sides))
     first = len([row for row in rows_of(experts) if row.experts is None])
     bars = {bar.side: bar for bar in picture.bars if bar.column == 0 and bar.first_row == first}
-    assert bars["train"].extents == ((0.0, pytest.approx(1 / 3)),) and bars["train"].share == 0.5
-    assert bars["infer"].extents == ((0.0, 1.0),) and bars["infer"].share == pytest.approx(1 / 3)
+    assert bars["train"].extents == ((0.0, pytest.approx(1 / 3)),)
+    assert bars["train"].share == 0.5
+    assert bars["infer"].extents == ((0.0, 1.0),)
+    assert bars["infer"].share == pytest.approx(1 / 3)
     assert bars["both"].extents == bars["train"].extents
     assert picture.texts[bars["train"].text].startswith("experts 0-1, of each\ngate_proj.weight [0:6, :]")
 

@@ -50,7 +50,8 @@ def test_the_jobs_numbers(tmp_path: Path) -> None:
     assert moved["received"]["mean"] == pytest.approx(bound, rel=1e-3)
     gather, broadcast, strided = found["peers"]
     assert gather["nbytes"] == pytest.approx(15 / 16 * found["model"]["served_bytes"], rel=1e-3)
-    assert broadcast["nbytes"] == pytest.approx(bound) and strided["nbytes"] == pytest.approx(bound)
+    assert broadcast["nbytes"] == pytest.approx(bound)
+    assert strided["nbytes"] == pytest.approx(bound)
     assert found["across_hosts"]["received"] == found["across_hosts"]["least"]
     total = found["across_hosts"]["least"]["mean"]
     assert moved["received_across_hosts"]["max"] == pytest.approx(total / 8, rel=0.01), "shared out in each host"
@@ -66,13 +67,15 @@ def test_options_are_used(tmp_path: Path) -> None:
     assert one_host["seconds"]["max"] == pytest.approx(one_host["bytes"]["received"]["max"] / 1e3)
     assert one_host["rank"]["received"]["host"] == one_host["bytes"]["received"]["max"]
     assert one_host["rank"]["staging"] == 0
-    assert one_host["rank"]["transfers"] > 0 and one_host["rank"]["peers"] == 2
+    assert one_host["rank"]["transfers"] > 0
+    assert one_host["rank"]["peers"] == 2
     apart = facts(*common, "--hosts-of", "1", "--dtype", "float32")
     assert apart["bytes"]["received_same_host"]["max"] == 0
     assert apart["bytes"]["received"]["max"] == 2 * one_host["bytes"]["received"]["max"]
     tiny = facts(*common, "--device-gib", "1e-5", "--host-gib", "1e-5")["memory"]
     assert (tiny["device"]["fits"], tiny["host"]["fits"]) == (False, False)
-    assert one_host["memory"]["device"]["fits"] and one_host["memory"]["host"]["fits"] is None
+    assert one_host["memory"]["device"]["fits"]
+    assert one_host["memory"]["host"]["fits"] is None
 
 
 def test_the_tables_say_what_the_engine_does(tmp_path: Path) -> None:
@@ -104,7 +107,8 @@ def test_everything_impossible_is_said_at_once(tmp_path: Path) -> None:
         *("--model", model, "--train", "tp=5,pp=3,dp=2,vpp=2,ep=2", "--infer", "tp=3,pp=10,ep=5"),
         *("--hosts-of", "0", "--dtype", "int3", "--link-gbps", "host=fast", "--html", page, "--rank", "99"),
     )
-    assert result.exit_code == 2 and not result.stdout
+    assert result.exit_code == 2
+    assert not result.stdout
     for key, problem in {
         "--train tp": "5 does not divide the number of attention heads 12",
         "--train pp": "4 layers do not divide into 3 stages",
@@ -158,7 +162,9 @@ def test_impossible_sizes(tmp_path: Path, train: str, infer: str, text: str) -> 
 )
 def test_numbers_that_cannot_be_are_refused_at_once(option: str, value: str, tmp_path: Path) -> None:
     result = run("--model", saved(tmp_path, DENSE), "--train", "dp=1", "--infer", "tp=1", option, value)
-    assert result.exit_code == 2 and option in result.stderr and not result.stdout
+    assert result.exit_code == 2
+    assert option in result.stderr
+    assert not result.stdout
 
 
 @pytest.mark.parametrize("place", [".", "/dev/full", "/proc/page.html", "x" * 300, "missing/page.html"])
@@ -168,7 +174,8 @@ def test_a_page_that_cannot_be_written_is_refused_before_planning(
     monkeypatch.setattr("hybrid_engine.cli.plan_command.plan_job", lambda *_, **__: pytest.fail("it was planned"))
     monkeypatch.chdir(tmp_path)
     result = run("--model", saved(tmp_path, DENSE), "--train", "dp=1", "--infer", "tp=1", "--html", place)
-    assert result.exit_code == 2 and result.stderr.startswith("invalid configuration (1):\n  - --html: ")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("invalid configuration (1):\n  - --html: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
 
 
@@ -198,12 +205,15 @@ def test_a_reader_that_has_seen_enough_is_no_failure(options: list[str], tmp_pat
 def test_models_that_cannot_be_read(tmp_path: Path) -> None:
     sizes = ("--train", "dp=1,tp=x", "--infer", "tp=1")
     missing = run("--model", str(tmp_path), *sizes)
-    assert missing.exit_code == 2 and "config.json cannot be read: No such file" in missing.stderr
+    assert missing.exit_code == 2
+    assert "config.json cannot be read: No such file" in missing.stderr
     assert "'x' cannot be read" in missing.stderr
     unknown = run("--model", saved(tmp_path, {"architectures": ["Unknown"]}), *sizes)
-    assert unknown.exit_code == 2 and "no name table for architectures ['Unknown']" in unknown.stderr
+    assert unknown.exit_code == 2
+    assert "no name table for architectures ['Unknown']" in unknown.stderr
     incomplete = run("--model", saved(tmp_path, {"architectures": ["LlamaForCausalLM"]}), *sizes)
-    assert incomplete.exit_code == 2 and "cannot be used: KeyError" in incomplete.stderr
+    assert incomplete.exit_code == 2
+    assert "cannot be used: KeyError" in incomplete.stderr
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -249,7 +259,8 @@ def test_the_page_shows_who_holds_what(tmp_path: Path) -> None:
     facts("--model", model, "--train", "tp=2,pp=2,ep=3,etp=1,dp=3", "--infer", "tp=3,ep=6", "--html", str(page_file))
     text = page_file.read_text()
     page = Page(text)
-    assert page.open == [] and page.references == []
+    assert page.open == []
+    assert page.references == []
     assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), "the page loads nothing"
     labels = page.data["rows"]
     layers = [f"layer {number}" for number in range(4)]
@@ -268,7 +279,8 @@ def test_the_page_shows_who_holds_what(tmp_path: Path) -> None:
         assert covered["both", column] <= covered["train", column] < covered["infer", column]
     assert any("self_attn.q_proj.weight [0:12, :]" in each for each in page.data["texts"])
     assert any(each.startswith("experts 0-1, of each\ngate_proj.weight [:, :]") for each in page.data["texts"])
-    assert "received across hosts" in page.cells and "verl with mbridge: gather: M - held" in page.cells
+    assert "received across hosts" in page.cells
+    assert "verl with mbridge: gather: M - held" in page.cells
 
 
 # -- scale -------------------------------------------------------------------------------------------------------------
@@ -299,16 +311,19 @@ app()
     assert 0 < found["rank"]["staging"] < most_at_once
     assert found["planning"]["peak_memory"] < 2**30
     # a few seconds alone; the limits leave room for a busy machine
-    assert found["rank"]["planning_seconds"] < 60 and found["planning"]["seconds"] < 120
+    assert found["rank"]["planning_seconds"] < 60
+    assert found["planning"]["seconds"] < 120
     content = Page(page.read_text())
-    assert len(content.data["columns"]) == 512 and page.stat().st_size < 2e6
+    assert len(content.data["columns"]) == 512
+    assert page.stat().st_size < 2e6
 
 
 def test_the_benchmark_measures_what_it_says() -> None:
     from benchmarks.planning import Figures, Point, exponents, measure
 
     figures = measure(Point("small", 8, EXPERTS, "tp=2,pp=2,dp=2,etp=1,ep=2", "tp=2"))
-    assert (figures.num_ranks, figures.size) == (8, 8) and figures.transfers > 0
+    assert (figures.num_ranks, figures.size) == (8, 8)
+    assert figures.transfers > 0
     assert min(figures.layouts, figures.summary, figures.order, figures.rank_plan) > 0
     rows = [Figures("made up", size, size, 1, size, 1.0, size**2, size, 1, 1) for size in (2, 4, 1)]
     grown = exponents(rows)

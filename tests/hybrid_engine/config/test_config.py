@@ -247,7 +247,8 @@ def test_models_that_cannot_be_used(tmp_path: Path) -> None:
     nowhere = violations(tmp_path / "nowhere", 1)["model"]
     assert "nowhere/config.json cannot be read: No such file" in nowhere.problem
     unknown = violations(write_model(tmp_path / "a", {"architectures": ["BertModel"]}), 1)["model"]
-    assert "BertModel" in unknown.problem and "LlamaForCausalLM" in unknown.problem
+    assert "BertModel" in unknown.problem
+    assert "LlamaForCausalLM" in unknown.problem
     incomplete = {name: value for name, value in MODEL.items() if name != "hidden_size"}
     assert "hidden_size" in violations(write_model(tmp_path / "b", incomplete), 1)["model"].problem
     assert "is not JSON" in violations(write_model(tmp_path / "c", "{not json"), 1)["model"].problem

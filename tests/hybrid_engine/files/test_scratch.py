@@ -87,7 +87,9 @@ def test_a_directory_that_is_taken_for_abandoned_is_replaced(monkeypatch: pytest
 
     monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
     with scratch_directory("held-") as own:
-        assert len(made) == 2 and str(own) == made[1] and own.is_dir()
+        assert len(made) == 2
+        assert str(own) == made[1]
+        assert own.is_dir()
 
 
 def test_a_file_system_without_locks_is_told(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +105,9 @@ def test_a_file_system_without_locks_is_told(temporary: Path, monkeypatch: pytes
     assert list(temporary.iterdir()) == []
     saved(temporary, LLAMA_3_8B)
     result = CliRunner().invoke(app, ["verify", "--model", str(temporary), "--train", "dp=1", "--infer", "tp=1"])
-    assert result.exit_code == 2 and result.stderr.startswith("locking ") and result.stderr.count("\n") == 1
+    assert result.exit_code == 2
+    assert result.stderr.startswith("locking ")
+    assert result.stderr.count("\n") == 1
     assert [path.name for path in temporary.iterdir()] == ["config.json"]
 
 
@@ -116,7 +120,8 @@ def test_after_a_failure_another_process_is_asked(temporary: Path) -> None:
             process = reference._process
             with pytest.raises(ReshardError, match=r"no log-probabilities of \S*slow within 0 s"):
                 reference.log_probs(temporary / "slow", tokens, timeout=0)
-            assert process.returncode == -signal.SIGKILL and reference._connection is None
+            assert process.returncode == -signal.SIGKILL
+            assert reference._connection is None
             reference._start()
             reference._process.kill()
             with pytest.raises(ReshardError, match=r"exited with status -9 on \S*killed"):
@@ -138,7 +143,8 @@ def test_more_processes_than_the_machine_has_room_for_are_refused(tmp_path: Path
     arguments = ["--model", saved(tmp_path, LLAMA_3_8B), "--train", "tp=1", "--infer", "tp=1", "--nproc", "99999"]
     result = CliRunner().invoke(app, ["verify", *arguments])
     assert result.exit_code == 2
-    assert f"on {len(os.sched_getaffinity(0))} cores" in result.output and "--oversubscribe" in result.output
+    assert f"on {len(os.sched_getaffinity(0))} cores" in result.output
+    assert "--oversubscribe" in result.output
 
 
 def _is_alive(pid: int) -> bool:

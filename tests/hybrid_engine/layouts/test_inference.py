@@ -37,7 +37,8 @@ def test_blocks_of_experts_are_vllms(num_experts: int, blocks: int) -> None:
     for block in range(blocks):
         count, own, _ = determine_expert_map(blocks, block, num_experts)
         expected = list(range(num_experts)) if own is None else np.flatnonzero(own.numpy() >= 0).tolist()
-        assert list(range(bounds[block], bounds[block + 1])) == expected and len(expected) == count
+        assert list(range(bounds[block], bounds[block + 1])) == expected
+        assert len(expected) == count
 
 
 @given(st.integers(1, 300))

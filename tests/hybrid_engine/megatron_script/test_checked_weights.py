@@ -63,5 +63,6 @@ def test_samples_go_round(job: None) -> None:
     names = [f"tensor{number:02}" for number in range(NUM_SAMPLED + 3)]
     first, second = (weights._chosen(names, sample=True) for _ in range(2))
     assert first == names[:NUM_SAMPLED]
-    assert second[:3] == names[NUM_SAMPLED:] and len(second) == NUM_SAMPLED
+    assert second[:3] == names[NUM_SAMPLED:]
+    assert len(second) == NUM_SAMPLED
     assert weights._chosen(names, sample=False) == names

@@ -154,7 +154,9 @@ def outcomes(engines: Ranks) -> list[dict[str, str]]:
 def test_the_other_rank_is_told(outcomes: list[dict[str, str]], case: str, rank: int, own: str) -> None:
     here, there = outcomes[rank][case], outcomes[1 - rank][case]
     assert here.startswith(own)
-    assert there.startswith("RemoteError: ") and f"rank {rank}: " in there and own.rpartition(": ")[2] in there
+    assert there.startswith("RemoteError: ")
+    assert f"rank {rank}: " in there
+    assert own.rpartition(": ")[2] in there
 
 
 def test_a_rank_that_left_between_two_agreements_ends_the_wait_of_the_other(outcomes: list[dict[str, str]]) -> None:

@@ -92,7 +92,8 @@ def test_samples_and_reports_are_written_by_one_rank_and_by_megatrons_writers(tm
         "log_probs": [-1.0, -3.0],
         "finish_reason": "length",
     }
-    assert "text" not in second and second["token_ids"] == [6]
+    assert "text" not in second
+    assert second["token_ids"] == [6]
     switches = [json.loads(line) for line in (written / "switches.jsonl").read_text().splitlines()]
     assert [switch["direction"] for switch in switches] == ["train->infer", "infer->train"]
     assert not (tmp_path / "False").exists()
@@ -127,14 +128,15 @@ def test_without_prompts_there_are_no_samples_to_show() -> None:
     wandb = StandInForWandb()
     script = SimpleNamespace(tensorboard_writer=None, wandb_writer=wandb)
     journal.Journal(script, None, True).note(2, [report("train->infer")], [])
-    assert "resharding/samples" not in wandb.logged[2] and "resharding/completion tokens" not in wandb.logged[2]
+    assert "resharding/samples" not in wandb.logged[2]
+    assert "resharding/completion tokens" not in wandb.logged[2]
 
 
 def test_megatrons_interval_time_pauses_also_when_a_switch_fails() -> None:
     timers = Timers()
     notes = journal.Journal(SimpleNamespace(timers=timers), None, True)
-    with pytest.raises(ValueError), notes.apart_from_training(), notes.timed(journal.TIMERS[0]):
-        raise ValueError
+    with pytest.raises(ValueError, match="no switch"), notes.apart_from_training(), notes.timed(journal.TIMERS[0]):
+        raise ValueError("no switch")
     assert timers.calls == [
         "stop interval-time",
         "start resharding-to-inference",

@@ -304,7 +304,8 @@ def test_samples_and_timings_are_written(runs: Runs, name: str, way: str) -> Non
     assert [switch["version"] for switch in switches] == [version for version in versions.values() for _ in range(2)]
     assert [step for step, _ in scalars(directory, ours=True)["resharding/train->infer seconds"]] == list(versions)
     output = (directory / "output").read_text()
-    assert "resharding-to-inference" in output and "[Reshard] verified: " in output
+    assert "resharding-to-inference" in output
+    assert "[Reshard] verified: " in output
 
 
 @pytest.mark.parametrize(("name", "way"), RUNS)
@@ -326,7 +327,8 @@ def test_a_patched_tree_without_the_flag_is_as_before(scripts: Scripts, runs: Ru
 
 def test_a_callback_is_called_on_every_replica(runs: Runs) -> None:
     first, second = (lines(runs("DP", "launcher") / f"callback{rank}.jsonl") for rank in range(2))
-    assert first == second and [len(tokens) for tokens in first] == [3, 3]
+    assert first == second
+    assert [len(tokens) for tokens in first] == [3, 3]
 
 
 def test_samples_are_shown_in_tensorboard_and_wandb(runs: Runs) -> None:
@@ -341,7 +343,8 @@ def test_samples_are_shown_in_tensorboard_and_wandb(runs: Runs) -> None:
     logged = {
         key: value for line in lines(directory / "wandb.jsonl") if line["step"] == 2 for key, value in line.items()
     }
-    assert "lm loss" in logged and "resharding/train->infer seconds" in logged
+    assert "lm loss" in logged
+    assert "resharding/train->infer seconds" in logged
     assert [row[1] for row in logged["resharding/samples"][1:]] == [
         one.get("text", str(one["token_ids"])) for one in samples
     ]

@@ -55,11 +55,13 @@ def test_without_the_driver_a_line_says_what_is_lost(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     cuda_driver.driver_of.cache_clear()
     try:
-        assert cuda_driver.driver_of(0) is None and cuda_driver.driver_of(0) is None
+        assert cuda_driver.driver_of(0) is None
+        assert cuda_driver.driver_of(0) is None
     finally:
         cuda_driver.driver_of.cache_clear()
     assert len(caplog.messages) == 1
-    assert "cuda-bindings is missing (pip install cuda-bindings" in caplog.text and "ordinary tensors" in caplog.text
+    assert "cuda-bindings is missing (pip install cuda-bindings" in caplog.text
+    assert "ordinary tensors" in caplog.text
 
 
 def test_without_the_driver_there_is_an_ordinary_tensor(monkeypatch: pytest.MonkeyPatch):

@@ -27,7 +27,8 @@ from tests.hybrid_engine.memory.fake_cuda_driver import GARBAGE
 
 def test_is_an_exportable_buffer_with_memory_for_all(rig: Rig):
     buffer = ElasticBuffer(CHUNK, torch.float32, device="cuda:0")
-    assert buffer.tensor.shape == (CHUNK,) and buffer.tensor.dtype == torch.float32
+    assert buffer.tensor.shape == (CHUNK,)
+    assert buffer.tensor.dtype == torch.float32
     assert (buffer.nbytes, buffer.granularity, buffer.resident_nbytes()) == (4 * CHUNK, CHUNK, 4 * CHUNK)
     assert buffer.tensor.data_ptr() == buffer.address
     assert buffer.tensor.untyped_storage().nbytes() == 4 * CHUNK
@@ -37,7 +38,9 @@ def test_is_an_exportable_buffer_with_memory_for_all(rig: Rig):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.bool, torch.uint8, torch.float8_e4m3fn])
 def test_any_dtype_and_a_size_that_is_no_whole_granule(rig: Rig, dtype: torch.dtype):
     flat = allocate_elastic(12345, dtype, "cuda:0", "param")
-    assert flat.dtype == dtype and flat.shape == (12345,) and not flat.view(torch.uint8).any()
+    assert flat.dtype == dtype
+    assert flat.shape == (12345,)
+    assert not flat.view(torch.uint8).any()
     assert exported_buffer_of(flat[5:]).nbytes == 12345 * dtype.itemsize
     assert rig.fake.taken_nbytes() == -(-12345 * dtype.itemsize // GRANULE) * GRANULE
 
@@ -118,7 +121,8 @@ def test_memory_ends_with_the_last_tensor(rig: Rig):
             action(buffer)
     del buffer
     gc.collect()
-    assert bool((view[2 * CHUNK :] == 3).all()) and exported_buffer_of(view) is None
+    assert bool((view[2 * CHUNK :] == 3).all())
+    assert exported_buffer_of(view) is None
     assert rig.fake.leaks()["mappings"] == 2
 
 
@@ -153,7 +157,8 @@ def test_a_call_that_fails_leaves_the_chunk_away(rig: Rig, monkeypatch: pytest.M
         broken.setattr(rig.fake, call, lambda *_: (rig.fake.CUresult.CUDA_ERROR_NOT_SUPPORTED, 0))
         with pytest.raises(DeviceMemoryError, match=f"{call}.*NOT_SUPPORTED"):
             buffer.restore()
-    assert buffer.resident_nbytes() == 0 and rig.fake.leaks()["handles"] == 0
+    assert buffer.resident_nbytes() == 0
+    assert rig.fake.leaks()["handles"] == 0
     buffer.restore()
     assert buffer.resident_nbytes() == 3 * CHUNK
 
@@ -176,7 +181,8 @@ def test_on_a_gpu():
     free = torch.cuda.mem_get_info()[0]
     flat = allocate_elastic(numel, torch.float32, "cuda:0", "param")
     buffer = exported_buffer_of(flat)
-    assert flat.is_cuda and not flat.any()
+    assert flat.is_cuda
+    assert not flat.any()
     flat.copy_(torch.arange(numel))
     address = flat.data_ptr()
     with open_peer(buffer.export()).mapped() as peer:
@@ -186,6 +192,7 @@ def test_on_a_gpu():
     assert buffer.resident_nbytes() == buffer.granularity
     assert free - torch.cuda.mem_get_info()[0] < 2 * buffer.granularity + 2**21
     buffer.restore()
-    assert flat.data_ptr() == address and torch.equal(flat[: kept.numel()], kept)
+    assert flat.data_ptr() == address
+    assert torch.equal(flat[: kept.numel()], kept)
     flat.fill_(2)
     assert flat.sum().item() == pytest.approx(2 * numel)

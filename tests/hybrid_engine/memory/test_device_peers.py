@@ -165,7 +165,8 @@ def test_the_transport_maps_a_peer_for_a_bucket_only(rig: Rig):
     for value in (1, 2):
         buffer.tensor.fill_(value)
         transport.run(0, transfers, {}, destination)
-        assert destination[name].tolist() == [value, value] and rig.fake.mapped() == own
+        assert destination[name].tolist() == [value, value]
+        assert rig.fake.mapped() == own
         buffer.release()
         with pytest.raises(TransportError, match=r"bucket 5, phase read, peer 0.*released chunks"):
             transport.run(5, transfers, {}, destination)

@@ -58,9 +58,11 @@ def test_release_keeps_address_and_views():
     assert buffer.resident_nbytes() == 8 * PAGE
     buffer.release()
     assert buffer.resident_nbytes() == 0
-    assert not view.any() and view.data_ptr() == address
+    assert not view.any()
+    assert view.data_ptr() == address
     view.fill_(3)
-    assert buffer.tensor[PAGE] == 3 and buffer.tensor[0] == 0
+    assert buffer.tensor[PAGE] == 3
+    assert buffer.tensor[0] == 0
 
 
 @given(start=st.integers(0, 5 * PAGE + 100), stop=st.integers(0, 5 * PAGE + 100))
@@ -142,7 +144,8 @@ def test_closing_gives_the_descriptor_back_while_tensors_live():
     buffer = ElasticBuffer(PAGE, torch.float32)
     kept = buffer.tensor
     buffer.close()
-    assert num_open_fds() == fds and kept.sum() == 0
+    assert num_open_fds() == fds
+    assert kept.sum() == 0
 
 
 # The registry.
@@ -181,7 +184,8 @@ def test_peer_maps_the_same_pages():
     buffer = ElasticBuffer(1000, torch.bfloat16)
     peer = map_peer(pickle.loads(pickle.dumps(buffer.export())), writable=True)
     buffer.tensor.fill_(3)
-    assert peer.dtype == torch.bfloat16 and bool((peer == 3).all())
+    assert peer.dtype == torch.bfloat16
+    assert bool((peer == 3).all())
     peer[7] = 4
     assert buffer.tensor[7] == 4
     buffer.release()
@@ -228,7 +232,8 @@ def test_host_pages_stay_mapped_between_readings():
     for value in range(3):
         buffer.tensor.fill_(value)
         with peer.mapped([Extent(5, 20)]) as flat:
-            assert flat.shape == (990,) and bool((flat == value).all())
+            assert flat.shape == (990,)
+            assert bool((flat == value).all())
         buffer.release()
         buffer.restore()
     peer.close()

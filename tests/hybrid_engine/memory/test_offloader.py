@@ -78,7 +78,8 @@ def test_training_with_offloading_is_bitwise_training_without(elastic: bool, opt
         offloader.onload(kinds)
         assert not any(offloader.is_offloaded(kind) for kind in KINDS)
         assert all(map(torch.equal, references, before))
-        assert report.seconds > 0 and set(report.nbytes) == set(kinds)
+        assert report.seconds > 0
+        assert set(report.nbytes) == set(kinds)
     for one, other in zip(plain.tensors(), moved.tensors(), strict=True):
         assert torch.equal(one, other)
 
@@ -188,7 +189,8 @@ def test_storage_that_cannot_be_freed_names_its_owner_before_anything_moves(tens
     offloader = MegatronOffloader(lambda: items, "cpu")
     with pytest.raises(OffloadError, match=rf"(?s)nothing was moved.*module\.bad \(param, \d+ bytes\): .*{reason}"):
         offloader.offload()
-    assert good.untyped_storage().nbytes() == 400 and not offloader.is_offloaded("param")
+    assert good.untyped_storage().nbytes() == 400
+    assert not offloader.is_offloaded("param")
 
 
 def test_impossible_item():
@@ -238,10 +240,13 @@ def test_onload_that_fails_says_what_is_where_and_can_be_continued(monkeypatch: 
     with pytest.raises(OffloadError) as failure:
         offloader.onload()
     message = str(failure.value)
-    assert "onload of exp_avg 1 (optimizer" in message and "out of memory" in message
+    assert "onload of exp_avg 1 (optimizer" in message
+    assert "out of memory" in message
     on_device, in_arena = message.split("Still in host memory")
-    assert "exp_avg 0" in on_device and "exp_avg 2" in in_arena
-    assert not offloader.is_offloaded("param") and offloader.is_offloaded("optimizer")
+    assert "exp_avg 0" in on_device
+    assert "exp_avg 2" in in_arena
+    assert not offloader.is_offloaded("param")
+    assert offloader.is_offloaded("optimizer")
     offloader.onload()
     assert not offloader.is_offloaded("optimizer")
     assert all(map(torch.equal, model.tensors(), before))
@@ -256,6 +261,7 @@ def test_offload_and_restoring_both_fail(monkeypatch: pytest.MonkeyPatch):
     fail_at(monkeypatch, "take_back", "flat params")
     with pytest.raises(OffloadError, match=r"putting back failed: onload of flat params"):
         offloader.offload()
-    assert offloader.is_offloaded("param") and offloader.is_offloaded("optimizer")
+    assert offloader.is_offloaded("param")
+    assert offloader.is_offloaded("optimizer")
     offloader.onload()
     assert all(map(torch.equal, model.tensors(), before))

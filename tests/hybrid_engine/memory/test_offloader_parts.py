@@ -135,7 +135,8 @@ def test_reports_count_every_byte_once():
     assert offloader.offload_parts("param", [whole(flat)]) == 0
     assert offloader.onload({"param"}).nbytes == {"param": 16 * PAGE}
     offloader.offload_parts("param", [whole(flat)])
-    assert offloader.offload({"param"}).nbytes == {"param": 0} and offloader.is_offloaded("param")
+    assert offloader.offload({"param"}).nbytes == {"param": 0}
+    assert offloader.is_offloaded("param")
 
 
 def test_parts_of_dropped_storages_are_not_copied():
@@ -148,14 +149,17 @@ def test_parts_of_dropped_storages_are_not_copied():
     flat.fill_(1)
     offloader.offload_parts("grad", [Part(flat, 5, PAGE + 5)])  # ends within pages that stay
     offloader.onload({"grad"})
-    assert flat[:5].all() and not flat[5 : PAGE + 5].any() and flat[PAGE + 5 :].all()
+    assert flat[:5].all()
+    assert not flat[5 : PAGE + 5].any()
+    assert flat[PAGE + 5 :].all()
 
 
 def test_parts_of_other_storages_wait_for_the_offload():
     plain, elastic, stranger = torch.arange(PAGE), filled(PAGE), filled(PAGE)
     offloader = offloader_of(plain, elastic)
     assert offloader.offload_parts("param", [whole(plain), whole(stranger)]) == 0
-    assert plain.untyped_storage().nbytes() == 8 * PAGE and on_device(stranger) == 4 * PAGE
+    assert plain.untyped_storage().nbytes() == 8 * PAGE
+    assert on_device(stranger) == 4 * PAGE
     offloader.offload()
     offloader.onload()
     assert torch.equal(plain, torch.arange(PAGE))
@@ -334,12 +338,15 @@ def test_caches_are_forgotten_with_their_kind_even_when_that_is_away():
     holder = Holder()
     offloader = holder.offloader()
     assert offloader.resident_nbytes()["param"] == {"weight": 4 * PAGE, "mask": 200}
-    assert offloader.offload({"optimizer"}).nbytes == {"optimizer": 0} and holder.caches
+    assert offloader.offload({"optimizer"}).nbytes == {"optimizer": 0}
+    assert holder.caches
     report = offloader.offload()
-    assert report.nbytes["param"] == 4 * PAGE + 200 and report.copied_nbytes["param"] == 4 * PAGE
+    assert report.nbytes["param"] == 4 * PAGE + 200
+    assert report.copied_nbytes["param"] == 4 * PAGE
     assert holder.caches == {}
     holder.caches["mask"] = torch.ones(50)  # somebody computed with other weights meanwhile
-    assert offloader.offload().nbytes == {} and holder.caches == {}
+    assert offloader.offload().nbytes == {}
+    assert holder.caches == {}
     assert sum(offloader.onload().nbytes.values()) == 4 * PAGE
 
 

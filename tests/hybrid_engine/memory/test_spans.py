@@ -25,17 +25,21 @@ def test_spans_are_sets_of_numbers(added: list[tuple[int, int]], asked: tuple[in
         model |= numbers([(start, stop)])
         assert numbers([(start, stop)]) <= numbers([(first, last)]) <= model
     ranges = list(spans)
-    assert numbers(ranges) == model and spans.nbytes == len(model)
+    assert numbers(ranges) == model
+    assert spans.nbytes == len(model)
     assert all(start < stop for start, stop in ranges)
     assert all(before[1] < after[0] for before, after in itertools.pairwise(ranges)), "not joined"
     missing = spans.missing(*asked)
     assert numbers(missing) == numbers([asked]) - model
     assert all(start < stop for start, stop in missing)
     spans.clear()
-    assert list(spans) == [] and spans.nbytes == 0 and spans.missing(0, 3) == [(0, 3)]
+    assert list(spans) == []
+    assert spans.nbytes == 0
+    assert spans.missing(0, 3) == [(0, 3)]
 
 
 def test_a_range_that_ends_before_it_starts_is_empty() -> None:
     spans = Spans()
     spans.add(4, 8)
-    assert spans.missing(7, 5) == [] and spans.missing(20, 3) == []
+    assert spans.missing(7, 5) == []
+    assert spans.missing(20, 3) == []

@@ -20,14 +20,16 @@ def test_pages_serve_the_next_bucket() -> None:
     first, second = pool.lend([(5000, F32), (100, BF16)])
     address = first.data_ptr()
     assert (first.shape, second.shape, second.dtype) == ((5000,), (100,), BF16)
-    assert first.untyped_storage().nbytes() == first.nbytes and second.untyped_storage().nbytes() == 200
+    assert first.untyped_storage().nbytes() == first.nbytes
+    assert second.untyped_storage().nbytes() == 200
     first.fill_(1)
     del first
     assert pool.free_nbytes == 0, "one of them is still there"
     del second
     assert pool.free_nbytes == 20480
     (other,) = pool.lend([(5050, F32)])
-    assert other.data_ptr() == address and pool.free_nbytes == 0
+    assert other.data_ptr() == address
+    assert pool.free_nbytes == 0
 
 
 def test_a_larger_bucket_gets_larger_pages_and_only_those_stay() -> None:

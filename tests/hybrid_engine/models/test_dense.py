@@ -102,7 +102,8 @@ def test_both_layer_specs_give_the_same_rule() -> None:
     ]
     for local, transformer_engine in pairs:
         matches = [table.match(f"decoder.layers.11.{name}") for name in (local, transformer_engine)]
-        assert matches[0] == matches[1] and matches[0].indices == {"layer": 11}
+        assert matches[0] == matches[1]
+        assert matches[0].indices == {"layer": 11}
     assert table.match("decoder.final_layernorm.weight").indices == {}
     for unknown in (
         "decoder.layers.0.unheard_of.weight",
@@ -138,7 +139,8 @@ def test_layer_norms_with_biases_go_by_both_specs() -> None:
             ("pre_mlp_layernorm", "mlp.linear_fc1.layer_norm"),
         ):
             match = table.match(f"decoder.layers.1.{local}.{kind}")
-            assert match is not None and match == table.match(f"decoder.layers.1.{transformer_engine}_{kind}")
+            assert match is not None
+            assert match == table.match(f"decoder.layers.1.{transformer_engine}_{kind}")
 
 
 # -- configs ---------------------------------------------------------------------------------------------------------
@@ -217,10 +219,13 @@ def test_what_the_configs_say_is_in_the_table() -> None:
     assert tables["qwen2"].extras.windows == (None, 4)
     assert tables["glm"].gpt["rotary_percent"] == 0.25
     assert tables["gemma2"].extras.windows == (4096, None)
-    assert tables["gemma2"].extras.attention_softcap == 50.0 and tables["gemma2"].extras.logit_softcap == 30.0
-    assert tables["gemma2"].dims.tied_embeddings and tables["gemma2"].transformer["activation_func"] == "gelu_tanh"
+    assert tables["gemma2"].extras.attention_softcap == 50.0
+    assert tables["gemma2"].extras.logit_softcap == 30.0
+    assert tables["gemma2"].dims.tied_embeddings
+    assert tables["gemma2"].transformer["activation_func"] == "gelu_tanh"
     gemma3 = tables["gemma3"]
-    assert gemma3.gpt["rotary_base"] == 1e6 and gemma3.extras.window_rotary_base == 2e4
+    assert gemma3.gpt["rotary_base"] == 1e6
+    assert gemma3.extras.window_rotary_base == 2e4
     assert gemma3.extras.rotary_scaling == RotaryScaling("linear", 8.0)
 
 
@@ -228,11 +233,14 @@ def test_published_defaults() -> None:
     """Keys that a published config.json leaves out."""
     gemma3 = table_for({"architectures": ["Gemma3ForCausalLM"], **{**SIZES, "num_hidden_layers": 12}})
     assert [layer for layer, window in enumerate(gemma3.extras.windows) if window is None] == [5, 11]
-    assert gemma3.gpt["rotary_base"] == 1e6 and gemma3.extras.window_rotary_base == 1e4
+    assert gemma3.gpt["rotary_base"] == 1e6
+    assert gemma3.extras.window_rotary_base == 1e4
     glm = table_for({"architectures": ["GlmForCausalLM"], **SIZES})
-    assert glm.gpt["rotary_percent"] == 0.5 and glm.transformer["add_qkv_bias"]
+    assert glm.gpt["rotary_percent"] == 0.5
+    assert glm.transformer["add_qkv_bias"]
     gpt2 = table_for({"architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_head": 4, "n_layer": 1, "vocab_size": 9})
-    assert gpt2.dims.tied_embeddings and gpt2.dims.ffn_hidden_size == 128
+    assert gpt2.dims.tied_embeddings
+    assert gpt2.dims.ffn_hidden_size == 128
     assert gpt2.shapes["transformer.wpe.weight"] == (1024, 32)
 
 
@@ -256,7 +264,8 @@ def test_what_is_not_built_is_said(architecture: str, keys: dict[str, Any], sent
     sizes = tiny_config("gpt2") if architecture.startswith("GPT2") else SIZES
     plain = table_for({"architectures": [architecture], **sizes})
     table = table_for({"architectures": [architecture], **sizes, **keys})
-    assert len(table.not_built) == 1 and sentence in table.not_built[0]
+    assert len(table.not_built) == 1
+    assert sentence in table.not_built[0]
     assert table.rules == plain.rules
 
 
@@ -265,4 +274,6 @@ def test_windows_that_are_off_do_not_matter() -> None:
     beyond = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
     for keys in (off, beyond):
         table = table_for({"architectures": ["Qwen2ForCausalLM"], **SIZES, **keys})
-        assert table.extras.windows == () and table.layer_spec == "default" and table.not_built == ()
+        assert table.extras.windows == ()
+        assert table.layer_spec == "default"
+        assert table.not_built == ()

@@ -76,7 +76,8 @@ def test_settings_of_older_transformers_are_read() -> None:
     published = {**published_configs.QWEN3_30B_A3B, "num_hidden_layers": 2}
     renamed = {name: value for name, value in published.items() if name != "num_experts"}
     table, same = table_for(published), table_for({**renamed, "num_local_experts": 128})
-    assert table.shapes == same.shapes and table.transformer == same.transformer
+    assert table.shapes == same.shapes
+    assert table.transformer == same.transformer
     with pytest.raises(KeyError, match="num_experts"):
         table_for(renamed)
 
@@ -113,12 +114,14 @@ def test_sizes_of_further_models() -> None:
 
 def test_multi_token_prediction_of_deepseek_v3() -> None:
     table = table_for(published_configs.DEEPSEEK_V3)
-    assert table.unserved == ("model.layers.61.",) and table.dims.num_mtp_layers == 1
+    assert table.unserved == ("model.layers.61.",)
+    assert table.dims.num_mtp_layers == 1
     assert table.copies == {
         "model.layers.61.embed_tokens.weight": "model.embed_tokens.weight",
         "model.layers.61.shared_head.head.weight": "lm_head.weight",
     }
-    assert not table.is_served("model.layers.61.eh_proj.weight") and table.is_served("model.layers.6.mlp.gate.weight")
+    assert not table.is_served("model.layers.61.eh_proj.weight")
+    assert table.is_served("model.layers.6.mlp.gate.weight")
     biases = {f"model.layers.{layer}.mlp.gate.e_score_correction_bias": "float32" for layer in range(3, 62)}
     assert table.dtypes == biases
     match = table.match("mtp.layers.61.transformer_layer.mlp.experts.local_experts.255.linear_fc2.weight")
@@ -132,10 +135,12 @@ def test_multi_token_prediction_of_deepseek_v3() -> None:
 def test_routing_is_that_of_the_models() -> None:
     """Where megatron-core has the setting; groups of experts are ranked by our own rule."""
     v3, v2 = table_for(published_configs.DEEPSEEK_V3), table_for(published_configs.DEEPSEEK_V2)
-    assert v3.transformer["moe_router_num_groups"] == 8 and v3.transformer["moe_router_group_topk"] == 4
+    assert v3.transformer["moe_router_num_groups"] == 8
+    assert v3.transformer["moe_router_group_topk"] == 4
     assert v3.transformer["moe_router_topk_scaling_factor"] == 2.5
     assert v3.transformer["moe_layer_freq"] == [0, 0, 0] + [1] * 58
-    assert v3.extras.experts_per_group_score == 2 and v2.extras.experts_per_group_score == 1
+    assert v3.extras.experts_per_group_score == 2
+    assert v2.extras.experts_per_group_score == 1
     assert table_for(published_configs.DEEPSEEK_V2_LITE).extras.experts_per_group_score is None
     assert not table_for(published_configs.QWEN3_30B_A3B).transformer["moe_router_pre_softmax"]
     assert table_for({**published_configs.QWEN3_30B_A3B, "norm_topk_prob": False}).transformer["moe_router_pre_softmax"]

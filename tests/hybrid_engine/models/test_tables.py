@@ -28,7 +28,8 @@ def test_the_page_about_models_is_up_to_date() -> None:
     assert [f"`{field.name}`" for field in fields(ModelTable)] == re.findall(r"^\| (`\w+`) \|", _section(page), re.M)
     sources = "".join(path.read_text() for path in (REPO_ROOT / "hybrid_engine" / "models").glob("*.py"))
     quoted = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert quoted and all(code in sources for code in quoted)
+    assert quoted
+    assert all(code in sources for code in quoted)
 
 
 def _section(page: str) -> str:

@@ -110,7 +110,8 @@ def test_elements_come_from_the_nearest_rank(case: Case) -> None:
         elif any(case.hosts[rank] == case.hosts[dst] for rank in ranks):
             assert same_host
         if journey.relay_rank is not None:
-            assert case.hosts[journey.relay_rank] == case.hosts[dst] and case.hosts[dst] in case.relaying
+            assert case.hosts[journey.relay_rank] == case.hosts[dst]
+            assert case.hosts[dst] in case.relaying
     for transfer in result.transfers():
         src = (result.relays | case.source.buffers)[transfer.src.buffer]
         dst = (result.relays | case.destination.buffers)[transfer.dst.buffer]
@@ -156,7 +157,8 @@ def test_relay_buffers_belong_to_a_bucket_and_are_filled(case: Case) -> None:
                 senders.setdefault(transfer.dst.buffer, set()).add(transfer.src_rank)
         for transfer in bucket.fan_out:
             readers.setdefault(transfer.src.buffer, set()).add(transfer.dst_rank)
-        assert all(len(ranks) == 1 for ranks in senders.values()) and readers.keys() == senders.keys()
+        assert all(len(ranks) == 1 for ranks in senders.values())
+        assert readers.keys() == senders.keys()
         for buffer_id, numel in filled.items():
             assert buffer_id not in filled_to, "in two buckets"
             filled_to[buffer_id] = numel
@@ -351,7 +353,8 @@ def test_a_box_that_one_rank_wants_twice_comes_once() -> None:
     destination = Layout.merge(layouts)
     result = plan(whole("t", (4,), 0, "src"), destination, ["a", "b"], relaying_hosts="b")
     (bucket,) = result.buckets
-    assert len(bucket.transfers) == 1 and [t.link for t in bucket.fan_out] == [Link.SELF] * 2
+    assert len(bucket.transfers) == 1
+    assert [t.link for t in bucket.fan_out] == [Link.SELF] * 2
     count = result.bytes_by_rank[1]
     assert (count.own, count.host, count.network, count.lower_bound) == (0, 0, 8, 8)
 
@@ -380,7 +383,8 @@ def test_only_groups_that_share_tensors_are_joined() -> None:
     assert [bucket.tensors for bucket in buckets] == [("t0", "t2", "t4"), ("t1", "t3", "t5")]
     shared = Layout.merge([layout, whole("t0", (4,), 0, "again", group="odd")])
     (bucket,) = plan(layout, shared, ["a"], bucket_nbytes=1).buckets
-    assert bucket.tensors == ("t0", "t1", "t2", "t3", "t4", "t5") and len(bucket.transfers) == 7
+    assert bucket.tensors == ("t0", "t1", "t2", "t3", "t4", "t5")
+    assert len(bucket.transfers) == 7
 
 
 def test_tensors_that_nobody_reads() -> None:
@@ -479,7 +483,8 @@ def test_ranks_that_disagree_are_all_named() -> None:
     with pytest.raises(PlanError) as caught:
         Layout.merge([one, other])
     assert "t: shape (4,) on one rank, (5,) on another" in str(caught.value)
-    assert "described twice" in str(caught.value) and len(caught.value.findings) == 2
+    assert "described twice" in str(caught.value)
+    assert len(caught.value.findings) == 2
 
 
 @pytest.mark.parametrize(("start", "stop"), [(3, 2), (-1, 2)])

@@ -83,7 +83,8 @@ def test_bytes_are_those_of_every_tensor_of_the_class(case: Case, first: int, si
             for ingress in routes.ingress:
                 nbytes = ingress.region.numel * itemsize
                 for (sender, relay_rank), readers in routes.ingress_of(ingress, offset):
-                    assert relay_rank in readers and case.hosts[sender] != case.hosts[relay_rank]
+                    assert relay_rank in readers
+                    assert case.hosts[sender] != case.hosts[relay_rank]
                     assert {case.hosts[rank] for rank in readers} == {case.hosts[relay_rank]}
                     move(Link.NETWORK, sender, relay_rank, nbytes)
                     for rank, number in zip(readers, ingress.destinations, strict=True):

@@ -98,7 +98,8 @@ def test_status_and_all_of_the_output_come_back(tmp_path: Path, status: int) -> 
     ended = run_ranks([str(program), str(status)], 2, 100, environment={"MARK": "here"}, directory=tmp_path)
     assert ended.status == status
     for rank in range(2):
-        assert f"out of rank {rank} " in ended.output and f"err of rank {rank} 1 here" in ended.output
+        assert f"out of rank {rank} " in ended.output
+        assert f"err of rank {rank} 1 here" in ended.output
     assert ended.output.count("x" * 100_000) == ended.output.count(f"{tmp_path}\n") == 2
 
 
@@ -132,7 +133,8 @@ def test_one_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.Monk
     program.write_text(ONE_FAILS)
     ended = run_ranks([str(program)], 2, 100)
     assert ended.status == 5
-    assert "rank 0 heard of it" in ended.output and "rank 0 was left" not in ended.output
+    assert "rank 0 heard of it" in ended.output
+    assert "rank 0 was left" not in ended.output
 
 
 def test_nothing_outlives_its_time(tmp_path: Path) -> None:

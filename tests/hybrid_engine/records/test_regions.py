@@ -78,8 +78,10 @@ def test_other_tensors_share_nothing() -> None:
 
 def test_a_scalar_is_one_element() -> None:
     scalar = Region("s", (), ())
-    assert scalar.numel == 1 and scalar.ends == ()
-    assert scalar.intersect(scalar) == scalar and scalar.subtract(scalar) == []
+    assert scalar.numel == 1
+    assert scalar.ends == ()
+    assert scalar.intersect(scalar) == scalar
+    assert scalar.subtract(scalar) == []
 
 
 @pytest.mark.parametrize(

@@ -260,7 +260,8 @@ class Rig:
         assert self.resident() == NEEDED[state] | (set(KINDS) - offloaded)
         self.training.assert_unchanged(self.resident())
         if state is not INFER:
-            assert self.inference.live == {} and self.inference.in_force == set()
+            assert self.inference.live == {}
+            assert self.inference.in_force == set()
             assert self.manager.container.state is ContainerState.EMPTY
             return
         assert self.inference.in_force == set(SHAPES)

@@ -195,25 +195,30 @@ def test_faults_of_the_plan_are_found_by_all_ranks_at_construction(two_ranks: li
         error = results["plan_faults"]
         assert error["names"][0] == PlanError.__name__
         assert "orphan: a training parameter that no inference rank reads" in error["text"]
-        assert "longed_for" in error["text"] and "no training rank holds" in error["text"]
+        assert "longed_for" in error["text"]
+        assert "no training rank holds" in error["text"]
 
 
 def test_plans_that_differ_are_found_by_all_ranks(two_ranks: list[dict[str, dict]]):
     for results in two_ranks:
         error = results["other_plan_on_rank_1"]
-        assert error["names"][0] == PlanError.__name__ and "different plans" in error["text"]
+        assert error["names"][0] == PlanError.__name__
+        assert "different plans" in error["text"]
 
 
 def test_a_rank_that_fails_at_construction(two_ranks: list[dict[str, dict]]):
     remote, own = (results["layout_fails_on_rank_1"] for results in two_ranks)
-    assert own["names"][0] == ReshardError.__name__ and "OSError: disk on fire" in own["text"]
-    assert remote["names"][0] == RemoteError.__name__ and "rank 1: OSError: disk on fire" in remote["text"]
+    assert own["names"][0] == ReshardError.__name__
+    assert "OSError: disk on fire" in own["text"]
+    assert remote["names"][0] == RemoteError.__name__
+    assert "rank 1: OSError: disk on fire" in remote["text"]
 
 
 def test_a_transport_that_cannot_carry_the_plan(two_ranks: list[dict[str, dict]]):
     for results in two_ranks:
         error = results["shared_memory_without_exported_buffers"]
-        assert error["names"][0] == "ConfigError" and "generate_config.transport" in error["text"]
+        assert error["names"][0] == "ConfigError"
+        assert "generate_config.transport" in error["text"]
 
 
 def test_each_transport_brings_the_other_half_and_no_more(two_ranks: list[dict[str, dict]]):
@@ -235,12 +240,14 @@ def test_one_rank_fails_both_raise_and_go_on(two_ranks: list[dict[str, dict]], c
     own, remote = (results["one_rank_fails"][f"{call}, {transport}"] for results in two_ranks)
     assert own["names"][0] == ReshardError.__name__
     assert RemoteError.__name__ in remote["names"]
-    assert "no memory on rank 0" in own["text"] and "no memory on rank 0" in remote["text"]
+    assert "no memory on rank 0" in own["text"]
+    assert "no memory on rank 0" in remote["text"]
 
 
 def test_a_start_hook_that_fails_on_one_rank(two_ranks: list[dict[str, dict]]):
     remote, own = (results["start_hook_fails_on_rank_1"] for results in two_ranks)
-    assert own["names"][0] == ReshardError.__name__ and remote["names"][0] == RemoteError.__name__
+    assert own["names"][0] == ReshardError.__name__
+    assert remote["names"][0] == RemoteError.__name__
     assert "rank 1: OSError: no licence" in remote["text"]
 
 
@@ -249,7 +256,8 @@ def test_the_way_back_fails_on_one_rank_and_both_are_idle(two_ranks: list[dict[s
         error = results["way_back_fails_on_rank_1"]
         assert error["state"] == IDLE
         assert error["names"][0] == ReshardError.__name__
-        assert "disk on fire" in error["text"] and "no memory left" in error["text"]
+        assert "disk on fire" in error["text"]
+        assert "no memory left" in error["text"]
 
 
 def test_release_fails_on_one_rank_and_both_go_on(two_ranks: list[dict[str, dict]]):
@@ -257,5 +265,6 @@ def test_release_fails_on_one_rank_and_both_go_on(two_ranks: list[dict[str, dict
         error = results["release_fails_on_rank_0"]
         assert error["state"] == IDLE
         assert error["names"][0] == ReshardError.__name__
-        assert "disk on fire" in error["text"] and "busy" in error["text"]
+        assert "disk on fire" in error["text"]
+        assert "busy" in error["text"]
         assert error["afterwards"] == "goes on"

@@ -18,10 +18,13 @@ from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, TRAINI
 
 
 def test_fakes_are_what_the_ports_ask_for(rig: Rig):
-    assert isinstance(rig.training, Trainer) and isinstance(rig.training, TrainingWeights)
-    assert isinstance(rig.inference, InferenceWeights) and isinstance(rig.inference, WeightAdaptor)
+    assert isinstance(rig.training, Trainer)
+    assert isinstance(rig.training, TrainingWeights)
+    assert isinstance(rig.inference, InferenceWeights)
+    assert isinstance(rig.inference, WeightAdaptor)
     caches: InferenceCaches = rig.inference
-    assert callable(caches.wake_kv_cache) and callable(caches.reset_caches)
+    assert callable(caches.wake_kv_cache)
+    assert callable(caches.reset_caches)
 
 
 def test_it_starts_in_train_with_nothing_of_inference(job: None):
@@ -109,7 +112,8 @@ def test_the_same_state_again_is_no_switch(rig: Rig, state: State):
     assert rig.manager.enter(state) is None
     with rig.manager.entered(state):
         pass
-    assert rig.script.take() == [] and called == []
+    assert rig.script.take() == []
+    assert called == []
     assert rig.manager.last_report is report
     rig.assert_is(state)
 
@@ -203,7 +207,9 @@ def test_a_start_hook_that_raises_leaves_the_state(rig: Rig):
     rig.script.arm("hook", OSError("no licence"))
     with pytest.raises(ReshardError, match=r"start hooks.*OSError: no licence"):
         rig.manager.enter(INFER)
-    assert rig.script.take() == ["hook"] and ended == [] and rig.manager.last_report is None
+    assert rig.script.take() == ["hook"]
+    assert ended == []
+    assert rig.manager.last_report is None
     rig.assert_is(TRAIN)
     rig.manager.enter(INFER)
     rig.assert_is(INFER)
@@ -251,7 +257,8 @@ def test_prefetch_is_there_when_training_comes(rig: Rig):
     rig.training.step()
     rig.manager.enter(INFER)
     rig.manager.prefetch(["optimizer"])
-    assert not rig.offloader.is_offloaded("optimizer") and rig.offloader.is_offloaded("param")
+    assert not rig.offloader.is_offloaded("optimizer")
+    assert rig.offloader.is_offloaded("param")
     report = rig.manager.enter(TRAIN)
     assert report.bytes_onloaded == sum(TRAINING_NBYTES.values()), "what was prefetched counts in the next report"
     rig.assert_is(TRAIN)

@@ -277,10 +277,12 @@ def test_check_reports_every_transfer_that_no_transport_carries():
     with pytest.raises(ConfigError) as failure:
         TransportSet.connect(Wiring(0, SOURCE_BUFFERS, {}), "shared_memory").check(plan, set())
     assert [violation.key for violation in failure.value.findings] == ["generate_config.transport"] * 2
-    assert "across hosts" in str(failure.value) and "not exported" in str(failure.value)
+    assert "across hosts" in str(failure.value)
+    assert "not exported" in str(failure.value)
     with pytest.raises(ConfigError, match=r"collective, which is absent.*Initialise torch.distributed"):
         TransportSet.connect(Wiring(0, SOURCE_BUFFERS, {})).check(plan, set())
 
 
 def test_peer_error_is_both_a_transport_error_and_a_remote_error():
-    assert issubclass(PeerTransportError, TransportError) and issubclass(PeerTransportError, RemoteError)
+    assert issubclass(PeerTransportError, TransportError)
+    assert issubclass(PeerTransportError, RemoteError)

@@ -48,7 +48,8 @@ def test_a_good_verdict_has_no_faults() -> None:
 )
 def test_every_fault_is_told(change: dict[str, Any], says: str) -> None:
     faults = replace(GOOD, **change).faults
-    assert len(faults) == 1 and says in faults[0]
+    assert len(faults) == 1
+    assert says in faults[0]
 
 
 def test_the_median_position_is_not_moved_by_a_few() -> None:

@@ -358,7 +358,8 @@ def test_prepare_finishes_pending_gathers(launched: Launched) -> None:
     first, second = launched(2)[1]["values"]
     for (stale, ready), (other_stale, other_ready) in zip(first["steps"], second["steps"], strict=True):
         assert differing(stale, other_stale), "the replicas agree before prepare: this test shows nothing"
-        assert differing(stale, ready) and differing(other_stale, other_ready)
+        assert differing(stale, ready)
+        assert differing(other_stale, other_ready)
         assert differing(ready, other_ready) == []
     assert differing(first["at the end"], first["steps"][-1][1]) == []
 
@@ -411,7 +412,8 @@ def test_refusals_name_every_parameter(launched: Launched) -> None:
         nan = messages["nan"]
         assert "(2)" in nan
         assert f"decoder.layers.1.self_attention.linear_qkv.weight on rank {rank}" in nan
-        assert "model.layers.1.self_attn.k_proj.weight" in nan and "2 NaN, 1 Inf of 768 elements" in nan
+        assert "model.layers.1.self_attn.k_proj.weight" in nan
+        assert "2 NaN, 1 Inf of 768 elements" in nan
         assert "model.norm.weight): 1 Inf of " in nan
         for name in ("wider", "narrower"):
             for layer in range(2):
@@ -419,6 +421,7 @@ def test_refusals_name_every_parameter(launched: Launched) -> None:
                 assert f"decoder.layers.{layer}.mlp.linear_fc2.weight" in messages[name], name
         assert "model.layers.1.input_layernorm.weight" in messages["fewer layers"]
         assert "decoder.layers.0.self_attention.q_layernorm.weight" in messages["no norms"]
-        assert "linear_qkv.weight" in messages["more heads"] and "linear_proj.weight" in messages["more heads"]
+        assert "linear_qkv.weight" in messages["more heads"]
+        assert "linear_proj.weight" in messages["more heads"]
         assert "embedding.word_embeddings.weight" in messages["vocabulary"]
         assert "decoder.final_layernorm.weight" in messages["hidden"]

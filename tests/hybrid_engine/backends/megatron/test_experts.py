@@ -348,7 +348,8 @@ def test_everything_on_a_rank_is_offloaded(results: Results) -> None:
     for name, (case, ranks) in results.items():
         for result in ranks:
             offload = result["offload"]
-            assert offload["missing"] == [] and offload["owners are unique"], name
+            assert offload["missing"] == [], name
+            assert offload["owners are unique"], name
             assert offload["not exported"] == [], name
             if case.actor.get("expert_model_parallel_size", 1) > 1 and case.actor.get(
                 "use_distributed_optimizer", True
@@ -404,7 +405,9 @@ def count_tokens(model_name: str) -> dict[int, torch.Tensor]:
 def test_half_precision_and_refusals(launched: Callable[[int], Any], paths: dict[str, Path]) -> None:
     for found in (rank[FURTHER] for rank in launched(2)):
         bias = found["bias"]
-        assert bias["dtypes"] == {"torch.float32"} and bias["stays where it is"] and bias["reference"]
+        assert bias["dtypes"] == {"torch.float32"}
+        assert bias["stays where it is"]
+        assert bias["reference"]
         assert all(moved == pytest.approx(1e-3, abs=1e-6) for moved in bias["moved by"])
         assert "sequence_parallel" in found["experts without sequence parallel"]
         assert "expert_tensor_parallel_size: 1 with TP 2" in found["experts cut otherwise"]

@@ -79,7 +79,9 @@ def test_each_target_of_a_patch_exists(patch: patches.Patch) -> None:
     *owners, attribute = path.split(".")
     owner = Internal(":".join((module, ".".join(owners))), "").load()
     assert hasattr(owner, attribute) or attribute in set_by_instances(owner)
-    assert patch.reason and patch.remove_when and patch.versions
+    assert patch.reason
+    assert patch.remove_when
+    assert patch.versions
 
 
 def test_groups_are_made_with_the_parameters_that_are_passed() -> None:

@@ -66,7 +66,8 @@ def test_one_object_is_changed_and_known_to_be_until_it_is_gone() -> None:
     one, other = Owner(), Owner()
     patch.replace(lambda before: before.upper(), owner=one)
     assert (one.value, other.value) == ("AS IT WAS", "as it was")
-    assert patch.is_replaced(one) and not patch.is_replaced(other)
+    assert patch.is_replaced(one)
+    assert not patch.is_replaced(other)
     with pytest.raises(StateError, match="is replaced already"):
         patch.replace(lambda before: "again", owner=one)
     patch.replace(lambda before: "too", owner=other)

@@ -49,7 +49,8 @@ def test_sampling_that_cannot_be_is_refused_where_it_is_made(values: dict[str, A
     with pytest.raises(ConfigError) as caught:
         Sampling(**values)
     (finding,) = caught.value.findings
-    assert finding.key == f"sampling.{next(iter(values))}" and finding.remedy
+    assert finding.key == f"sampling.{next(iter(values))}"
+    assert finding.remedy
 
 
 def test_everything_wrong_with_sampling_is_said_at_once() -> None:

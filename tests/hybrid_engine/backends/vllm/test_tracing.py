@@ -71,7 +71,8 @@ def test_records_do_what_the_loader_does(load: Callable[[Model, dict[str, torch.
     expected, model = Model(load), Model(load)
     expected.load_weights(weights.items())
     trace, layout = _trace(model)
-    assert trace.staged == () and not model.w.any(), "tracing wrote"
+    assert trace.staged == (), "tracing wrote"
+    assert not model.w.any(), "tracing wrote"
     _fill(model, layout(), weights)
     assert torch.equal(model.w, expected.w)
 
@@ -164,7 +165,8 @@ def test_declared_padding_counts_and_is_in_the_buffer() -> None:
     storages = take_inventory(model, ())
     layout = build_layout(0, SHAPES, DTYPES, storages, trace, {"w": (Extent(24, 48),)}, {"w": "group"})
     (buffer,) = layout.buffers.values()
-    assert buffer.padding == (Extent(24, 48),) and buffer.group == "group"
+    assert buffer.padding == (Extent(24, 48),)
+    assert buffer.group == "group"
 
 
 def test_a_loader_that_fails_names_the_tensor() -> None:

@@ -54,7 +54,8 @@ def test_the_kv_cache_stays_asleep_until_it_is_asked_for() -> None:
     assert memory.is_kv_cache_asleep
     memory.wake_kv_cache()
     memory.wake_kv_cache()
-    assert not memory.is_kv_cache_asleep and llm.calls[2:] == ["wake kv_cache"]
+    assert not memory.is_kv_cache_asleep
+    assert llm.calls[2:] == ["wake kv_cache"]
 
 
 def test_weights_that_did_not_wake_are_still_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
