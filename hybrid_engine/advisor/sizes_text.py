@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
@@ -70,13 +71,15 @@ def parse_job(
     inference = _parse(infer, INFER, InferenceParallelism, found)
     if found:
         raise ConfigError(found)
-    world_size = _world_size(training, inference, world_size, found)
+    dps = {TRAIN: training.pop(_DATA.name, None), INFER: inference.pop(_DATA.name, None)}
+    one_rank = TrainParallelism(1, **training), InferenceParallelism(1, **inference)
+    ranks_per_replica = {TRAIN: one_rank[0].ranks_per_replica, INFER: one_rank[1].ranks_per_replica}
+    worlds = {option: ranks_per_replica[option] * dp for option, dp in dps.items() if dp is not None}
+    world_size = _world_size(worlds, world_size, found) or max(ranks_per_replica.values())
     if world_size > MOST_RANKS:
         found.append(Violation(f"{TRAIN} dp", f"{world_size} ranks", f"Use sizes that make at most {MOST_RANKS}"))
         raise ConfigError(found)
-    training.pop(_DATA.name, None)
-    inference.pop(_DATA.name, None)
-    sides = TrainParallelism(world_size, **training), InferenceParallelism(world_size, **inference)
+    sides = replace(one_rank[0], world_size=world_size), replace(one_rank[1], world_size=world_size)
     options: tuple[tuple[Parallelism, str], ...] = ((sides[0], TRAIN), (sides[1], INFER))
     for sizes, option in options:
         texts = {size.name: size.text for size in sizes_of(type(sizes))}
@@ -110,26 +113,12 @@ def _parse(text: str, option: str, side: type[Parallelism], found: list[Violatio
     return values
 
 
-def _world_size(
-    training: Mapping[str, int], inference: Mapping[str, int], otherwise: int | None, found: list[Violation]
-) -> int:
-    """Number of ranks, from the sides that say how many replicas they have."""
-    model_ranks = {
-        TRAIN: training.get("tensor", 1) * training.get("pipeline", 1) * training.get("context", 1),
-        INFER: inference.get("tensor", 1) * inference.get("pipeline", 1),
-    }
-    worlds = {
-        option: model_ranks[option] * sizes["data"]
-        for option, sizes in ((TRAIN, training), (INFER, inference))
-        if "data" in sizes
-    }
-    if not worlds and otherwise is not None:
-        return otherwise
-    if not worlds:
-        problem = "neither side says how many replicas there are, so the number of ranks is open"
+def _world_size(worlds: Mapping[str, int], otherwise: int | None, found: list[Violation]) -> int | None:
+    """Number of ranks, from the sides that say how many replicas they have; None where it stays open."""
+    if not worlds and otherwise is None:
+        problem = "neither side says how many replicas there are, so the number of ranks is unknown"
         found.append(Violation(f"{TRAIN} dp", problem, "Give dp on one side or on both"))
-        return max(model_ranks.values())
     if len(set(worlds.values())) > 1:
         problem = f"training has {worlds[TRAIN]} ranks, inference {worlds[INFER]}"
         found.append(Violation(f"{INFER} dp", problem, "They are the same ranks: leave dp out on one side"))
-    return worlds.get(TRAIN, worlds.get(INFER, 1))
+    return next(iter(worlds.values()), otherwise)

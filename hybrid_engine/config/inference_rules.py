@@ -24,7 +24,7 @@ NARROWER = frozenset({("float32", "bfloat16"), ("float32", "float16")})
 def _inference_replicas(context: JobContext) -> Iterator[Finding]:
     tp, pp = context.infer_sizes.tensor, context.infer_sizes.pipeline
     replicas = context.generate.infer_data_parallel_size
-    if replicas is not None and tp * pp * replicas != context.world_size:
+    if replicas is not None and context.infer_sizes.ranks_per_replica * replicas != context.world_size:
         yield (
             f"TP {tp} x PP {pp} x DP {replicas} is not the world size {context.world_size}",
             "Leave it out: it is what remains of the world",

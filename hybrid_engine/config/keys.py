@@ -27,7 +27,7 @@ from hybrid_engine.layouts.parallelism import (
 def _not_a_flag(value: Any) -> Any:
     """Pydantic takes `true` for 1."""
     if isinstance(value, bool):
-        raise ValueError("a number is wanted")
+        raise ValueError("expected a number")
     return value
 
 

@@ -122,9 +122,14 @@ class TrainParallelism:
     cuts_whole_projections: bool = False
 
     @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that train one copy of the model together."""
+        return self.tensor * self.context * self.pipeline
+
+    @property
     def data(self) -> int:
         """Data parallel size of dense layers."""
-        return self.world_size // (self.tensor * self.context * self.pipeline)
+        return self.world_size // self.ranks_per_replica
 
     @property
     def expert_cut(self) -> int:
@@ -202,9 +207,14 @@ class InferenceParallelism:
     rank_order: tuple[int, ...] | None = None
 
     @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that answer a request together."""
+        return self.tensor * self.pipeline
+
+    @property
     def data(self) -> int:
         """Replicas, whether they share experts or not."""
-        return self.world_size // (self.tensor * self.pipeline)
+        return self.world_size // self.ranks_per_replica
 
     @property
     def replicas_per_instance(self) -> int:
@@ -214,7 +224,7 @@ class InferenceParallelism:
     @property
     def ranks_per_instance(self) -> int:
         """Ranks that know of each other in vLLM."""
-        return self.tensor * self.pipeline * self.replicas_per_instance
+        return self.ranks_per_replica * self.replicas_per_instance
 
     @cached_property
     def ranks(self) -> np.ndarray:

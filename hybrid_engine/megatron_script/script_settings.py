@@ -167,7 +167,9 @@ def _read_sampling(values: Any) -> Sampling:
     if values is None:
         return Sampling()
     if not isinstance(values, Mapping):
-        raise ConfigError([Violation("sampling", f"{shortened(values)} is no section", f"Keys: {', '.join(known)}")])
+        raise ConfigError(
+            [Violation("sampling", f"expected a mapping, got {shortened(values)}", f"Keys: {', '.join(known)}")]
+        )
     if unknown := [clipped(str(name)) for name in values if name not in known]:
         remedy = f"Known keys: {', '.join(known)}"
         raise ConfigError([Violation("sampling", f"unknown keys {', '.join(unknown[:10])}", remedy)])
@@ -214,7 +216,7 @@ def _read_prompts(options: ReshardingOptions) -> tuple[Prompt, ...]:
     lines = [line for line in text.splitlines() if line.strip()]
     prompts = [_prompt_of(line) for line in lines]
     if wrong := [number for number, prompt in enumerate(prompts, 1) if prompt is None]:
-        problem = f"{options.prompts}: lines {', '.join(map(str, wrong[:10]))} are no prompts"
+        problem = f"{options.prompts}: lines {', '.join(map(str, wrong[:10]))} are not prompts"
         found.append(Violation(key, problem, 'Write {"prompt": "text"} or {"prompt": [1, 2, 3]} on every line'))
     if not prompts:
         found.append(Violation(key, f"{options.prompts} is empty", "Write a prompt on every line"))
@@ -241,7 +243,7 @@ def _require_writable(directory: Path | None) -> None:
     # os.path: below a directory that may not be searched it says no, where Path.exists raises
     existing = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
-        problem = f"{directory} cannot be written: {existing} is no directory that lets this process write"
+        problem = f"{directory} cannot be written: {existing} is not a directory that this process may write to"
         raise ConfigError([Violation("--resharding-output", problem, "Name another directory")])
 
 

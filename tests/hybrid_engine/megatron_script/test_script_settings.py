@@ -73,7 +73,7 @@ def test_everything_wrong_is_reported_at_once(files: dict[str, Path]) -> None:
     assert "--resharding-prompts" in keys
     assert {"--resharding-callback", "--hidden-size"} <= set(keys)
     assert "generate_config.infer_tensor_parallel_size" in keys
-    assert "lines 2, 3 are no prompts" in str(caught.value)
+    assert "lines 2, 3 are not prompts" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_everything_wrong_is_reported_at_once(files: dict[str, Path]) -> None:
         ("model: x\nsampler: {}", "unknown keys sampler. Known keys: model, generate_config, sampling"),
         ("model: x\nsampling: {tokens: 3}", "sampling: unknown keys tokens"),
         *((f"model: x\nsampling: {{{value}}}", f"sampling.{value.split(':')[0]}: ") for value in WRONG_SAMPLING),
-        *((f"model: x\nsampling: {value}", f"sampling: {value} is no section") for value in ("5", "[1]")),
-        ('model: x\nsampling: "n"', "sampling: 'n' is no section"),
+        *((f"model: x\nsampling: {value}", f"sampling: expected a mapping, got {value}") for value in ("5", "[1]")),
+        ('model: x\nsampling: "n"', "sampling: expected a mapping, got 'n'"),
         ("model: x\nsampling: {5: 1}", "sampling: unknown keys 5. Known keys: n, temperature"),
         ("model: /nowhere", "config.json cannot be read: No such file"),
         ("model: x\ngenerate_config: {bucket: 3}", "Did you mean bucket_mb"),
@@ -106,7 +106,7 @@ def test_bad_files_are_named_with_a_remedy(tmp_path: Path, content: str | None, 
 def test_an_output_that_cannot_be_a_directory_is_refused_where_it_would_be_written(files: dict[str, Path]) -> None:
     output = files["prompts"] / "below a file"
     options = ReshardingOptions(enabled=True, config=files["config"], output=output)
-    with pytest.raises(ConfigError, match=f"--resharding-output: {output} cannot be written: {files['prompts']} is no"):
+    with pytest.raises(ConfigError, match=f"{output} cannot be written: {files['prompts']} is not a"):
         read_settings(script_of(options))
     assert read_settings(script_of(options, rank=1)).output == output
 
