@@ -69,7 +69,7 @@ rl: $(ENV_READY) ## Train a GPT by RL, Megatron <-> vLLM (NPROC, CONFIG, OUT)
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 	    --shutdown-timeout $(STOP_SECONDS) -m examples.gpt_rl.train --config $(CONFIG) --out $(OUT)
 
-test: lint ## Check style and formatting, then run the tests (but for test-faults)
+test: lint ## Check style, formatting and types, then run the tests (but for test-faults)
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 test-fast: $(ENV_READY) ## Run the tests that start no ranks and take seconds: the loop while writing code
@@ -93,9 +93,10 @@ core-tests-here: $(ENV_READY)
 	$(PY) -c 'import megatron.core as c; c.__version__ == "$(MEGATRON)" or exit(f"This is {c.__version__}, not $(MEGATRON).")'
 	$(PY) -m pytest $(PYTEST_ARGS) $(CORE_TESTS)
 
-lint: $(ENV_READY) ## Check style and formatting
+lint: $(ENV_READY) ## Check style, formatting and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m mypy
 
 format: $(ENV_READY) ## Fix style and formatting in place
 	$(PY) -m ruff check --fix .
