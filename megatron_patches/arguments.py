@@ -19,21 +19,10 @@ ALLOW_VERSION_FLAG = "--resharding-allow-version"
 
 @dataclass(frozen=True)
 class ReshardingOptions:
-    """The command line; None where it is silent and the configuration file, or a default of it, decides.
+    """The command line: one field per flag, whose help in `add_arguments` says what it does.
 
-    Attributes:
-        enabled: --enable-resharding.
-        config: YAML file of the engine.
-        interval: optimizer steps between two switches; skipped steps do not count.
-        at_start: also switch before the first step of this run.
-        infer_tensor_parallel_size, …: layout of the inference engine.
-        offload_train_param, …: what leaves the device while it generates.
-        prompts: file with a prompt on every line; None generates nothing.
-        output: directory for samples and timings.
-        verify: which inference weights are compared with training's after a switch: off, sample or full.
-        callback: ``module:function``, called with the live inference engine in every switch.
-        engine: ``module:object`` of the engine; None takes the installed one.
-        allow_version: accept a Megatron version that was not tested.
+    None: the configuration file, or its default, decides. Without `prompts` nothing is generated, without `engine` the
+    installed one is used; skipped optimizer steps do not count in `interval`.
     """
 
     enabled: bool = False

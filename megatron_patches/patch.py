@@ -6,6 +6,7 @@ of every module below the package that has it, including modules imported later.
 
 from __future__ import annotations
 
+import enum
 import importlib
 import inspect
 import sys
@@ -21,14 +22,11 @@ CORE_VERSIONS: Final = ("0.15.3", "0.16.1")
 """The megatron-core versions that the core tests pass with (`make core-tests-all`)."""
 
 
-class _Missing:
-    """The type of `MISSING`."""
-
-    def __repr__(self) -> str:
-        return "MISSING"
+class _Missing(enum.Enum):
+    MISSING = enum.auto()
 
 
-MISSING: Final = _Missing()
+MISSING: Final = _Missing.MISSING
 """The value of an attribute that does not exist."""
 
 

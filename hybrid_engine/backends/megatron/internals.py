@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import megatron.core
 import torch
@@ -64,14 +64,8 @@ TopK = tuple[torch.Tensor, torch.Tensor]
 """Scores and numbers [tokens, k] of the experts of each token."""
 
 
-class ExpertChoice(Protocol):
-    """What stands in the place of a router's `RouterReplay`."""
-
-    def get_replay_topk(
-        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default: Callable[..., TopK]
-    ) -> TopK:
-        """Choose `topk` experts for each token from `scores` [tokens, experts]."""
-        ...
+ExpertChoice = Callable[[torch.Tensor, int, int, int], TopK]
+"""(scores [tokens, experts], k, number of groups, groups to choose from) -> the experts of each token."""
 
 
 def process_groups() -> list[torch.distributed.ProcessGroup]:
@@ -119,11 +113,22 @@ def restore_float32_bias(router: TopKRouter) -> None:
     router._maintain_float32_expert_bias()
 
 
-def choose_experts(router: TopKRouter, choice: ExpertChoice) -> None:
-    """Have `choice` choose the router's experts. Raises ModelError on a megatron-core before 0.16."""
+def choose_experts(router: TopKRouter, choose: ExpertChoice) -> None:
+    """Have `choose` choose the router's experts. Raises ModelError on a megatron-core before 0.16."""
     if not hasattr(router, "router_replay"):
         raise ModelError(
             f"megatron-core {megatron.core.__version__} cannot rank groups of experts as this model does; install a "
             "later one"
         )
-    router.router_replay = choice
+    router.router_replay = _InPlaceOfReplay(choose)
+
+
+class _InPlaceOfReplay:
+    """What a router takes for its `RouterReplay`."""
+
+    def __init__(self, choose: ExpertChoice) -> None:
+        self._choose = choose
+
+    def get_replay_topk(self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, _default: Any) -> TopK:
+        """Choose experts instead of replaying a choice."""
+        return self._choose(scores, topk, num_groups, group_topk)

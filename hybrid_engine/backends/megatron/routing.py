@@ -7,7 +7,7 @@ and g are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
@@ -26,21 +26,14 @@ def rank_groups(model: torch.nn.Module, extras: Extras) -> None:
         return
     for module in model.modules():
         if isinstance(module, TopKRouter):
-            choose_experts(module, _GroupChoice(extras.experts_per_group_score))
+            choose_experts(module, partial(best_of_groups, extras.experts_per_group_score))
 
 
-class _GroupChoice:
-    """Chooses experts from the groups with the largest sum of top-k scores (k = `experts_per_group_score`)."""
-
-    def __init__(self, experts_per_group_score: int) -> None:
-        self.experts_per_group_score = experts_per_group_score
-
-    def get_replay_topk(
-        self, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int, default: Callable[..., TopK]
-    ) -> TopK:
-        """Scores and numbers [tokens, topk] of each token's experts, from `scores` [tokens, experts]."""
-        groups = scores.unflatten(1, (num_groups, -1))  # [tokens, groups, experts of a group]
-        rank = groups.topk(self.experts_per_group_score, dim=-1).values.sum(dim=-1)
-        chosen = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, rank.topk(group_topk, dim=1).indices, True)
-        # experts of other groups cannot be among the best of -inf, as long as the chosen groups have topk experts
-        return groups.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1).topk(topk, dim=1)
+def best_of_groups(num_summed: int, scores: torch.Tensor, topk: int, num_groups: int, group_topk: int) -> TopK:
+    """Scores and numbers [tokens, topk] of the best experts in the `group_topk` groups with the largest sum of their
+    `num_summed` best scores; `scores` [tokens, experts]."""
+    groups = scores.unflatten(1, (num_groups, -1))  # [tokens, groups, experts of a group]
+    rank = groups.topk(num_summed, dim=-1).values.sum(dim=-1)
+    chosen = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, rank.topk(group_topk, dim=1).indices, True)
+    # -inf keeps out experts of other groups, as long as the chosen groups together have topk experts
+    return groups.masked_fill(~chosen.unsqueeze(-1), float("-inf")).flatten(1).topk(topk, dim=1)
