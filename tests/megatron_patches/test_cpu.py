@@ -29,7 +29,7 @@ def test_an_output_that_is_freed_keeps_its_memory_while_it_may_be_sent() -> None
 
     output = torch.arange(4.0)
     address = output.data_ptr()
-    free = cpu._build_keeping_what_is_sent(deallocate_output_tensor)
+    free = cpu._build_keeping_outputs_while_sent(deallocate_output_tensor)
     free(output, deallocate_pipeline_outputs=False)
     assert output.numel() == 4
     free(output, deallocate_pipeline_outputs=True)

@@ -107,11 +107,12 @@ def compare(case: Case, path: Path) -> Comparison:
 
 
 def compare_rank(config: ActorConfig, table: ModelTable, path: Path, numbers: dict[str, torch.Tensor]) -> Comparison:
-    from hybrid_engine.backends.megatron import build
+    from hybrid_engine.backends.megatron import build, megatron_config
     from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
     from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 
-    build._has_transformer_engine = lambda: True  # which is otherwise said of GPUs only
+    # which is otherwise said of GPUs only
+    build.has_transformer_engine = megatron_config.has_transformer_engine = lambda: True
     chunks, _ = build.build_model(config, table, read_config(path), weights_only=True)
     adaptor = MegatronAdaptor(ModelTensors(chunks, table))
     records = filled_by_records(adaptor, numbers)

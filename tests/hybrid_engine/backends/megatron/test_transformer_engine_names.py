@@ -100,11 +100,12 @@ def views_of_ranks(cases: dict[str, Case], paths: dict[str, Path]) -> dict[str, 
 def view_of(case: Case, path: Path, rank: int) -> RankView:
     config = ActorConfig(**{**DENSE_FLOAT32, **case.actor})
     with fake_rank(config, rank, NUM_RANKS):
-        from hybrid_engine.backends.megatron import build
+        from hybrid_engine.backends.megatron import build, megatron_config
         from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
         from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 
-        build._has_transformer_engine = lambda: True  # which is otherwise said of GPUs only
+        # which is otherwise said of GPUs only
+        build.has_transformer_engine = megatron_config.has_transformer_engine = lambda: True
         table = table_for(read_config(path))
         chunks, _ = build.build_model(config, table, read_config(path), weights_only=True)
         adaptor = MegatronAdaptor(ModelTensors(chunks, table))
