@@ -15,7 +15,7 @@ from hybrid_engine.files.scratch import scratch_directory
 from hybrid_engine.verification.reference import Reference
 from hybrid_engine.verification.verify import SCRATCH_PREFIX
 from tests.faults.running import Running
-from tests.hybrid_engine.advisor.test_plan_cli import saved
+from tests.hybrid_engine.cli.test_plan_command import saved
 from tests.zoo.published_configs import LLAMA_3_8B
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]

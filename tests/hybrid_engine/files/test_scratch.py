@@ -20,7 +20,7 @@ from hybrid_engine.cli import app
 from hybrid_engine.errors import FileError, ReshardError
 from hybrid_engine.files.scratch import _remove_abandoned, scratch_directory
 from hybrid_engine.verification.reference import Reference
-from tests.hybrid_engine.advisor.test_plan_cli import saved
+from tests.hybrid_engine.cli.test_plan_command import saved
 from tests.zoo.published_configs import LLAMA_3_8B
 
 HOLDER = """

@@ -64,6 +64,6 @@ def materialize(model: torch.nn.Module) -> None:
         if is_online(module):
             info = internals.LAYERWISE_INFO.load()(module)
             internals.MATERIALIZE_LAYER.load()(module, info)
-            for parameter in module.parameters(recurse=False):
+            for parameter in module.parameters(recurse=False):  # vLLM looks for the loader as an attribute of theirs
                 parameter.weight_loader = internals.ORIGINAL_LOADER.load()(parameter)  # type: ignore[attr-defined]
             info.reset()
