@@ -73,7 +73,7 @@ test: lint ## Check style, formatting and types, then run the tests (but for tes
 	$(PY) -m pytest $(PYTEST_ARGS)
 
 test-fast: $(ENV_READY) ## Run the tests that start no ranks and take seconds: the loop while writing code
-	$(PY) -m pytest -q -m 'not ranks and not slow' $(PYTEST_ARGS)
+	$(PY) -m pytest -q -m 'not ranks and not slow' --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
 test-faults: $(ENV_READY) ## Break real jobs on purpose: kills, stalls, full disks, random failures (FAULTS_JSON=file)
 	@mkdir -p '$(dir $(FAULTS_JSON))' && rm -f '$(FAULTS_JSON)'
