@@ -137,10 +137,11 @@ def measure(point: Point) -> Figures:
     times.append(time.perf_counter())
     if (summary.received != summary.lower_bound).any():
         raise AssertionError("more is received than the least")
-    steps = [after - before for before, after in itertools.pairwise(times)]
+    layouts, bytes_of_all, order, rank_plan = (after - before for before, after in itertools.pairwise(times))
     transfers = sum(len(bucket.transfers) for bucket in plan.buckets)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Figures(point.series, point.size, train.world_size, len(table.shapes), *steps, transfers, peak)
+    sizes = point.series, point.size, train.world_size, len(table.shapes)
+    return Figures(*sizes, layouts, bytes_of_all, order, rank_plan, transfers, peak)
 
 
 def best_of(point: Point, repeat: int) -> Figures:
