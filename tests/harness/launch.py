@@ -24,12 +24,15 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hybrid_engine.ranks.launching import run_started
+
+T = TypeVar("T")
 
 ENGINES = ("hybrid_engine.backends.megatron", "hybrid_engine.backends.vllm", "tests.megatron_patches.gpt")
 """A rank that has imported one of them is taken to have built an engine; Megatron and vLLM themselves are preloaded."""
@@ -74,6 +77,11 @@ class Ranks:
         """
         by_rank = self.launch(_in_turn, num_ranks, list(calls.values()), timeout=timeout)
         return {name: [results[index] for results in by_rank] for index, name in enumerate(calls)}
+
+    def run_alone(self, function: Callable[..., T], *args: Any, timeout: float = 300) -> T:
+        """Run `function(*args)` in one new interpreter, for what must come before Megatron's or vLLM's import."""
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(function, *args).result(timeout)
 
 
 def _launch(

@@ -192,7 +192,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def comparisons(engines: Ranks, paths: dict[str, Path]) -> dict[str, Comparison]:
-    return engines.launch(compare_all, 1, CASES, paths)[0]
+    return engines.run_alone(compare_all, CASES, paths)
 
 
 def test_every_parameter_is_what_mbridge_makes_of_the_checkpoint(comparisons: dict[str, Comparison]) -> None:

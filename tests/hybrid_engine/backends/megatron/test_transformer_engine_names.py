@@ -119,7 +119,7 @@ def views(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     paths = {
         name: save_model(tmp_path_factory.mktemp("model"), case.family, **case.model) for name, case in CASES.items()
     }
-    found = engines.launch(views_of_ranks, 1, CASES, paths)[0]
+    found = engines.run_alone(views_of_ranks, CASES, paths)
     return {name: (table_for(read_config(path)), found[name]) for name, path in paths.items()}
 
 
