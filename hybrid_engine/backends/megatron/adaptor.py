@@ -7,14 +7,13 @@ from functools import cache
 from typing import Literal
 
 import torch
-from megatron.core import parallel_state
 
 from hybrid_engine.backends.megatron.lora_layers import LORA, LoraSums, wrapped_layers
 from hybrid_engine.backends.megatron.model_tensors import Home, ModelTensors
 from hybrid_engine.errors import ParameterMismatchError, ReshardError, WeightError
 from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.models.lora_tensors import adapter_packings, adapter_shapes
-from hybrid_engine.models.packing import Held, Over, Packing, Shape, held_regions
+from hybrid_engine.models.packing import Held, Packing, Shape, held_regions
 from hybrid_engine.models.table import Match
 from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 
@@ -36,14 +35,7 @@ class MegatronAdaptor:
     def __init__(self, model: ModelTensors, lora: LoraView = "merged") -> None:
         self.model = model
         self.lora = lora
-        self.rank = torch.distributed.get_rank()
-        tensor_group = parallel_state.get_tensor_model_parallel_group()
-        expert_group = parallel_state.get_expert_tensor_parallel_group()
-        self._parts = {
-            Over.NONE: (0, 1),
-            Over.TENSOR: (tensor_group.rank(), tensor_group.size()),
-            Over.EXPERT_TENSOR: (expert_group.rank(), expert_group.size()),
-        }
+        self.rank = model.rank
         layers = list(wrapped_layers(model.chunks))
         self._sums = LoraSums(layers) if layers and lora == "merged" else None
 
@@ -197,7 +189,7 @@ class MegatronAdaptor:
 
     def _held(self, packing: Packing, match: Match, shapes: Mapping[str, Shape], tensor: torch.Tensor) -> list[Held]:
         """The parts of canonical tensors that a local one holds."""
-        part, num_parts = self._parts[packing.over]
+        part, num_parts = self.model.parts[packing.over]
         return held_regions(packing, match.indices, shapes, tuple(tensor.shape), part, num_parts)
 
     def _tensors_of(self, name: str, tensor: torch.Tensor) -> list[str]:

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.lora_layers import LORA, WRAPPED
+from hybrid_engine.models.packing import Over
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.applying import require_supported_version
 from megatron_patches.buffers import iter_buffers
@@ -34,6 +36,9 @@ class ModelTensors:
         noop_layers: positions (from 0) of layers that pass their input on; a checkpoint does not count them.
 
     Attributes:
+        rank: of this process in the job.
+        parts: which part of how many this rank holds of a tensor that is split over each kind of ranks. Read once:
+            another model's parallel state may be Megatron's present one later.
         flat_buffers: live 1-D storage by name: DDP's flat buffers, and one of its own for every other tensor.
         homes: where each tensor lies in them.
 
@@ -49,6 +54,14 @@ class ModelTensors:
         self.chunks = list(chunks)
         self.table = table
         self.noop_layers = frozenset(noop_layers)
+        self.rank = torch.distributed.get_rank()
+        tensor_group = parallel_state.get_tensor_model_parallel_group()
+        expert_group = parallel_state.get_expert_tensor_parallel_group()
+        self.parts = {
+            Over.NONE: (0, 1),
+            Over.TENSOR: (tensor_group.rank(), tensor_group.size()),
+            Over.EXPERT_TENSOR: (expert_group.rank(), expert_group.size()),
+        }
         self.flat_buffers: dict[str, torch.Tensor] = {}
         self.homes: dict[torch.Tensor, Home] = {}
         self._find_storage()
