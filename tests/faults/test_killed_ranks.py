@@ -23,11 +23,13 @@ MOST_SECONDS = 45
 KILLS = {
     # 5 steps of warm-up, then 2 in each iteration
     "train step": Fault("kill", "hybrid_engine.backends.megatron.train_engine:TrainEngine.train_step", call=8),
-    "exchange of layouts": Fault("kill", "hybrid_engine.switch.sharding_manager:ShardingManager._make_plan"),
+    "exchange of layouts": Fault("kill", "hybrid_engine.switch.rendezvous:_make_plan"),
     "fill": Fault("kill", "hybrid_engine.switch.weight_container:WeightContainer.fill", call=3),
     "commit": Fault("kill", "hybrid_engine.backends.vllm.weights.adaptor:VllmAdaptor.commit", call=3),
     "generate": Fault("kill", "hybrid_engine.backends.vllm.engine:InferenceEngine._run", call=3),
 }
+
+DECODING = Fault("kill", "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model", call=30)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,7 @@ def test_the_run_that_was_killed_is_finished(job: Job, tmp_path: Path, record: C
 def test_a_rank_killed_while_decoding_with_its_partner(tmp_path: Path, record: Callable[..., None]) -> None:
     """Tensor parallel 2: the other rank waits inside vLLM, for the memory that they share."""
     job = Job(tmp_path, generate={"infer_tensor_parallel_size": 2})
-    outcome = job.run(Fault("kill", "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model", call=30))
+    outcome = job.run(DECODING)
     record(fault="SIGKILL of rank 1: decoding with TP 2", **outcome.row())
     check_killed(outcome)
 

@@ -21,6 +21,8 @@ SECONDS_TO_START = 200
 SECONDS_OF_TORCHRUN = 30
 """torchrun's own patience after Ctrl-C, where it is not told another."""
 
+UPDATE = Fault("stop", "examples.gpt_rl.trainer:Trainer._update", call=2)
+
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
@@ -72,8 +74,7 @@ def test_ctrl_c_waits_for_a_long_iteration(job: Job, record: Callable[..., None]
     """
     run = RunDirectory(job.out)
     before = run.progress().iteration
-    fault = Fault("stop", "examples.gpt_rl.trainer:Trainer._update", call=2)
-    with job.started(fault, environment={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}) as running:
+    with job.started(UPDATE, environment={"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "300"}) as running:
         wait_until(lambda: job.fault_time is not None)
         running.launcher.send_signal(signal.SIGINT)
         wait_until(lambda: "Stopping after this iteration, with a checkpoint" in running.terminal, 20)

@@ -1,0 +1,23 @@
+"""The functions in which faults are put exist: else a case would break where nobody meant it to, once in a while."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import pytest
+
+from tests.faults import test_killed_ranks, test_raised_errors, test_run_directory, test_stopped_ranks
+from tests.faults.job import Fault
+
+FAULTS: list[Fault] = [
+    *(*test_killed_ranks.KILLS.values(), test_killed_ranks.DECODING, test_run_directory.UPDATE),
+    *(*test_raised_errors.FAULTS.values(), *test_stopped_ranks.FAULTS.values()),
+]
+
+
+@pytest.mark.slow  # imports vLLM
+@pytest.mark.parametrize("where", sorted({fault.where for fault in FAULTS}))
+def test_the_function_exists(where: str) -> None:
+    module, _, function = where.partition(":")
+    assert callable(functools.reduce(getattr, function.split("."), importlib.import_module(module)))
