@@ -54,7 +54,7 @@ OUTSIDE = {
     "switch": {"torch"},
     "switch.report": set(),
     "switch.states": set(),
-    "backends": {"megatron", "megatron_patches", "numpy", "pydantic", "safetensors", "torch", "vllm"},
+    "backends": {"megatron", "megatron_patches", "numpy", "pydantic", "safetensors", "torch", "transformers", "vllm"},
     "backends.vllm.engine_settings": set(),
     "worker": {"megatron_patches", "torch"},
     "megatron_script": {"megatron_patches", "torch"},
@@ -69,6 +69,8 @@ SAME_MEANING = {
     "__init__": "the package",
     "adaptor": "the WeightAdaptor of a backend",
     "internals": "private names of a foreign library, each with its reason",
+    "train_engine": "the trainer's own loop",
+    "training_state": "what of a trainer's state is offloaded",
 }
 # Who may import it: the one backend, and the top floor, which applies the patches.
 ENGINES = {

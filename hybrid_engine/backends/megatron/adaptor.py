@@ -8,14 +8,14 @@ from typing import Literal
 
 import torch
 
+from hybrid_engine.backends.flat_buffers import describe, gaps, require_usable_values, runs_by_buffer
 from hybrid_engine.backends.megatron.lora_layers import LORA, LoraSums, wrapped_layers
 from hybrid_engine.backends.megatron.model_tensors import Home, ModelTensors
-from hybrid_engine.errors import ParameterMismatchError, ReshardError, WeightError
-from hybrid_engine.memory.elastic import exported_buffer_of
+from hybrid_engine.errors import ParameterMismatchError, ReshardError
 from hybrid_engine.models.lora_tensors import adapter_packings, adapter_shapes
 from hybrid_engine.models.packing import Held, Packing, Shape, held_regions
 from hybrid_engine.models.table import Match
-from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
+from hybrid_engine.records.layout import BufferId, Extent, Layout, Place, Shard
 
 LoraView = Literal["base", "merged", "separate"]
 """What is shown of a weight with LoRA: the frozen weight, its sum with LoRA, or both under their own names (PEFT's)."""
@@ -62,9 +62,9 @@ class MegatronAdaptor:
         for shard, shape in self._lora_shards() if self.lora == "separate" else ():
             shards.append(shard)
             shapes[shard.region.tensor] = shape
-        runs = _runs_by_buffer(shards)
+        runs = runs_by_buffer(shards)
         buffers = {
-            BufferId(self.rank, name): _describe(flat, _gaps(flat.numel(), runs.get(name, ())))
+            BufferId(self.rank, name): describe(flat, gaps(flat.numel(), runs.get(name, ())))
             for name, flat in self.buffers().items()
         }
         return Layout(shapes, buffers, tuple(shards))
@@ -90,12 +90,12 @@ class MegatronAdaptor:
     @torch.no_grad()
     def zero_padding(self) -> None:
         """Zero what belongs to no weight and no LoRA matrix: padding of the vocabulary and of buckets."""
-        runs = _runs_by_buffer(self.base._weight_shards())
+        runs = runs_by_buffer(self.base._weight_shards())
         for _, parameter in self.model.named_lora():
             home = self.model.homes[parameter]
             runs.setdefault(home.buffer, []).append(Extent(home.offset, home.offset + parameter.numel()))
         for name, flat in self.model.flat_buffers.items():
-            for gap in _gaps(flat.numel(), runs.get(name, ())):
+            for gap in gaps(flat.numel(), runs.get(name, ())):
                 flat[gap.start : gap.stop] = 0
 
     def prepare(self) -> None:
@@ -121,17 +121,14 @@ class MegatronAdaptor:
 
     def check_values(self) -> None:
         """Raise WeightError naming every parameter that holds a NaN or an infinity. Reads each buffer once."""
-        if all(_is_finite(tensor) for tensor in self.buffers().values()):
-            return
-        # a buffer with padding may be at fault where no parameter is
-        findings = [
-            f"{name} on rank {self.rank} (canonical {', '.join(self._tensors_of(name, tensor)) or 'LoRA'}): "
-            f"{problem} of {tensor.numel()} elements"
-            for name, tensor in [*self.model.named_weights(), *self.model.named_lora()]
-            if (problem := _unusable_values(tensor.detach()))
-        ]
-        if findings:
-            raise WeightError(findings)
+        require_usable_values(self.buffers().values(), self._described_tensors)
+
+    def _described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in [*self.model.named_weights(), *self.model.named_lora()]:
+            yield (
+                f"{name} on rank {self.rank} (canonical {', '.join(self._tensors_of(name, tensor)) or 'LoRA'})",
+                tensor,
+            )
 
     def _weight_shards(self) -> list[Shard]:
         shards: list[Shard] = []
@@ -196,43 +193,3 @@ class MegatronAdaptor:
         match = self.model.table.match(name)
         held = self._held(match.packing, match, self.model.table.shapes, tensor) if match else ()
         return sorted({part.region.tensor for part in held})
-
-
-def _runs_by_buffer(shards: Sequence[Shard]) -> dict[str, list[Extent]]:
-    """By buffer, the elements from each shard's first to its last: parameters are dense and cut along their rows, so
-    shards hold all of these."""
-    runs: dict[str, list[Extent]] = {}
-    for shard in shards:
-        span = sum((size - 1) * step for size, step in zip(shard.region.lengths, shard.place.strides, strict=True)) + 1
-        extent = Extent(shard.place.offset, shard.place.offset + span)
-        runs.setdefault(shard.place.buffer.name, []).append(extent)
-    return runs
-
-
-def _gaps(numel: int, runs: Sequence[Extent]) -> tuple[Extent, ...]:
-    """What no shard covers of a buffer: the ends of buckets and the padding of the vocabulary."""
-    gaps, end = [], 0
-    for run in (*sorted(runs), Extent(numel, numel)):
-        if run.start > end:
-            gaps.append(Extent(end, run.start))
-        end = max(end, run.stop)
-    return tuple(gaps)
-
-
-def _describe(flat: torch.Tensor, padding: tuple[Extent, ...]) -> Buffer:
-    dtype = str(flat.dtype).removeprefix("torch.")
-    return Buffer(flat.numel(), dtype, padding=padding, exported=exported_buffer_of(flat) is not None)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether no element is NaN or infinite."""
-    # the sum is the fastest look, but it may overflow where no element does
-    if not tensor.numel() or tensor.sum().isfinite():
-        return True
-    return all(bool(value.isfinite()) for value in tensor.aminmax())
-
-
-def _unusable_values(tensor: torch.Tensor) -> str:
-    """ "3 NaN, 1 Inf", or nothing when every element is finite."""
-    counts = {"NaN": int(tensor.isnan().sum()), "Inf": int(tensor.isinf().sum())}
-    return ", ".join(f"{count} {name}" for name, count in counts.items() if count)

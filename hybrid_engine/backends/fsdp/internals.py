@@ -1,0 +1,29 @@
+"""Names of torch and transformers that this backend uses and that neither documents, each with its reason.
+
+tests/hybrid_engine/backends/fsdp/test_internals.py looks each up in the installed versions.
+"""
+
+from __future__ import annotations
+
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.core_model_loading import revert_weight_conversion
+
+from hybrid_engine.ranks.torch_internals import PrivateName
+
+__all__ = ["PRIVATE_NAMES", "TorchDispatchMode", "revert_weight_conversion"]
+
+PRIVATE_NAMES = (
+    PrivateName("torch.utils._python_dispatch:TorchDispatchMode", "sees the copies of a conversion"),
+    PrivateName(
+        "transformers.core_model_loading:revert_weight_conversion",
+        "from the tensors of a model to those of a checkpoint, as save_pretrained writes them, without writing",
+    ),
+    PrivateName(
+        "torch.nn:Module._apply",
+        "what Module.to calls for every parameter: FSDP takes the tensors up that it is given there",
+    ),
+    PrivateName(
+        "torch.distributed.tensor:DTensor.__create_chunk_list__",
+        "offsets and lengths of the local part, as distributed checkpoints ask for them",
+    ),
+)

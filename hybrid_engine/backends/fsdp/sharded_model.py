@@ -1,0 +1,118 @@
+"""A sharded model as the switch sees it (port `Trainer`), whoever trains it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor
+from hybrid_engine.backends.fsdp.sharded_tensors import reshard
+from hybrid_engine.backends.fsdp.training_state import TrainingState
+from hybrid_engine.errors import ModelError
+from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Reached
+from hybrid_engine.models.table import ModelTable
+
+
+class ShardedModel:
+    """One rank's share of a model: its weights, and what of it can leave the device.
+
+    Args:
+        model: a transformers causal LM with `fully_shard` applied to its layers and to itself.
+        table: of its architecture (`models.table_for`).
+        rank: of this process in the job.
+        optimizers: over its parameters; made after `fully_shard`, as FSDP2 asks. One that is made later is noticed at
+            its first step.
+
+    Attributes:
+        weights: what is resharded.
+        guard: called with the kinds of state that a call is about to use; raises StateError where they may be off the
+            device. Set by `HybridEngine`. Every forward pass of the model and every step of an optimizer call it.
+
+    Raises ModelError, with all faults, for a model or an optimizer that cannot be driven.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        table: ModelTable,
+        rank: int,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+    ) -> None:
+        _require_own_parameters(model, optimizers)
+        self.model = model
+        self.optimizers = list(optimizers)
+        self.table = table
+        self.weights = FsdpAdaptor(model, table, rank)
+        self.guard: Callable[[Iterable[str]], None] = lambda kinds: None
+        self._state = TrainingState(model, self.weights.tensors, self.optimizers)
+        self._num_steps = 0
+        self._watch()
+
+    @property
+    def version(self) -> int:
+        """Number of optimizer steps the weights have taken."""
+        return self._num_steps
+
+    @property
+    def unserved(self) -> list[str]:
+        """Canonical tensors that are trained and that vLLM does not read."""
+        return [name for name in self.table.shapes if not self.table.is_served(name)]
+
+    def offload_items(self) -> list[OffloadItem]:
+        """Parameters, gradients and optimizer state, as they are now; gathered parameters are freed."""
+        reshard(self.model)
+        return self._state.items()
+
+    def reachable_tensors(self) -> Iterator[Reached]:
+        """Every tensor that model and optimizers refer to, for `Offloader.residual`."""
+        return self._state.reachable()
+
+    def _watch(self) -> None:
+        """Hear of every forward pass of the model, and of every step of any optimizer: one may be made after this."""
+        own = weakref.ref(self)
+
+        def before_forward(*_: Any) -> None:
+            if (model := own()) is not None:
+                model.guard(["param"])
+
+        def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (model := own()) is not None and model._adopt(optimizer):
+                model.guard(KINDS)
+
+        def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if (model := own()) is not None and model.optimizers and optimizer is model.optimizers[0]:
+                model._num_steps += 1
+
+        handles = [
+            self.model.register_forward_pre_hook(before_forward),
+            register_optimizer_step_pre_hook(before_step),
+            register_optimizer_step_post_hook(after_step),
+        ]
+        for handle in handles:
+            weakref.finalize(self, handle.remove)
+
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this optimizer is one of the model's; a new one is from now on."""
+        if optimizer in self.optimizers:
+            return True
+        own = {id(parameter) for parameter in self.model.parameters()}
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            return False
+        _require_own_parameters(self.model, [optimizer])
+        self.optimizers.append(optimizer)
+        return True
+
+
+def _require_own_parameters(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    own = {id(parameter) for parameter in model.parameters()}
+    for index, optimizer in enumerate(optimizers):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if others := sum(id(parameter) not in own for parameter in parameters):
+            raise ModelError(
+                f"optimizer {index} has {others} of {len(parameters)} parameters that are not the model's: make it "
+                "after fully_shard, of model.parameters()"
+            )

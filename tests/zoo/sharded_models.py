@@ -1,0 +1,66 @@
+"""transformers models sharded by FSDP2, as their users do it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def shard(model: torch.nn.Module, replicas: int = 1, **options: Any) -> torch.nn.Module:
+    """Shard each decoder layer and then the model; with replicas over a mesh of 2 dims (HSDP)."""
+    num_shards = dist.get_world_size() // replicas
+    mesh = (
+        init_device_mesh("cpu", (num_shards,))
+        if replicas == 1
+        else init_device_mesh("cpu", (replicas, num_shards), mesh_dim_names=("replicate", "shard"))
+    )
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
+    """Of a causal LM of any family."""
+    body = model.get_submodule(str(model.base_model_prefix))
+    layers = body.h if hasattr(body, "h") else body.layers
+    assert isinstance(layers, torch.nn.ModuleList)
+    return layers
+
+
+def from_config(path: Path, seed: int = 3) -> torch.nn.Module:
+    """The model of a config.json, fp32, all of its values random; the same on every rank."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).float()
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.is_floating_point() and not name.endswith("inv_freq"):
+                tensor.add_(0.05 * torch.randn(tensor.shape))
+    return model
+
+
+def save(model: torch.nn.Module, path: Path, dtype: torch.dtype) -> None:
+    """Write the weights as transformers does, on rank 0, beside the config.json that is there. Collective."""
+    state: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:  # a tied head is the embedding
+            whole = _whole(tensor.detach())
+            state[name] = whole if name.endswith("e_score_correction_bias") else whole.to(dtype)
+            seen.add(id(tensor))
+    if dist.get_rank() == 0:
+        config = (path / "config.json").read_text()
+        model.save_pretrained(path, state_dict=state)
+        (path / "config.json").write_text(config)
+    dist.barrier()
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
