@@ -114,7 +114,7 @@ def _require_sharded(model: torch.nn.Module) -> None:
         if not isinstance(parameter, DTensor):
             findings.append(f"{name}: not sharded; call fully_shard on the whole model too, before this")
         elif strange := [each for each in parameter.placements if type(each) not in (Shard, Replicate)]:
-            findings.append(f"{name}: unsupported placement {strange[0]}; use Shard or Replicate")
+            findings.append(f"{name}: unsupported placement {type(strange[0]).__name__}; use Shard or Replicate")
         elif parameter.is_meta:
             findings.append(f"{name}: on the meta device; give it memory first (to_empty, then load the weights)")
     if findings:

@@ -1,0 +1,317 @@
+"""What a sharded model must be, where its parts lie, and what it does with the user's own loop; two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from hybrid_engine.backends.fsdp import ShardedModel
+from hybrid_engine.backends.fsdp.sharded_tensors import local_of
+from hybrid_engine.errors import HybridEngineError, StateError
+from hybrid_engine.memory.offload_items import KINDS
+from hybrid_engine.memory.offloader import Offloader
+from hybrid_engine.models import table_for
+from hybrid_engine.models.table import ModelTable
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.layout import Layout
+from tests.harness.launch import Ranks
+from tests.zoo.families import read_config, served_config, write_config
+from tests.zoo.sharded_models import decoder_layers, from_config, shard
+
+Outcomes = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a scenario works with on one rank."""
+
+    job: Job
+    path: Path
+    table: ModelTable
+
+    def model(self) -> torch.nn.Module:
+        return from_config(self.path)
+
+    def wrapped(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> ShardedModel:
+        return ShardedModel(model, self.table, self.job.rank, optimizers)
+
+
+def train(model: torch.nn.Module, *, sync: bool = True) -> None:
+    """A forward and a backward pass."""
+    tokens = torch.arange(16).reshape(2, 8)
+    model.set_requires_gradient_sync(sync)
+    model(tokens).logits.float().square().mean().backward()
+
+
+# -- models that are refused ------------------------------------------------------------------------------------------
+
+
+def not_sharded(rank: Rank) -> None:
+    rank.wrapped(rank.model())
+
+
+def root_not_sharded(rank: Rank) -> None:
+    model = rank.model()
+    for layer in decoder_layers(model):
+        fully_shard(layer)
+    rank.wrapped(model)
+
+
+def on_meta(rank: Rank) -> None:
+    with torch.device("meta"):
+        model = rank.model()
+    rank.wrapped(shard(model))
+
+
+def tensor_parallel(rank: Rank) -> None:
+    model = rank.model()
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            whole = distribute_tensor(parameter.detach(), mesh["tp"], [Shard(0)])
+            module.register_parameter(name, torch.nn.Parameter(whole))
+    rank.wrapped(fully_shard(model, mesh=mesh["fsdp"]))
+
+
+def optimizer_of_another_model(rank: Rank) -> None:
+    model = rank.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # before it is sharded: FSDP makes other parameters
+    rank.wrapped(shard(model), optimizer)
+
+
+def another_config(rank: Rank) -> None:
+    model = rank.model()
+    model.lm_head.weight = torch.nn.Parameter(torch.zeros(140, 64))
+    rank.wrapped(shard(model))
+
+
+def added_later(rank: Rank) -> None:
+    model = shard(rank.model())
+    wrapped = rank.wrapped(model)
+    model.register_buffer("extra", torch.zeros(3))
+    wrapped.weights.prepare()
+
+
+def replaced_later(rank: Rank) -> None:
+    model = shard(rank.model())
+    wrapped = rank.wrapped(model)
+    model.to(torch.float64)
+    wrapped.weights.prepare()
+
+
+def not_finite(rank: Rank) -> None:
+    model = shard(rank.model())
+    wrapped = rank.wrapped(model)
+    with torch.no_grad():
+        local_of(model.model.norm.weight)[0] = float("nan")
+    wrapped.weights.check_values()
+
+
+REFUSED: dict[str, tuple[Callable[[Rank], None], str]] = {
+    "not sharded": (not_sharded, "ModelError: the model is not sharded: call torch.distributed.fsdp.fully_shard"),
+    "root not sharded": (root_not_sharded, "model.embed_tokens.weight: not sharded; call fully_shard on the whole"),
+    "on meta": (on_meta, "model.embed_tokens.weight: on the meta device; give it memory first"),
+    "tensor parallel": (tensor_parallel, "unsupported placement _StridedShard"),
+    "another optimizer": (optimizer_of_another_model, "ModelError: optimizer 0 has 21 of 21 parameters that are not"),
+    "another config": (another_config, "lm_head.weight: shape (140, 64) in the model, (130, 64) in a checkpoint"),
+    "added later": (
+        added_later,
+        "ReshardError: 1 parameters moved, came or went since the layout was made, first ",
+    ),
+    "replaced later": (replaced_later, "ReshardError: 21 parameters moved"),
+    "not finite": (not_finite, "WeightError: unusable weights (1):\n  - model.norm.weight on rank"),
+}
+
+
+def refusals(directory: str) -> Outcomes:
+    """Scenario -> the error on this rank."""
+    found = {}
+    with closing(Job.join(60)) as job:
+        rank = _rank(job, Path(directory))
+        for name, (scenario, _) in REFUSED.items():
+            try:
+                scenario(rank)
+                found[name] = "no error"
+            except HybridEngineError as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def _rank(job: Job, path: Path) -> Rank:
+    if job.rank == 0:
+        write_config(path, served_config("llama", torch_dtype="float32"))
+    job.agreement.conclude("writing the config")
+    return Rank(job, path, table_for(read_config(path)))
+
+
+@pytest.fixture(scope="module")
+def refused(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Outcomes]:
+    return engines.launch(refusals, 2, str(tmp_path_factory.mktemp("refused")))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_driven_is_refused_on_every_rank(refused: list[Outcomes], name: str) -> None:
+    for outcomes in refused:
+        assert REFUSED[name][1] in outcomes[name]
+
+
+# -- models that are taken --------------------------------------------------------------------------------------------
+
+
+def by_columns(rank: Rank) -> None:
+    """Shards along dim 1 are as good."""
+
+    def columns(parameter: torch.nn.Parameter) -> Shard:
+        return Shard(1 if parameter.dim() > 1 else 0)
+
+    model = shard(rank.model(), shard_placement_fn=columns)
+    layout = rank.wrapped(model).weights.layout()
+    (held,) = [one.region for one in layout.shards if one.region.tensor == "lm_head.weight"]
+    assert (held.offsets, held.lengths) == ((0, 32 * rank.job.rank), (130, 32))
+    _check_values(rank, model, layout)
+
+
+def mixed_precision(rank: Rank) -> None:
+    model = shard(rank.model(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    wrapped = rank.wrapped(model, torch.optim.AdamW(model.parameters()))
+    train(model)
+    wrapped.optimizers[0].step()
+    layout = wrapped.weights.layout()
+    assert {buffer.dtype for buffer in layout.buffers.values()} == {"float32"}
+    _check_values(rank, model, layout)
+
+
+def gathered_parameters(rank: Rank) -> None:
+    """A forward pass without a backward pass leaves gathered parameters; `prepare` frees them."""
+    model = shard(rank.model(), reshard_after_forward=False)
+    wrapped = rank.wrapped(model)
+    with torch.no_grad():
+        model(torch.arange(8)[None])
+    wrapped.weights.prepare()
+    _check_values(rank, model, wrapped.weights.layout())
+
+
+def frozen(rank: Rank) -> None:
+    plain = rank.model()
+    plain.model.embed_tokens.requires_grad_(False)
+    model = shard(plain)
+    wrapped = rank.wrapped(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1.0))
+    before = local_of(model.model.embed_tokens.weight).clone()
+    train(model)
+    wrapped.optimizers[0].step()
+    assert torch.equal(local_of(model.model.embed_tokens.weight), before)
+    _check_values(rank, model, wrapped.weights.layout())
+
+
+def steps_are_counted(rank: Rank) -> None:
+    """Also those of an optimizer that is made later; those of other models are not."""
+    model = shard(rank.model())
+    wrapped = rank.wrapped(model)
+    late, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
+    other.step()
+    assert (wrapped.version, wrapped.optimizers) == (0, [])
+    train(model)
+    late.step()
+    late.step()
+    assert (wrapped.version, wrapped.optimizers) == (2, [late])
+
+
+def guarded(rank: Rank) -> None:
+    """The user's own forward passes and steps are refused while their memory is away."""
+    model = shard(rank.model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = rank.wrapped(model, optimizer)
+    train(model)
+    asked: list[set[str]] = []
+
+    def refuse(kinds: object) -> None:
+        asked.append(set(kinds))  # type: ignore[call-overload]  # an iterable of kinds
+        raise StateError("away")
+
+    wrapped.guard = refuse
+    for call in (lambda: model(torch.arange(8)[None]), optimizer.step):
+        with pytest.raises(StateError, match="away"):
+            call()
+    assert asked == [{"param"}, set(KINDS)]
+
+
+def accumulated_gradients(rank: Rank) -> None:
+    """What one micro batch left is there again for the next, in a sum that is bitwise the same."""
+    sums = []
+    for leaves in (False, True):
+        model = shard(rank.model())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        wrapped = rank.wrapped(model, optimizer)
+        offloader = Offloader(wrapped.offload_items, reachable=wrapped.reachable_tensors)
+        for _ in range(2):
+            train(model)
+            train(model)
+            optimizer.step()  # gradients stay: not zeroed
+            if leaves:
+                away = offloader.offload()
+                assert min(away.nbytes.values()) > 0
+                assert sum(offloader.residual().values()) < 200_000
+                offloader.onload()
+        sums.append([local_of(tensor.grad).clone() for tensor in model.parameters()])
+    assert all(map(torch.equal, *sums))
+
+
+def _check_values(rank: Rank, model: torch.nn.Module, layout: Layout) -> None:
+    """Every record's elements are those of the whole tensor there."""
+    state = model.state_dict()
+    assert layout.shards
+    for record in layout.shards:
+        region, place = record.region, record.place
+        whole = state[region.tensor].full_tensor()
+        index = tuple(slice(low, low + size) for low, size in zip(region.offsets, region.lengths, strict=True))
+        flat = _flat_of(model, region.tensor)
+        assert torch.equal(whole[index], flat.as_strided(region.lengths, place.strides, place.offset)), region.tensor
+
+
+def _flat_of(model: torch.nn.Module, name: str) -> torch.Tensor:
+    local = local_of(model.state_dict()[name])
+    return torch.empty(0, dtype=local.dtype).set_(local.untyped_storage())
+
+
+TAKEN: dict[str, Callable[[Rank], None]] = {
+    "by columns": by_columns,
+    "mixed precision": mixed_precision,
+    "gathered parameters": gathered_parameters,
+    "frozen": frozen,
+    "steps are counted": steps_are_counted,
+    "guarded": guarded,
+    "accumulated gradients": accumulated_gradients,
+}
+
+
+def run_taken(directory: str) -> Outcomes:
+    """Scenario -> "" or what failed on this rank."""
+    found = {}
+    with closing(Job.join(60)) as job:
+        rank = _rank(job, Path(directory))
+        for name, scenario in TAKEN.items():
+            try:
+                scenario(rank)
+                found[name] = ""
+            except (AssertionError, HybridEngineError) as error:
+                found[name] = f"{type(error).__name__}: {error}"
+            job.agreement.conclude(name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def taken(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[Outcomes]:
+    return engines.launch(run_taken, 2, str(tmp_path_factory.mktemp("taken")))
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_users_do_is_supported(taken: list[Outcomes], name: str) -> None:
+    assert [outcomes[name] for outcomes in taken] == ["", ""]
