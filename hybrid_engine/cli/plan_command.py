@@ -21,7 +21,7 @@ from hybrid_engine.cli.plan_tables import print_tables
 from hybrid_engine.errors import ConfigError, DependencyError, Violation, clipped, shortened
 from hybrid_engine.files.durable import write_text
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
-from hybrid_engine.models.directory import read_model
+from hybrid_engine.models.families import read_model
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.records.layout import DTYPE_NBYTES
 

@@ -16,7 +16,7 @@ from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.cli.options import Order, collect, integer_option, refuse
 from hybrid_engine.cli.output import Console, new_table, writing
 from hybrid_engine.errors import ConfigError, FileError, ReshardError, Violation
-from hybrid_engine.models.directory import read_model
+from hybrid_engine.models.families import read_model
 
 if TYPE_CHECKING:
     from hybrid_engine.verification.verdict import Verdict

@@ -15,7 +15,7 @@ from hybrid_engine.config.rules import JobContext
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_yaml
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
-from hybrid_engine.models.directory import read_model
+from hybrid_engine.models.families import read_model
 
 
 def load_config(source: str | Path | Mapping[str, Any], world_size: int, *, weights_only: bool = False) -> HybridConfig:

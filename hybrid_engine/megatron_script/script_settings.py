@@ -24,7 +24,7 @@ from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_text, read_yaml
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
 from hybrid_engine.megatron_script.matching import model_mismatches
-from hybrid_engine.models.directory import read_model
+from hybrid_engine.models.families import read_model
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.arguments import ReshardingOptions
 from megatron_patches.engines import MegatronScript
