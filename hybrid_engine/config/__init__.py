@@ -7,10 +7,9 @@
     constraints.py      all rules, and what breaks them
     loading.py          load_config: YAML or a mapping -> HybridConfig, or every violation at once
 
-Keys and rules of parallel sizes come from layouts/parallelism.py and layouts/size_rules.py.
-
-To change: a key: keys.py, then `make docs`. A rule: one of the two files of rules, and a case that breaks it in
-tests/hybrid_engine/config/test_constraints.py.
+To change: a key: keys.py, then `make docs`. A parallel size is a key too, but begins in layouts/parallelism.py, which
+has its other names, and its rule is in layouts/size_rules.py. Any other rule: one of the two files of rules. Each rule
+has a case that breaks it in tests/hybrid_engine/config/test_constraints.py.
 """
 
 from hybrid_engine.config.keys import ActorConfig, GenerateConfig, HybridConfig, LoraConfig, OptimizerConfig

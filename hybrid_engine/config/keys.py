@@ -1,14 +1,13 @@
 """Configuration: `actor_config` (training) and `generate_config` (inference), from YAML or from Python.
 
-Keys are those of Megatron-LM for training and, for inference, `infer_tensor_parallel_size` and its siblings; those of
-parallel sizes come from layouts/parallelism.py.
+Keys are those of Megatron-LM for training and, for inference, `infer_tensor_parallel_size` and its siblings. The keys
+of parallel sizes are the fields of layouts/parallelism.py, with the same defaults; a test compares them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import BeforeValidator, Field
@@ -19,7 +18,6 @@ from hybrid_engine.layouts.parallelism import (
     InferenceParallelism,
     Parallelism,
     TrainParallelism,
-    meanings,
     sizes_of,
 )
 
@@ -35,6 +33,8 @@ def _not_a_flag(value: Any) -> Any:
 _Number = BeforeValidator(_not_a_flag)
 Count = Annotated[int, _Number, Field(ge=1, le=LARGEST_SIZE)]
 Position = Annotated[int, _Number, Field(ge=0, lt=LARGEST_SIZE)]
+Positions = Annotated[tuple[Position, ...], Field(max_length=10_000)]
+StageLayout = Annotated[str, Field(max_length=10_000)]
 Tokens = Annotated[int, _Number, Field(ge=1, le=2**30)]
 Seed = Annotated[int, _Number, Field(ge=0, lt=2**31)]
 Positive = Annotated[float, _Number, Field(gt=0, le=1e30)]
@@ -45,13 +45,6 @@ Seconds = Annotated[float, _Number, Field(ge=1, le=30 * 24 * 3600)]
 Name = Annotated[str, Field(min_length=1, max_length=500)]
 Names = Annotated[tuple[Name, ...], Field(max_length=1000)]
 Dtype = Literal["bfloat16", "float16", "float32"]
-_OF_SIZES: Mapping[type, Any] = {
-    int: Count,
-    bool: bool,
-    str: Annotated[str, Field(max_length=10_000)],
-    tuple: Annotated[tuple[Position, ...], Field(max_length=10_000)],
-}
-"""Type of a parallel size -> what the configuration takes for it."""
 
 
 class Section(pydantic.BaseModel):
@@ -93,32 +86,40 @@ class LoraConfig(Section):
     """Megatron's names of the linear layers that get one."""
 
 
-def _section_of(side: type[Parallelism]) -> type[Section]:
-    """A section with the keys of a side's parallel sizes."""
-    texts = meanings(side)
-    keys: dict[str, Any] = {}
-    for size in sizes_of(side):
-        values = _OF_SIZES[size.type]
-        described = Field(default=size.default, description=texts[size.name])
-        keys[size.key] = (values | None if size.default is None else values), described
-    return pydantic.create_model(f"{side.__name__}Keys", __base__=Section, **keys)
-
-
 def _values_of(section: Section, side: type[Parallelism]) -> dict[str, Any]:
     """The sizes that a section has the keys of, by attribute."""
     return {size.name: getattr(section, size.key) for size in sizes_of(side)}
 
 
-if TYPE_CHECKING:  # keys that are made at run time are read through `sizes`
-    _TrainSizes: TypeAlias = Section
-    _InferenceSizes: TypeAlias = Section
-else:
-    _TrainSizes, _InferenceSizes = _section_of(TrainParallelism), _section_of(InferenceParallelism)
-
-
-class ActorConfig(_TrainSizes):
+class ActorConfig(Section):
     """`actor_config`, the training side; keys as Megatron-LM names its arguments."""
 
+    tensor_model_parallel_size: Count = 1
+    """Ranks that split each layer."""
+    pipeline_model_parallel_size: Count = 1
+    """Stages that split the layers. Data parallel size is what remains of the world."""
+    virtual_pipeline_model_parallel_size: Count | None = None
+    """Model chunks per stage, for the interleaved schedule."""
+    num_layers_in_first_pipeline_stage: Count | None = None
+    """Layers of the first stage; the others share what remains evenly."""
+    num_layers_in_last_pipeline_stage: Count | None = None
+    """Layers of the last stage; the others share what remains evenly."""
+    account_for_embedding_in_pipeline_split: bool = False
+    """Count the embedding as a layer of the first stage."""
+    account_for_loss_in_pipeline_split: bool = False
+    """Count the output head as a layer of the last stage."""
+    pipeline_model_parallel_layout: StageLayout | None = None
+    """Megatron's own notation of every stage, e.g. `Et|t*2|tL`; instead of the four keys above."""
+    noop_layers: Positions = ()
+    """Positions (from 0) of no-op layers; they count for the pipeline split, not for the checkpoint."""
+    context_parallel_size: Count = 1
+    """Ranks that split the sequence; replicas for a switch. Training with more than 1 needs Transformer Engine."""
+    expert_model_parallel_size: Count = 1
+    """Ranks that share the experts, whole ones each."""
+    expert_tensor_parallel_size: Count | None = None
+    """Ranks that split each expert; default: tensor_model_parallel_size."""
+    make_vocab_size_divisible_by: Count = 128
+    """Training pads the vocabulary to a multiple of this times the tensor parallel size."""
     sequence_parallel: bool = False
     """Split norms and dropout along the sequence too; needs tensor parallelism."""
     use_distributed_optimizer: bool = True
@@ -148,9 +149,16 @@ class ActorConfig(_TrainSizes):
         return TrainParallelism(world_size, **values, cuts_whole_projections=cuts_whole_projections)
 
 
-class GenerateConfig(_InferenceSizes):
+class GenerateConfig(Section):
     """`generate_config`, the inference side and the switch."""
 
+    infer_tensor_parallel_size: Count = 1
+    """vLLM's tensor parallel size."""
+    infer_pipeline_parallel_size: Count = 1
+    """vLLM's pipeline parallel size."""
+    infer_expert_parallel_size: Count = 1
+    """Ranks that share the experts, whole ones each: a multiple of infer_tensor_parallel_size. 1 cuts every expert over
+    the tensor parallel ranks instead."""
     infer_data_parallel_size: Count | None = None
     """Replicas; default: what remains of the world."""
     infer_rank_order: Literal["auto", "sequential"] = "auto"

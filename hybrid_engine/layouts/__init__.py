@@ -16,5 +16,6 @@
 Used for the order of ranks (assembly.py), for the rules of the configuration (config/) and by `plan` (advisor/). Tests
 compare these layouts with what the live engines' adaptors say.
 
-To change: a parallel size: parallelism.py and size_rules.py. How vLLM cuts a parameter: inference.py.
+To change: a parallel size: parallelism.py, its key in config/keys.py, and its rule in size_rules.py. How vLLM cuts a
+parameter: inference.py.
 """

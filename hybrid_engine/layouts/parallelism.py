@@ -7,15 +7,16 @@
 
 Whoever needs another name of a size derives it from here, by `sizes_of` or `named`:
 
-    config/keys.py                        keys of the configuration, and with them docs/configuration.md
-    config/constraints.py                 the key of what breaks a rule
-    advisor/sizes_text.py                 the text of `plan` and `verify`
-    megatron_script/script_settings.py    Megatron-LM's arguments
-    backends/megatron/build.py            process groups and TransformerConfig
-    backends/vllm/arguments.py            arguments of vllm.LLM
-    verification/verify.py                the configuration of a case
+    config/keys.py, config/rules.py         values from the configuration; the key of what breaks a rule
+    advisor/sizes_text.py                   the text of `plan` and `verify`
+    megatron_script/script_settings.py      Megatron-LM's arguments
+    backends/megatron/parallel_groups.py    process groups
+    backends/megatron/megatron_config.py    TransformerConfig
+    backends/vllm/arguments.py              arguments of vllm.LLM
+    verification/cases.py                   the configuration of a case
 
-To add a size, add a field here and, in size_rules.py, the rule that says what it may be.
+To add a size: a field here; its key in config/keys.py, with a docstring that says what it means; in size_rules.py, the
+rule that says what it may be.
 
 Sources of the order of ranks: megatron-core 0.16.1, `parallel_state.initialize_model_parallel`; vLLM 0.32.0,
 `distributed/parallel_state.py`.
@@ -23,11 +24,8 @@ Sources of the order of ranks: megatron-core 0.16.1, `parallel_state.initialize_
 
 from __future__ import annotations
 
-import ast
-import inspect
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -75,7 +73,7 @@ def _megatron(key: str, text: str, *, script: str = "", groups: bool = False, mo
 
 @dataclass(frozen=True)
 class TrainParallelism:
-    """Parallel sizes of the training side, as Megatron-LM's arguments of similar names.
+    """Parallel sizes of the training side; what each means is said at its key of `ActorConfig` (config/keys.py).
 
     Attributes:
         world_size: number of ranks.
@@ -85,40 +83,27 @@ class TrainParallelism:
 
     world_size: int
     tensor: Annotated[int, _megatron("tensor_model_parallel_size", "tp", groups=True)] = 1
-    """Ranks that split each layer."""
     pipeline: Annotated[int, _megatron("pipeline_model_parallel_size", "pp", groups=True)] = 1
-    """Stages that split the layers. Data parallel size is what remains of the world."""
     virtual_pipeline: Annotated[int | None, _megatron("virtual_pipeline_model_parallel_size", "vpp", groups=True)] = (
         None
     )
-    """Model chunks per stage, for the interleaved schedule."""
     num_layers_in_first_pipeline_stage: Annotated[
         int | None, _megatron("num_layers_in_first_pipeline_stage", "first", script="decoder_first_pipeline_num_layers")
     ] = None
-    """Layers of the first stage; the others share what remains evenly."""
     num_layers_in_last_pipeline_stage: Annotated[
         int | None, _megatron("num_layers_in_last_pipeline_stage", "last", script="decoder_last_pipeline_num_layers")
     ] = None
-    """Layers of the last stage; the others share what remains evenly."""
     account_for_embedding_in_pipeline_split: Annotated[
         bool, _megatron("account_for_embedding_in_pipeline_split", "embedding")
     ] = False
-    """Count the embedding as a layer of the first stage."""
     account_for_loss_in_pipeline_split: Annotated[bool, _megatron("account_for_loss_in_pipeline_split", "loss")] = False
-    """Count the output head as a layer of the last stage."""
     pipeline_layout: Annotated[str | None, _megatron("pipeline_model_parallel_layout", "layout")] = None
-    """Megatron's own notation of every stage, e.g. `Et|t*2|tL`; instead of the four keys above."""
     noop_layers: Annotated[tuple[int, ...], Size("noop_layers", "noop")] = ()
-    """Positions (from 0) of no-op layers; they count for the pipeline split, not for the checkpoint."""
     # What a rank holds does not depend on it, and megatron-core's own attention refuses more than 1: not the model's.
     context: Annotated[int, _megatron("context_parallel_size", "cp", groups=True, model=False)] = 1
-    """Ranks that split the sequence; replicas for a switch. Training with more than 1 needs Transformer Engine."""
     expert: Annotated[int, _megatron("expert_model_parallel_size", "ep", groups=True)] = 1
-    """Ranks that share the experts, whole ones each."""
     expert_tensor: Annotated[int | None, _megatron("expert_tensor_parallel_size", "etp", groups=True)] = None
-    """Ranks that split each expert; default: tensor_model_parallel_size."""
     make_vocab_size_divisible_by: Annotated[int, _megatron("make_vocab_size_divisible_by", "vocab", model=False)] = 128
-    """Training pads the vocabulary to a multiple of this times the tensor parallel size."""
     cuts_whole_projections: bool = False
 
     @property
@@ -198,12 +183,8 @@ class InferenceParallelism:
 
     world_size: int
     tensor: Annotated[int, Size("infer_tensor_parallel_size", "tp", vllm="tensor_parallel_size")] = 1
-    """vLLM's tensor parallel size."""
     pipeline: Annotated[int, Size("infer_pipeline_parallel_size", "pp", vllm="pipeline_parallel_size")] = 1
-    """vLLM's pipeline parallel size."""
     expert: Annotated[int, Size("infer_expert_parallel_size", "ep")] = 1
-    """Ranks that share the experts, whole ones each: a multiple of infer_tensor_parallel_size. 1 cuts every expert over
-    the tensor parallel ranks instead."""
     rank_order: tuple[int, ...] | None = None
 
     @property
@@ -275,15 +256,3 @@ def sizes_of(side: type[Parallelism]) -> tuple[Size, ...]:
 def named(sizes: Parallelism, naming: Naming) -> dict[str, Any]:
     """All values by one kind of their names; those without such a name are left out."""
     return {name: getattr(sizes, size.name) for size in sizes_of(type(sizes)) if (name := getattr(size, naming))}
-
-
-def meanings(side: type[Parallelism]) -> dict[str, str]:
-    """Field -> the docstring below it, from the source."""
-    (definition,) = ast.parse(inspect.getsource(side)).body
-    assert isinstance(definition, ast.ClassDef)
-    found = {}
-    for above, below in pairwise(definition.body):
-        match above, below:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                found[name] = inspect.cleandoc(text)
-    return found

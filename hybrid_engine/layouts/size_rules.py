@@ -1,6 +1,6 @@
 """What parallel sizes must satisfy for a model: one record for each rule, with what is wrong and what to do about it.
 
-`training_side` and `inference_side` refuse whatever breaks a rule; config/constraints.py takes the same records over,
+`training_side` and `inference_side` refuse whatever breaks a rule; config/rules.py takes the same records over,
 under the keys of the configuration.
 """
 

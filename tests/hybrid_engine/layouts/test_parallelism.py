@@ -1,4 +1,4 @@
-"""Parallel sizes under all their names, and that a new one is a single edit."""
+"""Parallel sizes under all their names, and that a new one is a field and its key."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 
 from hybrid_engine.config import ActorConfig, GenerateConfig
+from hybrid_engine.config.keys import Count, Positions, Section, StageLayout
 from hybrid_engine.layouts.parallelism import (
     InferenceParallelism,
     Parallelism,
     TrainParallelism,
-    meanings,
     named,
     sizes_of,
 )
@@ -29,10 +30,24 @@ SIDES = [TrainParallelism, InferenceParallelism]
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_every_size_has_names_of_its_own_and_a_meaning(side: type[Parallelism]) -> None:
+def test_every_size_has_names_of_its_own(side: type[Parallelism]) -> None:
     sizes = sizes_of(side)
     assert len({size.key for size in sizes}) == len({size.text for size in sizes}) == len(sizes)
-    assert all(meanings(side)[size.name].endswith(".") for size in sizes)
+
+
+KEY_TYPES: dict[type, Any] = {int: Count, bool: bool, str: StageLayout, tuple: Positions}
+
+
+@pytest.mark.parametrize(("side", "section"), [(TrainParallelism, ActorConfig), (InferenceParallelism, GenerateConfig)])
+def test_every_size_is_a_key_with_its_type_its_default_and_a_meaning(
+    side: type[Parallelism], section: type[Section]
+) -> None:
+    hints = get_type_hints(section, include_extras=True)
+    for size in sizes_of(side):
+        key, expected = section.model_fields[size.key], KEY_TYPES[size.type]
+        assert hints[size.key] == (expected | None if size.default is None else expected), size.key
+        assert key.default == size.default, size.key
+        assert (key.description or "").endswith("."), size.key
 
 
 def test_rules_are_about_sizes_that_exist() -> None:
@@ -64,17 +79,25 @@ def test_counts_below_one_are_all_named(side: type[Parallelism]) -> None:
     assert [violation.key for violation in found] == ["world_size", *counts]
 
 
-FIELDS = {
-    '    """Ranks that split each expert; default: tensor_model_parallel_size."""\n': (
-        '    spread: Annotated[int, _megatron("spread_model_parallel_size", "spread", groups=True)] = 1\n'
-        '    """A size that nobody knew."""\n'
-    ),
-    '    """vLLM\'s pipeline parallel size."""\n': (
-        '    swarm: Annotated[int | None, Size("infer_swarm_size", "swarm", vllm="swarm_parallel_size")] = None\n'
-        '    """Another size that nobody knew."""\n'
-    ),
+ADDED = {
+    "layouts/parallelism.py": {
+        "    cuts_whole_projections: bool = False\n": (
+            '    spread: Annotated[int, _megatron("spread_model_parallel_size", "spread", groups=True)] = 1\n'
+        ),
+        "    rank_order: tuple[int, ...] | None = None\n": (
+            '    swarm: Annotated[int | None, Size("infer_swarm_size", "swarm", vllm="swarm_parallel_size")] = None\n'
+        ),
+    },
+    "config/keys.py": {
+        '    """Ranks that split each expert; default: tensor_model_parallel_size."""\n': (
+            '    spread_model_parallel_size: Count = 1\n    """A size that nobody knew."""\n'
+        ),
+        '    """vLLM\'s pipeline parallel size."""\n': (
+            '    infer_swarm_size: Count | None = None\n    """Another size that nobody knew."""\n'
+        ),
+    },
 }
-"""Where fields are added to the copy of the package, and which."""
+"""File of the copied package -> after which line, what is added."""
 
 FIND_IT = """
 import runpy, sys
@@ -112,7 +135,7 @@ assert constraint.key == found.key == "actor_config.spread_model_parallel_size" 
 
 args = Namespace(spread_model_parallel_size=3, num_experts=None, params_dtype="torch.bfloat16")
 assert actor_values(args)["spread_model_parallel_size"] == 3
-for names in ("groups", "model"):  # what backends/megatron/build.py gives to Megatron
+for names in ("groups", "model"):  # what backends/megatron gives to Megatron
     assert named(train, names)["spread_model_parallel_size"] == 3
 assert named(infer, "vllm")["swarm_parallel_size"] == 5
 
@@ -122,16 +145,16 @@ assert "| `infer_swarm_size` | `null` | Another size that nobody knew. |" in pag
 """
 
 
-def test_a_new_size_is_one_field(tmp_path: Path) -> None:
-    """A copy of the package with a made-up field on each side, and nothing else changed, knows it everywhere."""
+def test_a_new_size_is_one_field_and_its_key(tmp_path: Path) -> None:
+    """A copy of the package with a made-up size on each side, and nothing else changed, knows it everywhere."""
     shutil.copytree(REPO_ROOT / "hybrid_engine", tmp_path / "hybrid_engine", ignore=shutil.ignore_patterns("*.pyc"))
     (tmp_path / "megatron_patches").symlink_to(REPO_ROOT / "megatron_patches")
-    module = tmp_path / "hybrid_engine" / "layouts" / "parallelism.py"
-    text = module.read_text()
-    for before, added in FIELDS.items():
-        assert text.count(before) == 1
-        text = text.replace(before, before + added)
-    module.write_text(text)
+    for name, additions in ADDED.items():
+        text = (tmp_path / "hybrid_engine" / name).read_text()
+        for line, added in additions.items():
+            assert text.count(line) == 1
+            text = text.replace(line, line + added)
+        (tmp_path / "hybrid_engine" / name).write_text(text)
     script = [sys.executable, "-c", FIND_IT, str(REPO_ROOT / "docs" / "make_configuration.py")]
     result = subprocess.run(
         script, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120
