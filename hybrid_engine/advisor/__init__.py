@@ -4,7 +4,7 @@
     2  cluster_plan.py    plan_job: both layouts (layouts/), rank order and bytes (planning/) -> JobPlan
     3  memory_peaks.py    bytes on device and host, for step 2
        other_systems.py   what others would move by their formulas, for step 2
-    4  facts.py           JobPlan -> Answer: numbers with names, the JSON of `plan --json`
+    4  facts.py           JobPlan -> numbers with names: the content of `plan --json`, rows of tables and page
     5  page.py            JobPlan -> one HTML page, with the picture of picture.py
 
 Nothing here plans by itself: bytes are those of `planning.summary`, the transfers of a rank those of

@@ -1,139 +1,33 @@
-"""What a job plan says, as plain numbers: the content of `plan --json`, and of the tables in terminal and browser."""
+"""What a job plan says in plain numbers: the content of `plan --json`, and the rows of its tables and its page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, TypedDict
 
 import numpy as np
 
 from hybrid_engine.advisor.cluster_plan import GIB, JobPlan
-from hybrid_engine.advisor.other_systems import PeerBytes
-from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
+from hybrid_engine.layouts.parallelism import Parallelism
 from hybrid_engine.planning.plan import ByteCount, Link, ReshardPlan
 from hybrid_engine.planning.relays import staging_nbytes
 from hybrid_engine.planning.summary import ByteSummary
 
 
-@dataclass(frozen=True, slots=True)
-class MinMeanMax:
+class MinMeanMax(TypedDict):
     """Smallest, mean and largest of a number that every rank or host has."""
 
     min: float
     mean: float
     max: float
 
-    @classmethod
-    def of(cls, values: np.ndarray) -> MinMeanMax:
-        return cls(values.min().item(), values.mean().item(), values.max().item())
+
+Ranges = Mapping[str, MinMeanMax]
+"""Numbers of bytes that every rank or host has, by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """The model's size; `served_bytes`: of the tensors that vLLM serves, each once."""
-
-    layers: int
-    experts: int
-    tensors: int
-    served_bytes: int
-    dtype: str
-
-
-@dataclass(frozen=True, slots=True)
-class ByteFacts:
-    """Bytes of a switch by rank; `least`: no plan lets ranks receive less."""
-
-    received: MinMeanMax
-    received_same_host: MinMeanMax
-    received_across_hosts: MinMeanMax
-    copied_on_the_rank: MinMeanMax
-    sent: MinMeanMax
-    sent_same_host: MinMeanMax
-    sent_across_hosts: MinMeanMax
-    least: MinMeanMax
-
-    @classmethod
-    def of(cls, summary: ByteSummary) -> ByteFacts:
-        return cls(
-            received=MinMeanMax.of(summary.received),
-            received_same_host=MinMeanMax.of(summary.host),
-            received_across_hosts=MinMeanMax.of(summary.network),
-            copied_on_the_rank=MinMeanMax.of(summary.own),
-            sent=MinMeanMax.of(summary.sent),
-            sent_same_host=MinMeanMax.of(summary.sent_host),
-            sent_across_hosts=MinMeanMax.of(summary.sent_network),
-            least=MinMeanMax.of(summary.lower_bound),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class HostBytes:
-    """Bytes that come to each host from others, and the least that must."""
-
-    received: MinMeanMax
-    least: MinMeanMax
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Bytes by rank (`memory_peaks.MemoryPeaks`), and the device's."""
-
-    params: MinMeanMax
-    grads: MinMeanMax
-    optimizer: MinMeanMax
-    training: MinMeanMax
-    inference: MinMeanMax
-    switch: MinMeanMax
-    interleaved_switch: MinMeanMax
-    peak: MinMeanMax
-    size: float
-    fits: bool
-
-
-@dataclass(frozen=True, slots=True)
-class HostMemory:
-    """Bytes of offloaded state, and the host's; None where its size is not known."""
-
-    per_rank: MinMeanMax
-    per_host: MinMeanMax
-    size: float | None
-    fits: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryFacts:
-    device: DeviceMemory
-    host: HostMemory
-
-
-@dataclass(frozen=True, slots=True)
-class JobFacts:
-    """Everything about a job, in bytes and seconds.
-
-    Attributes:
-        train, infer: the sizes that are set, by attribute, and the data parallel size.
-        across_hosts: by host. sequential: bytes in sequential rank order.
-        peers: the same job elsewhere.
-        seconds: estimated, by rank. link_bytes_per_second: what was assumed for that, by link.
-    """
-
-    model: ModelFacts
-    world_size: int
-    ranks_per_host: int
-    train: Mapping[str, Any]
-    infer: Mapping[str, Any]
-    bytes: ByteFacts
-    across_hosts: HostBytes
-    sequential: ByteFacts
-    peers: Sequence[PeerBytes]
-    memory: MemoryFacts
-    seconds: MinMeanMax
-    link_bytes_per_second: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class RankFacts:
+class RankFacts(TypedDict):
     """What one rank does; bytes by link. `staging`: memory of its messages between hosts."""
 
     rank: int
@@ -146,79 +40,98 @@ class RankFacts:
     planning_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class PlanningCost:
+class PlanningCost(TypedDict):
     """Seconds, and the peak of the process in bytes."""
 
     seconds: float
     peak_memory: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Answer:
     """The answer of `plan`; `rank` where one was asked for."""
 
-    job: JobFacts
+    job: JobPlan
     planning: PlanningCost
     rank: RankFacts | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The content of `plan --json`."""
-        of_rank = {} if self.rank is None else {"rank": asdict(self.rank)}
-        return {**asdict(self.job), "planning": asdict(self.planning), **of_rank}
+        of_rank = {} if self.rank is None else {"rank": self.rank}
+        return {**facts_of(self.job), "planning": self.planning, **of_rank}
 
 
-def named(facts: ByteFacts | HostBytes | DeviceMemory | HostMemory) -> Iterator[tuple[str, MinMeanMax]]:
-    """The numbers that every rank or host has, with their names."""
-    for field in fields(facts):
-        if isinstance(value := getattr(facts, field.name), MinMeanMax):
-            yield field.name, value
+def range_of(values: np.ndarray) -> MinMeanMax:
+    """Of an array by rank or host."""
+    return {"min": values.min().item(), "mean": values.mean().item(), "max": values.max().item()}
 
 
-def facts_of(plan: JobPlan) -> JobFacts:
-    """What a job plan says."""
-    memory, host_gib = plan.memory, plan.cluster.host_gib
-    return JobFacts(
-        model=ModelFacts(
-            layers=plan.table.dims.num_layers,
-            experts=plan.table.dims.num_experts,
-            tensors=len(plan.table.shapes),
-            served_bytes=plan.model_nbytes,
-            dtype=plan.dtype,
-        ),
-        world_size=plan.world_size,
-        ranks_per_host=plan.cluster.ranks_per_host,
-        train=_sizes(plan.train),
-        infer=_sizes(plan.infer),
-        bytes=ByteFacts.of(plan.bytes),
-        across_hosts=HostBytes(
-            MinMeanMax.of(plan.received_by_host), least=MinMeanMax.of(plan.bytes.network_lower_bound)
-        ),
-        sequential=ByteFacts.of(plan.sequential),
-        peers=plan.peers,
-        memory=MemoryFacts(
-            device=DeviceMemory(
-                params=MinMeanMax.of(memory.params),
-                grads=MinMeanMax.of(memory.grads),
-                optimizer=MinMeanMax.of(memory.optimizer),
-                training=MinMeanMax.of(memory.training),
-                inference=MinMeanMax.of(memory.inference),
-                switch=MinMeanMax.of(memory.switch),
-                interleaved_switch=MinMeanMax.of(memory.interleaved_switch),
-                peak=MinMeanMax.of(memory.device),
-                size=plan.cluster.device_gib * GIB,
-                fits=plan.fits_device,
-            ),
-            host=HostMemory(
-                per_rank=MinMeanMax.of(memory.host),
-                per_host=MinMeanMax.of(plan.host_nbytes),
-                size=None if host_gib is None else host_gib * GIB,
-                fits=plan.fits_host,
-            ),
-        ),
-        seconds=MinMeanMax.of(plan.seconds),
-        link_bytes_per_second={link.value: rate * 1e9 for link, rate in plan.cluster.link_gbps.items()},
+def moved_bytes(summary: ByteSummary) -> Ranges:
+    """Of a switch, by rank; `least`: no plan lets ranks receive less."""
+    return _ranges(
+        received=summary.received,
+        received_same_host=summary.host,
+        received_across_hosts=summary.network,
+        copied_on_the_rank=summary.own,
+        sent=summary.sent,
+        sent_same_host=summary.sent_host,
+        sent_across_hosts=summary.sent_network,
+        least=summary.lower_bound,
     )
+
+
+def bytes_across_hosts(plan: JobPlan) -> Ranges:
+    """What comes to each host from others, and the least that must."""
+    return _ranges(received=plan.received_by_host, least=plan.bytes.network_lower_bound)
+
+
+def device_memory(plan: JobPlan) -> Ranges:
+    """By rank; see `memory_peaks.MemoryPeaks`."""
+    memory = plan.memory
+    return _ranges(
+        params=memory.params,
+        grads=memory.grads,
+        optimizer=memory.optimizer,
+        training=memory.training,
+        inference=memory.inference,
+        switch=memory.switch,
+        interleaved_switch=memory.interleaved_switch,
+        peak=memory.device,
+    )
+
+
+def host_memory(plan: JobPlan) -> Ranges:
+    """Of offloaded state."""
+    return _ranges(per_rank=plan.memory.host, per_host=plan.host_nbytes)
+
+
+def facts_of(plan: JobPlan) -> dict[str, Any]:
+    """Everything about a job, in bytes and seconds, as JSON has it."""
+    table, cluster = plan.table, plan.cluster
+    host_nbytes = None if cluster.host_gib is None else cluster.host_gib * GIB
+    return {
+        "model": {
+            "layers": table.dims.num_layers,
+            "experts": table.dims.num_experts,
+            "tensors": len(table.shapes),
+            "served_bytes": plan.model_nbytes,
+            "dtype": plan.dtype,
+        },
+        "world_size": plan.world_size,
+        "ranks_per_host": cluster.ranks_per_host,
+        "train": _sizes(plan.train),
+        "infer": _sizes(plan.infer),
+        "bytes": moved_bytes(plan.bytes),
+        "across_hosts": bytes_across_hosts(plan),
+        "sequential": moved_bytes(plan.sequential),
+        "peers": [asdict(peer) for peer in plan.peers],
+        "memory": {
+            "device": {**device_memory(plan), "size": cluster.device_gib * GIB, "fits": plan.fits_device},
+            "host": {**host_memory(plan), "size": host_nbytes, "fits": plan.fits_host},
+        },
+        "seconds": range_of(plan.seconds),
+        "link_bytes_per_second": {link.value: rate * 1e9 for link, rate in cluster.link_gbps.items()},
+    }
 
 
 def facts_of_rank(plan: ReshardPlan, rank: int, planning_seconds: float) -> RankFacts:
@@ -241,7 +154,11 @@ def facts_of_rank(plan: ReshardPlan, rank: int, planning_seconds: float) -> Rank
     )
 
 
-def _sizes(sizes: TrainParallelism | InferenceParallelism) -> dict[str, Any]:
+def _ranges(**values: np.ndarray) -> Ranges:
+    return {name: range_of(each) for name, each in values.items()}
+
+
+def _sizes(sizes: Parallelism) -> dict[str, Any]:
     """Those that are set, by attribute, and the data parallel size."""
     defaults = asdict(type(sizes)(world_size=sizes.world_size))
     changed = {name: value for name, value in asdict(sizes).items() if value != defaults[name]}

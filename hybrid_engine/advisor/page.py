@@ -7,7 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
 from hybrid_engine.advisor.cluster_plan import GIB, JobPlan
-from hybrid_engine.advisor.facts import JobFacts, MinMeanMax, facts_of, named
+from hybrid_engine.advisor.facts import (
+    MinMeanMax,
+    bytes_across_hosts,
+    device_memory,
+    host_memory,
+    moved_bytes,
+    range_of,
+)
 from hybrid_engine.advisor.picture import Bar, Column, Picture, picture_of
 
 COLORS = {"train": "#4c78a8", "infer": "#f58518", "both": "#54a24b"}
@@ -67,7 +74,7 @@ def page_of(plan: JobPlan, title: str) -> str:
             '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">',
             f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>",
             f"<h1>{escape(title)}</h1>",
-            _numbers(facts_of(plan)),
+            _numbers(plan),
             "<h2>Who holds what</h2>",
             "<p>One column for each class of ranks that hold the same; its bars show which slice of a layer's largest "
             "tensor, or which experts, from left to right (in narrow columns: paler for less). Point at a bar for the "
@@ -157,31 +164,30 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
 
 
-def _numbers(facts: JobFacts) -> str:
-    rows = [(name.replace("_", " "), numbers) for name, numbers in named(facts.bytes)]
-    rows += [(f"across hosts, by host: {name}", numbers) for name, numbers in named(facts.across_hosts)]
-    rows.append(("sequential order: received", facts.sequential.received))
-    device, host = facts.memory.device, facts.memory.host
-    rows += [(f"device: {name.replace('_', ' ')}", numbers) for name, numbers in named(device)]
-    rows += [(f"host: {name.replace('_', ' ')}", numbers) for name, numbers in named(host)]
+def _numbers(plan: JobPlan) -> str:
+    rows = [(name.replace("_", " "), numbers) for name, numbers in moved_bytes(plan.bytes).items()]
+    rows += [(f"across hosts, by host: {name}", numbers) for name, numbers in bytes_across_hosts(plan).items()]
+    rows.append(("sequential order: received", range_of(plan.sequential.received)))
+    for where, memory in (("device", device_memory(plan)), ("host", host_memory(plan))):
+        rows += [(f"{where}: {name.replace('_', ' ')}", numbers) for name, numbers in memory.items()]
     others = [
         (f"{peer.system}: {peer.formula}", peer.reason if peer.nbytes is None else f"{peer.nbytes / GIB:.3f}")
-        for peer in facts.peers
+        for peer in plan.peers
     ]
-    fits = "fits" if device.fits else "does not fit"
+    fits = "fits" if plan.fits_device else "does not fit"
     return "\n".join(
         [
             _table(("GiB by rank", "min", "mean", "max"), _scaled(rows, GIB)),
-            _table(("time", "min", "mean", "max"), _scaled([("estimated seconds", facts.seconds)], 1)),
+            _table(("time", "min", "mean", "max"), _scaled([("estimated seconds", range_of(plan.seconds))], 1)),
             _table(("GiB received by each rank, by others' formulas", "mean"), others),
-            f"<p>The peak {fits} a device of {device.size / GIB:g} GiB.</p>",
+            f"<p>The peak {fits} a device of {plan.cluster.device_gib:g} GiB.</p>",
         ]
     )
 
 
 def _scaled(rows: Sequence[tuple[str, MinMeanMax]], unit: float) -> Iterator[tuple[str, ...]]:
     for name, numbers in rows:
-        yield name, *(f"{number / unit:.3f}" for number in (numbers.min, numbers.mean, numbers.max))
+        yield name, *(f"{number / unit:.3f}" for number in (numbers["min"], numbers["mean"], numbers["max"]))
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from hybrid_engine.advisor.cluster_plan import LINK_GBPS, Cluster, plan_job
-from hybrid_engine.advisor.facts import Answer, PlanningCost, facts_of, facts_of_rank
+from hybrid_engine.advisor.facts import Answer, PlanningCost, facts_of_rank
 from hybrid_engine.advisor.page import page_of
 from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.cli.options import Order, collect, integer_option, refuse
@@ -69,12 +69,12 @@ def plan(
         job = plan_job(table, training, inference, cluster, order=order.value, dtype=dtype, bucket_nbytes=bucket_nbytes)
     except DependencyError as error:
         refuse([Violation("--order", str(error), "Install it or use --order sequential")])
-    facts, seconds, of_rank = facts_of(job), time.perf_counter() - started, None
+    seconds, of_rank = time.perf_counter() - started, None
     if rank is not None:
         started = time.perf_counter()
         own_plan = job.plan_of(rank)
         of_rank = facts_of_rank(own_plan, rank, time.perf_counter() - started)
-    answer = Answer(facts, PlanningCost(seconds, _peak_memory()), of_rank)
+    answer = Answer(job, PlanningCost(seconds=seconds, peak_memory=_peak_memory()), of_rank)
     with writing():
         if html is not None:
             write_text(html, page_of(job, f"{model.resolve().name}: {train} to {infer}"))

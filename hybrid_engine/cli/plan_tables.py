@@ -4,59 +4,68 @@ from __future__ import annotations
 
 from rich.table import Table
 
-from hybrid_engine.advisor.cluster_plan import GIB
-from hybrid_engine.advisor.facts import Answer, JobFacts, MemoryFacts, MinMeanMax, RankFacts, named
+from hybrid_engine.advisor.cluster_plan import GIB, JobPlan
+from hybrid_engine.advisor.facts import (
+    Answer,
+    MinMeanMax,
+    RankFacts,
+    bytes_across_hosts,
+    device_memory,
+    host_memory,
+    moved_bytes,
+    range_of,
+)
 from hybrid_engine.cli.output import Console, new_table
 from hybrid_engine.planning.plan import Link
 
 
 def print_tables(answer: Answer) -> None:
     """Print the answer to stdout."""
-    console, facts = Console(), answer.job
-    console.print(_bytes_table(facts), _peers_table(facts), _memory_table(facts.memory))
-    console.print(_fit_text(facts.memory))
-    rates = ", ".join(f"{link} {rate / 1e9:g}" for link, rate in facts.link_bytes_per_second.items())
+    console, job = Console(), answer.job
+    console.print(_bytes_table(job), _peers_table(job), _memory_table(job))
+    console.print(_fit_text(job))
+    rates = ", ".join(f"{link.value} {rate:g}" for link, rate in job.cluster.link_gbps.items())
     console.print(
-        f"Estimated time of the transfers: {facts.seconds.max:.3f} s (the slowest rank; {facts.seconds.mean:.3f} s on "
+        f"Estimated time of the transfers: {job.seconds.max():.3f} s (the slowest rank; {job.seconds.mean():.3f} s on "
         f"average) at assumed 10^9 bytes per second and rank: {rates}."
     )
     if answer.rank is not None:
         console.print(_rank_table(answer.rank))
     cost = answer.planning
-    console.print(f"Planned in {cost.seconds:.2f} s, peak memory {cost.peak_memory / GIB:.2f} GiB.")
+    console.print(f"Planned in {cost['seconds']:.2f} s, peak memory {cost['peak_memory'] / GIB:.2f} GiB.")
 
 
 def _range_row(name: str, numbers: MinMeanMax) -> tuple[str, ...]:
-    return name, _gib(numbers.min), _gib(numbers.mean), _gib(numbers.max)
+    return name, _gib(numbers["min"]), _gib(numbers["mean"]), _gib(numbers["max"])
 
 
 def _gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.3f}" if nbytes >= GIB / 1000 or nbytes == 0 else f"{nbytes / GIB:.3g}"
 
 
-def _bytes_table(facts: JobFacts) -> Table:
-    hosts = -(-facts.world_size // facts.ranks_per_host)
-    title = f"A switch on {facts.world_size} ranks of {hosts} hosts, GiB by rank"
+def _bytes_table(job: JobPlan) -> Table:
+    hosts = -(-job.world_size // job.cluster.ranks_per_host)
+    title = f"A switch on {job.world_size} ranks of {hosts} hosts, GiB by rank"
     table = new_table(title, "", "min", "mean", "max")
-    for name, numbers in named(facts.bytes):
+    for name, numbers in moved_bytes(job.bytes).items():
         table.add_row(*_range_row(name.replace("_", " "), numbers))
     table.add_section()
-    for name, numbers in named(facts.across_hosts):
+    for name, numbers in bytes_across_hosts(job).items():
         table.add_row(*_range_row(f"across hosts, by host: {name}", numbers))
     table.add_section()
-    table.add_row(*_range_row("received in sequential order", facts.sequential.received))
+    table.add_row(*_range_row("received in sequential order", range_of(job.sequential.received)))
     return table
 
 
-def _peers_table(facts: JobFacts) -> Table:
+def _peers_table(job: JobPlan) -> Table:
     table = new_table("The same job elsewhere, by formula: GiB received by each rank", "system", "formula", "mean")
-    for peer in facts.peers:
+    for peer in job.peers:
         table.add_row(peer.system, peer.formula, peer.reason if peer.nbytes is None else _gib(peer.nbytes))
-    table.add_row("this plan", "least", _gib(facts.bytes.received.mean))
+    table.add_row("this plan", "least", _gib(job.bytes.received.mean()))
     return table
 
 
-def _memory_table(memory: MemoryFacts) -> Table:
+def _memory_table(job: JobPlan) -> Table:
     table = new_table("Memory, GiB by rank (without activations and KV cache)", "", "min", "mean", "max")
     names = {
         "params": "parameters",
@@ -68,20 +77,21 @@ def _memory_table(memory: MemoryFacts) -> Table:
         "interleaved_switch": "switch, bucket by bucket: the larger and two",
         "peak": "device peak",
     }
-    for name, numbers in named(memory.device):
+    for name, numbers in device_memory(job).items():
         table.add_row(*_range_row(names[name], numbers))
     table.add_section()
-    table.add_row(*_range_row("host memory while generating", memory.host.per_rank))
-    table.add_row(*_range_row("the same, by host", memory.host.per_host))
+    host = host_memory(job)
+    table.add_row(*_range_row("host memory while generating", host["per_rank"]))
+    table.add_row(*_range_row("the same, by host", host["per_host"]))
     return table
 
 
-def _fit_text(memory: MemoryFacts) -> str:
-    device, host = memory.device, memory.host
-    text = f"The peak of {_gib(device.peak.max)} GiB {_verb(device.fits)} a device of {device.size / GIB:g} GiB."
-    if host.size is not None:
-        largest = _gib(host.per_host.max)
-        text += f" Offloaded state of {largest} GiB {_verb(bool(host.fits))} a host of {host.size / GIB:g} GiB."
+def _fit_text(job: JobPlan) -> str:
+    cluster, peak = job.cluster, _gib(job.memory.device.max())
+    text = f"The peak of {peak} GiB {_verb(job.fits_device)} a device of {cluster.device_gib:g} GiB."
+    if cluster.host_gib is not None:
+        largest = _gib(job.host_nbytes.max())
+        text += f" Offloaded state of {largest} GiB {_verb(bool(job.fits_host))} a host of {cluster.host_gib:g} GiB."
     return text
 
 
@@ -90,13 +100,13 @@ def _verb(fits: bool) -> str:
 
 
 def _rank_table(facts: RankFacts) -> Table:
-    table = new_table(f"Rank {facts.rank}", "", "")
-    for name, count in (("transfers", facts.transfers), ("buckets", facts.buckets), ("peers", facts.peers)):
+    table = new_table(f"Rank {facts['rank']}", "", "")
+    for name, count in (("transfers", facts["transfers"]), ("buckets", facts["buckets"]), ("peers", facts["peers"])):
         table.add_row(name, str(count))
-    for way, by_link in (("received", facts.received), ("sent", facts.sent)):
+    for way, by_link in (("received", facts["received"]), ("sent", facts["sent"])):
         for link, nbytes in by_link.items():
             name = "copied on the rank" if link == Link.SELF else f"{way}, {link}"
             table.add_row(f"{name}, GiB", _gib(nbytes))
-    table.add_row("messages between hosts, GiB of memory", _gib(facts.staging))
-    table.add_row("planned in, seconds", f"{facts.planning_seconds:.2f}")
+    table.add_row("messages between hosts, GiB of memory", _gib(facts["staging"]))
+    table.add_row("planned in, seconds", f"{facts['planning_seconds']:.2f}")
     return table
