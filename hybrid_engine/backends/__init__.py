@@ -6,4 +6,7 @@
 
 A backend turns its library's objects into the records of records/ and implements the ports of ports.py. Nothing else
 knows a library: planning/, transports/ and switch/ see layouts and flat buffers only.
+
+A second trainer is a folder beside these, with a class for `ports.Trainer` and one for `ports.TrainingWeights`; a
+second inference engine has classes for `ports.InferenceWeights` and `ports.InferenceCaches`.
 """

@@ -32,7 +32,7 @@ from megatron_patches.engines import MegatronScript
 _Value = TypeVar("_Value")
 Prompt = str | tuple[int, ...]
 Callback = Callable[[Any], Callable[[list[Any]], None] | None]
-"""Called on every rank with the `InferenceEngine`, its weights in force. A function that it returns is called with
+"""Called on every rank with the `InferenceEngine`, which has the new weights. A function it returns is called with
 Megatron's model chunks once training state is back, before the next step."""
 
 _SAME_NAME = (

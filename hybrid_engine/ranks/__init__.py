@@ -20,5 +20,6 @@
     one rank raises within a phase -> tells the watch -> others arrive, or are ended -> RemoteError, or LostRankError
 
 Memory: nothing on the device. To change: what a wait's end says, agreement.py; how long a wait is, `timeout_seconds` of
-the configuration and the constants of agreement.py; when a rank counts as lost, failure_watch.py.
+the configuration and the constants of agreement.py; when a rank counts as lost, what is logged then (logger
+"hybrid_engine.failures") and when a process is ended, failure_watch.py. docs/architecture.md lists every wait.
 """
