@@ -1,12 +1,14 @@
 """The libraries at either end of a switch. Each is imported only below its own folder.
 
-    megatron/      the training side: megatron-core's models, optimizers and schedules
-    vllm/          the inference side: vLLM inside the training processes
-    huggingface/   checkpoints as a source or destination of weights; reads and writes safetensors
+    megatron/         a training side: megatron-core's models, optimizers and schedules
+    fsdp/             another: transformers models that torch's FSDP2 has sharded
+    vllm/             the inference side: vLLM inside the training processes
+    huggingface/      checkpoints as a source or destination of weights; reads and writes safetensors
+    flat_buffers.py   what training sides say of the flat buffers that their weights lie in
 
 A backend turns its library's objects into the records of records/ and implements the ports of ports.py. Nothing else
 knows a library: planning/, transports/ and switch/ see layouts and flat buffers only.
 
-A second trainer is a folder beside these, with a class for `ports.Trainer` and one for `ports.TrainingWeights`; a
-second inference engine has classes for `ports.InferenceWeights` and `ports.InferenceCaches`.
+Another trainer is a folder beside these, with a class for `ports.Trainer` and one for `ports.TrainingWeights`; another
+inference engine has classes for `ports.InferenceWeights` and `ports.InferenceCaches`.
 """

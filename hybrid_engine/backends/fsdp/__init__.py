@@ -5,6 +5,7 @@
     adaptor.py           the two together: records of this rank (port `TrainingWeights`)
     training_state.py    gradients, optimizer state, and what else refers to memory
     sharded_model.py     `ShardedModel`: the model as the switch sees it (port `Trainer`)
+    train_engine.py      `FsdpTrainEngine`: a sharded model with a loop of its own
     internals.py         names of torch and transformers that are not documented
 
 Nothing of Megatron is imported. The model stays the user's: its forward, its optimizer and its loop.
