@@ -10,6 +10,7 @@
     stages.py       which layers megatron-core builds on which pipeline stage and virtual chunk
     parameters.py   every parameter that a name table speaks of
     training.py     Megatron's side
+    sharded.py      FSDP2's side, and what a rank holds of a tensor that is packed in a sharded parameter
     inference.py    vLLM's side
     differences.py  whether a computed layout is the one that an engine has
 

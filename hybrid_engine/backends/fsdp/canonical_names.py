@@ -12,24 +12,16 @@ A view on the meta device keeps offset and strides, and a copy made contiguous i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hybrid_engine.backends.fsdp.internals import TorchDispatchMode, revert_weight_conversion
 from hybrid_engine.errors import ParameterMismatchError
+from hybrid_engine.layouts.sharded import Packed
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.torch_internals import storage_id
 from hybrid_engine.records.regions import StridedView
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A canonical tensor is this view of the whole, contiguous tensor called `parameter` (elements)."""
-
-    parameter: str
-    view: StridedView
 
 
 def canonical_views(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -11,27 +10,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hybrid_engine.backends.flat_buffers import dtype_name
 from hybrid_engine.errors import ModelError
+from hybrid_engine.layouts.sharded import LocalBox
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 
 _ALIGNMENT = 16  # bytes: kernels that load several elements at once want it, and no element is larger
-
-
-@dataclass(frozen=True)
-class LocalPart:
-    """What a rank holds of a tensor.
-
-    Attributes:
-        offsets, lengths: the box of the whole tensor that it is; some lengths are 0 on ranks without a part.
-        buffer: name of the flat buffer it lies in.
-        start: its first element there.
-        strides: elements, one for each dim.
-    """
-
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    buffer: str
-    start: int
-    strides: tuple[int, ...]
 
 
 class ShardedTensors:
@@ -43,6 +25,7 @@ class ShardedTensors:
     Attributes:
         tensors: name -> the model's own tensor, as its state dict has it: parameters (DTensors) and persistent buffers.
         parts: what this rank holds of each.
+        buffer_of: name of the buffer in which that lies.
         flat_buffers: live 1-D storage by name.
 
     Parameters that split evenly are moved into one elastic buffer for each dtype, whose memory comes and goes page by
@@ -59,12 +42,14 @@ class ShardedTensors:
         _move_into_elastic_buffers(model)
         self.tensors = dict(model.state_dict(keep_vars=True))
         self.flat_buffers: dict[str, torch.Tensor] = {}
-        self.parts: dict[str, LocalPart] = {}
+        self.parts: dict[str, LocalBox] = {}
+        self.buffer_of: dict[str, str] = {}
         for name, tensor in self.tensors.items():
             local = local_of(tensor)
             offsets, lengths = box_of(tensor)
             buffer = f"parameters in {dtype_name(local)}" if exported_buffer_of(local) is not None else name
-            self.parts[name] = LocalPart(offsets, lengths, buffer, int(local.storage_offset()), tuple(local.stride()))
+            self.parts[name] = LocalBox(offsets, lengths, int(local.storage_offset()), tuple(local.stride()))
+            self.buffer_of[name] = buffer
             if local.numel() and buffer not in self.flat_buffers:
                 flat = torch.empty(0, dtype=local.dtype, device=local.device)
                 self.flat_buffers[buffer] = flat.set_(local.untyped_storage())
@@ -80,9 +65,8 @@ class ShardedTensors:
         local = local_of(tensor)
         if not local.numel():
             return True
-        part = self.parts[name]
-        flat = self.flat_buffers[part.buffer]
-        return local.data_ptr() == flat.data_ptr() + part.start * flat.element_size()
+        flat = self.flat_buffers[self.buffer_of[name]]
+        return local.data_ptr() == flat.data_ptr() + self.parts[name].start * flat.element_size()
 
 
 def reshard(model: torch.nn.Module) -> None:

