@@ -5,8 +5,7 @@
     arguments.py        settings -> vLLM's arguments, checked by vLLM before anything is built
     requests.py         requests to vLLM; none outlives the call that made it
     native_load.py      what vLLM itself loads from a checkpoint, for comparison
-    internals.py        every private name of vLLM and torch that is used here, with the reason
-    patches.py          what is replaced in them at run time: one record each
+    internals.py        every private name of vLLM and torch that is used or replaced here, with the reason
     version.py          the tested vLLM
     process/            isolation from training in one process: environment, groups, shared memory, random state
     weights/            VllmAdaptor: vLLM's parameters as `InferenceWeights`

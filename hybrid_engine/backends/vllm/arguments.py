@@ -7,7 +7,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.process.group_placement import rank_in_instance
 from hybrid_engine.backends.vllm.weights.loader import LOAD_FORMAT
@@ -74,15 +73,19 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
     """Have vLLM look at its configuration before anything is built. Raises ConfigError with its complaints."""
     check_quantization(settings, device_type)
     arguments = {**llm_arguments(settings, device_type), "load_format": "dummy"}
+    from vllm import EngineArgs
+    from vllm.model_executor.model_loader import get_model_architecture
+    from vllm.model_executor.models import supports_lora
+
     try:
         with rank_in_instance(settings, rank):
-            config = internals.ENGINE_ARGS.load()(**arguments).create_engine_config()
-        model_class, _ = internals.MODEL_ARCHITECTURE.load()(config.model_config)
+            config = EngineArgs(**arguments).create_engine_config()
+        model_class, _ = get_model_architecture(config.model_config)
     except (ValidationError, ValueError, NotImplementedError) as error:
         details = error.errors() if isinstance(error, ValidationError) else [{"msg": str(error)}]
         raise ConfigError([Violation("vLLM", detail["msg"], _REMEDY) for detail in details]) from error
     reason = ""
-    if not internals.SUPPORTS_LORA.load()(model_class):
+    if not supports_lora(model_class):
         reason = f"vLLM's {model_class.__name__} takes no LoRA"
     elif device_type == "cpu" and config.model_config.is_moe:
         reason = "vLLM's kernels for experts beside LoRA do not run on CPU"

@@ -98,11 +98,11 @@ class InferenceEngine:
                 # At collection or exit vLLM would end the default process group, which is the caller's; see `shutdown`.
                 self._llm.llm_engine.engine_core._finalizer.detach()
                 self._generator_state = seeded_state(settings.seed + self.dp_rank)
-            self._loras: DeliveredLoras | None = DeliveredLoras(self._llm) if settings.max_loras else None
+            self._loras: DeliveredLoras | None = DeliveredLoras(self._llm, undo) if settings.max_loras else None
             self._sleep_mode = SleepMode(lambda: self.llm) if is_sleepy(settings, self._device_type) else None
             memory = self._sleep_mode or (HostMemory() if self._device_type == "cpu" else WeightMemory())
             self._adaptor: VllmAdaptor | None = VllmAdaptor(model, memory, keeps_memory=not settings.release_weights)
-            undo.pop_all()
+            self._ends = undo.pop_all()
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -252,13 +252,13 @@ class InferenceEngine:
         if self._llm is None:
             return
         llm, self._llm, self._adaptor, self._loras, self._sleep_mode = self._llm, None, None, None, None
-        core = internals.core_of(llm)
-        core.structured_output_manager.clear_backend()
-        core.model_executor.shutdown()
-        core.scheduler.shutdown()
+        with self._ends:
+            core = internals.core_of(llm)
+            core.structured_output_manager.clear_backend()
+            core.model_executor.shutdown()
+            core.scheduler.shutdown()
         del core, llm
         gc.unfreeze()  # vLLM froze the collector's generations at start-up
-        destroy_groups()
         gc.collect()
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -268,7 +268,9 @@ class InferenceEngine:
         require_vllm()
         set_environment(self.settings, self.rank)
         register_model_class(self.settings.model_dir)
-        device_type: str = internals.PLATFORM.load().device_type
+        from vllm.platforms import current_platform
+
+        device_type: str = current_platform.device_type
         check_arguments(self.settings, self.rank, device_type)
         return device_type
 

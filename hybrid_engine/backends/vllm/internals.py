@@ -1,31 +1,37 @@
-"""Every name of vLLM's and of torch's that this backend uses though nobody promises it: the list to go through when
-vLLM is upgraded. What of theirs is replaced at run time is in patches.py.
+"""Every name of vLLM's and torch's that this backend uses or replaces though nobody promises it, each with the reason.
 
-`Internal` is a name to import, `Members` are attributes of their objects that other files read by name. Both say why;
-tests/hybrid_engine/backends/vllm/test_internals.py looks each up in the installed versions. Nothing is imported before
-it is used. vLLM's public names (`LLM`, `SamplingParams`, `ModelRegistry`) are imported where they are needed.
+    LOADERS.load()                      `Internal`: a name to import, at its first use
+    READ                                attributes of their objects, which other files read by name
+    with NEW_GROUP.replaced(build):     `Patch`: a name that is replaced, for a while and in one version of vLLM
+
+This is the list to go through when vLLM is upgraded; tests look each name up in the installed versions. What vLLM
+exports (in an `__all__`) is imported where it is needed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
+
+from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
+from hybrid_engine.errors import DependencyError, StateError
+from hybrid_engine.ranks.torch_internals import PrivateName
 
 
 @dataclass(frozen=True)
-class Internal:
-    """A class or function.
+class Internal(PrivateName):
+    """A private name that is imported when it is used.
 
     Attributes:
-        target: "module:attr.path", or a module.
-        reason: what it is needed for.
-        parameters: those that are passed to it, as it names them.
+        keywords: parameters that are passed to it by name.
     """
 
-    target: str
-    reason: str
-    parameters: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -35,10 +41,7 @@ class Internal:
     def load(self) -> Any:
         """What the target names; imports its module."""
         module, _, path = self.target.partition(":")
-        found: Any = importlib.import_module(module)
-        for attribute in filter(None, path.split(".")):
-            found = getattr(found, attribute)
-        return found
+        return _find(module, path.split("."))
 
     def is_type_of(self, instance: object) -> bool:
         """Whether this is the very class of an object, not one that it inherits from; imports nothing."""
@@ -47,237 +50,217 @@ class Internal:
 
 
 @dataclass(frozen=True)
-class Members:
-    """Attributes of objects of a class, or of a module; some exist in instances only."""
+class Patch(Internal):
+    """A private name that is replaced for a while.
 
-    owner: str
-    names: tuple[str, ...]
-    reason: str
+    Not `megatron_patches.Patch`: that one is for names that stay replaced, in every module that took them over.
+
+    Attributes:
+        remove_when: the condition under which it may go.
+        versions: of vLLM, that it was tested with.
+    """
+
+    remove_when: str = ""
+    versions: tuple[str, ...] = (TESTED_VERSION,)
+
+    @contextlib.contextmanager
+    def replaced(self, build: Callable[[Any], Any], owner: Any = None) -> Iterator[None]:
+        """Within this context the target is `build(original)`; with an `owner`, in this object alone.
+
+        Raises DependencyError for another vLLM or a missing target, and StateError when it is replaced already; both
+        before anything changes. What somebody else put in its place meanwhile stays there: StateError, unless the
+        block ends by an error of its own.
+        """
+        if require_vllm().partition("+")[0] not in self.versions:
+            raise DependencyError(f"{self.target} is replaced with vLLM {', '.join(self.versions)} only: {self.reason}")
+        module, _, path = self.target.partition(":")
+        *owners, name = path.split(".")
+        try:
+            owner = _find(module, owners) if owner is None else owner
+            original = getattr(owner, name)
+        except AttributeError as error:
+            raise DependencyError(f"{self.target} is missing: not as in vLLM {', '.join(self.versions)}") from error
+        names = _replaced.setdefault(owner, set())
+        if name in names:
+            raise StateError(f"{self.target} is replaced already: undo that first")
+        replacement, is_inherited = build(original), name not in vars(owner)
+        setattr(owner, name, replacement)
+        names.add(name)
+        try:
+            yield
+            if vars(owner).get(name) is not replacement:
+                raise StateError(f"{self.target} was replaced by somebody else meanwhile: it is left to them")
+        finally:
+            names.remove(name)
+            if vars(owner).get(name) is replacement:
+                delattr(owner, name) if is_inherited else setattr(owner, name, original)
 
 
-# -- building an engine ------------------------------------------------------------------------------------------------
+_replaced: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
+"""Module, class or object -> its attributes that are replaced now. Without the originals: an object's own methods would
+keep it alive."""
 
-ENGINE_ARGS = Internal(
-    "vllm.engine.arg_utils:EngineArgs", "Settings are looked at by vLLM before anything is built, on every rank at once"
-)
-MODEL_ARCHITECTURE = Internal(
-    "vllm.model_executor.model_loader.utils:get_model_architecture",
-    "Tells the class of a model, to ask whether it takes LoRA",
-    ("model_config",),
-)
-SUPPORTS_LORA = Internal("vllm.model_executor.models:supports_lora", "See MODEL_ARCHITECTURE", ("model",))
-PLATFORM = Internal("vllm.platforms:current_platform", "CPU and GPU repack, sleep and share memory differently")
-CPU_WORKER = Internal("vllm.v1.worker.cpu_worker:CPUWorker", "Base of the worker that leaves the process as it was")
-ROTARY_EMBEDDING = Internal(
-    "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding", "Found in a model to mend its CPU kernel"
-)
+
+def _find(module: str, path: Sequence[str]) -> Any:
+    return reduce(getattr, filter(None, path), importlib.import_module(module))
+
+
+_LAYERS, _LOADING, _V1 = "vllm.model_executor.layers", "vllm.model_executor.model_loader", "vllm.v1"
+
+# -- names to import ---------------------------------------------------------------------------------------------------
+
+CPU_WORKER = Internal(f"{_V1}.worker.cpu_worker:CPUWorker", "is the base of the worker that leaves the process alone")
+ROPES = Internal(f"{_LAYERS}.rotary_embedding:_ROPE_DICT", "may hold another engine's rotary embeddings; see ROTATE")
 MISSING_LAYERS = Internal(
     "vllm.model_executor.models.utils:_model_to_pp_missing_layer_names",
-    "Layers that a model lacks, by its address in memory, where another model may come to lie",
+    "remembers layers that a model lacks by its address in memory, where another model may come to lie",
 )
-PARALLEL_STATE = Internal("vllm.distributed.parallel_state", "vLLM's own shutdown would end the caller's groups too")
-DISABLE_ENVS_CACHE = Internal("vllm.envs:disable_envs_cache", "The next engine has another environment")
-
-# -- loading -----------------------------------------------------------------------------------------------------------
-
-BASE_LOADER = Internal(
-    "vllm.model_executor.model_loader.base_loader:BaseModelLoader",
-    "Base of the loader that traces; calls its load_weights between construction and post-load processing",
-    ("load_config",),
-)
-DEFAULT_LOADER = Internal(
-    "vllm.model_executor.model_loader.default_loader:DefaultModelLoader",
-    "vLLM's own load of a checkpoint, to compare with",
-    ("load_config",),
-)
-REGISTER_LOADER = Internal(
-    "vllm.model_executor.model_loader:register_model_loader", "Makes ours a load format", ("load_format",)
-)
-LOADERS = Internal(
-    "vllm.model_executor.model_loader:_LOAD_FORMAT_TO_MODEL_LOADER", "Tells whether it is registered already"
-)
-CURRENT_CONFIG = Internal(
-    "vllm.config:set_current_vllm_config",
-    "Layers and their post-load processing ask for the current configuration",
-    ("vllm_config",),
-)
-DEFAULT_DTYPE = Internal(
-    "vllm.utils.torch_utils:set_default_torch_dtype", "A second model is constructed as vLLM does it", ("dtype",)
-)
-
-# -- weights -----------------------------------------------------------------------------------------------------------
-
+PARALLEL_STATE = Internal("vllm.distributed.parallel_state", "its own shutdown would end the caller's groups too")
+DISABLE_ENVS_CACHE = Internal("vllm.envs:disable_envs_cache", "lets the next engine have another environment")
+LOADERS = Internal(f"{_LOADING}:_LOAD_FORMAT_TO_MODEL_LOADER", "tells whether our load format is registered already")
+DEFAULT_DTYPE = Internal("vllm.utils.torch_utils:set_default_torch_dtype", "is what vLLM constructs a model in")
 QUANTIZE_METHOD = Internal(
-    "vllm.model_executor.layers.quantization.base_config:QuantizeMethodBase",
-    "Whose process_weights_after_loading vLLM calls, so that it can be called again",
+    f"{_LAYERS}.quantization.base_config:QuantizeMethodBase",
+    "is the class of what processes a layer's weights after loading, so that it can be called again",
 )
-DENSE_METHODS = (
-    Internal("vllm.model_executor.layers.linear:UnquantizedLinearMethod", "Live on GPU; repeatable on CPU"),
-    Internal(
-        "vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod",
-        "Live on GPU; repeatable on CPU",
-    ),
-    Internal(
-        "vllm.model_executor.layers.fused_moe.router.gate_linear:_GateLinearMethod", "Live on GPU; repeatable on CPU"
-    ),
+VOCABULARY_EMBEDDING = Internal(
+    f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding", "tells which rows are padding"
 )
-"""Methods whose weights stay live storage on GPU and whose processing can be repeated on CPU."""
+LAYERWISE_INFO = Internal(
+    f"{_LOADING}.reload.layerwise:get_layerwise_info", "holds what a layer that is quantised while loading keeps for it"
+)
+ORIGINAL_LOADER = Internal(
+    f"{_LOADING}.reload.layerwise:_get_original_loader", "loads such a layer's weights without processing them"
+)
+MATERIALIZE_LAYER = Internal(f"{_LOADING}.reload.meta:materialize_layer", "takes its weights off the meta device")
+DISPATCH_MODE = Internal("torch.utils._python_dispatch:TorchDispatchMode", "sees every operation of a loader")
+TREE_LEAVES = Internal("torch.utils._pytree:tree_leaves", "finds the tensors among an operation's arguments")
+MAKE_SUBCLASS = Internal("torch:Tensor._make_subclass", "makes a parameter of vLLM's class without its constructor")
+LORA_REQUEST = Internal("vllm.lora.request:LoRARequest", "names the LoRA of a request")
+LORA_MODEL = Internal(
+    "vllm.lora.lora_model:LoRAModel.from_lora_tensors",
+    "makes vLLM's own LoRA from tensors in place of files",
+    keywords=("device", "dtype", "model_vocab_size", "weights_mapper"),
+)
+PEFT_HELPER = Internal("vllm.lora.peft_helper:PEFTHelper.from_dict", "carries a LoRA's rank, alpha and modules")
 
+# -- methods that process weights after loading, known by their very class (weights/postload.py) -----------------------
+
+_DENSE = "leaves weights in the loader's layout on GPU; repacks them on CPU, and can do so again"
+DENSE_METHODS = (
+    Internal(f"{_LAYERS}.linear:UnquantizedLinearMethod", _DENSE),
+    Internal(f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod", _DENSE),
+    Internal(f"{_LAYERS}.fused_moe.router.gate_linear:_GateLinearMethod", _DENSE),
+)
 EXPERT_METHODS = (
     Internal(
-        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
-        "Repeatable on CPU; live on GPU with a kernel that takes the loader's layout",
+        f"{_LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
+        "as the dense ones, but on GPU only with LOADER_LAYOUT_KERNELS",
     ),
 )
-"""Methods of expert layers."""
-
+LOADER_LAYOUT_KERNELS = ("TRITON", "BATCHED_TRITON")
 ONLINE_METHODS = {
     "cpu": (
         Internal(
-            "vllm.model_executor.layers.quantization.online.fp8:Fp8PtpcOnlineLinearMethod",
+            f"{_LAYERS}.quantization.online.fp8:Fp8PtpcOnlineLinearMethod",
             "fp8_per_channel: quantises what was loaded, and can do so again",
         ),
     )
 }
 """Device type -> methods that quantise while loading, those of `QUANTIZATIONS`."""
 
-LOADER_LAYOUT_KERNELS = ("TRITON", "BATCHED_TRITON")
-"""Expert kernels on GPU that compute with the loader's layout; of `UnquantizedMoeBackend`."""
+# -- attributes that are read by name ----------------------------------------------------------------------------------
 
-MOE_BACKENDS = Internal(
-    "vllm.model_executor.layers.fused_moe.oracle.unquantized:UnquantizedMoeBackend", "Names LOADER_LAYOUT_KERNELS"
-)
-IS_DEFERRED_ATTENTION = Internal(
-    "vllm.model_executor.layers.attention:is_deferred_attention_layer",
-    "Finds the layers that derive something from weights inside them (MLA)",
-    ("layer",),
-)
-VOCABULARY_EMBEDDING = Internal(
-    "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding", "Tells which rows are padding"
-)
-LAYERWISE_INFO = Internal(
-    "vllm.model_executor.model_loader.reload.layerwise:get_layerwise_info",
-    "What a layer that is quantised while loading keeps until then",
-    ("layer",),
-)
-ORIGINAL_LOADER = Internal(
-    "vllm.model_executor.model_loader.reload.layerwise:_get_original_loader",
-    "Its weights are loaded by the unwrapped loader, for processing is ours to run",
-    ("tensor",),
-)
-MATERIALIZE_LAYER = Internal(
-    "vllm.model_executor.model_loader.reload.meta:materialize_layer",
-    "Takes such a layer's weights off the meta device",
-    ("layer", "info"),
-)
-DISPATCH_MODE = Internal("torch.utils._python_dispatch:TorchDispatchMode", "Sees every operation of a loader")
-TREE_LEAVES = Internal("torch.utils._pytree:tree_leaves", "Finds the tensors among an operation's arguments", ("tree",))
-MAKE_SUBCLASS = Internal("torch:Tensor._make_subclass", "Makes a parameter of vLLM's class without its constructor")
+READ: dict[str, dict[str, tuple[str, ...]]] = {
+    "lead from an LLM to its core, its worker and that one's model runner": {
+        "vllm:LLM": ("llm_engine",),
+        f"{_V1}.engine.llm_engine:LLMEngine": ("engine_core", "model_config"),
+        f"{_V1}.engine.core_client:InprocClient": ("engine_core",),
+        f"{_V1}.engine.core:EngineCore": ("scheduler", "model_executor"),
+        f"{_V1}.executor.uniproc_executor:UniProcExecutor": ("driver_worker",),
+        f"{_V1}.worker.worker_base:WorkerWrapperBase": ("worker",),
+        f"{_V1}.worker.cpu_worker:CPUWorker": ("distributed_init_method", "init_device", "load_model", "model_runner"),
+        f"{_V1}.worker.gpu_worker:Worker": ("model_runner",),
+        f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("lora_manager",),
+    },
+    "hold what a call that failed half-way left, which vLLM's own abort may refuse to clear": {
+        f"{_V1}.engine.llm_engine:LLMEngine": ("output_processor", "should_execute_dummy_batch"),
+        f"{_V1}.engine.output_processor:OutputProcessor": ("request_states", "parent_requests", "external_req_ids"),
+        f"{_V1}.engine.core:EngineCore": ("batch_queue", "abort_requests"),
+        f"{_V1}.core.sched.scheduler:Scheduler": ("requests", "finished_req_ids", "kv_cache_manager"),
+        f"{_V1}.core.kv_cache_manager:KVCacheManager": ("block_pool",),
+        f"{_V1}.core.block_pool:BlockPool": ("num_gpu_blocks", "get_num_free_blocks"),
+        f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("requests", "execute_model_state"),
+        f"{_V1}.worker.gpu.model_runner:GPUModelRunner": ("req_states",),
+        f"{_V1}.worker.gpu.states:RequestState": ("req_id_to_index",),
+    },
+    "end an engine part by part, for vLLM's own way ends the caller's default process group too": {
+        f"{_V1}.engine.core_client:InprocClient": ("_finalizer",),
+        f"{_V1}.engine.core:EngineCore": ("structured_output_manager",),
+        f"{_V1}.structured_output:StructuredOutputManager": ("clear_backend",),
+        f"{_V1}.core.sched.scheduler:Scheduler": ("shutdown",),
+        PARALLEL_STATE.target: ("_WORLD", "_NODE_COUNT", "destroy_model_parallel"),
+    },
+    "say what a process group of vLLM's is": {
+        f"{PARALLEL_STATE.target}:GroupCoordinator": ("ranks", "rank_in_group", "device_group", "destroy"),
+        "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": ("group_name",),
+    },
+    "hold the LoRAs of a worker, and say which modules can have one": {
+        "vllm.lora.worker_manager:WorkerLoRAManager": (
+            *("lora_config", "vocab_size", "_adapter_manager", "remove_adapter", "remove_all_adapters"),
+        ),
+        "vllm.lora.model_manager:LoRAModelManager": ("model", "packed_modules_mapping", "supported_lora_modules"),
+        "vllm.model_executor.models.utils:WeightsMapper": ("get_rename_mapper",),
+    },
+    "let a model's class be registered, not its name": {
+        "vllm.model_executor.models.registry:_LazyRegisteredModel": ("module_name", "load_model_cls"),
+    },
+    "say how weights are processed after loading, and let it be done again": {
+        QUANTIZE_METHOD.target: ("process_weights_after_loading", "uses_meta_device"),
+        f"{_LOADING}.reload.types:LayerReloadingInfo": ("reset",),
+        f"{_LAYERS}.linear:LinearBase": ("update_param_tp_status",),
+        f"{_LAYERS}.fused_moe.fused_moe_method_base:FusedMoEMethodBase": ("moe_kernel", "moe_quant_config"),
+        EXPERT_METHODS[0].target: ("unquantized_backend",),
+        f"{_LAYERS}.fused_moe.oracle.unquantized:UnquantizedMoeBackend": LOADER_LAYOUT_KERNELS,
+    },
+    "count the rows of padding": {
+        VOCABULARY_EMBEDDING.target: ("shard_indices",),
+        f"{VOCABULARY_EMBEDDING.target}ShardIndices": (
+            *("num_org_elements", "num_org_elements_padded", "num_added_elements", "num_elements_padded"),
+        ),
+    },
+    "tell which operations change their arguments": {"torch:_ops.OpOverload": ("_schema",)},
+}
+"""What they are read for -> owner, a class or a module -> its attributes; some exist in instances only."""
 
-# -- LoRA --------------------------------------------------------------------------------------------------------------
+# -- names that are replaced -------------------------------------------------------------------------------------------
 
-LORA_REQUEST = Internal(
-    "vllm.lora.request:LoRARequest",
-    "Names the LoRA of a request",
-    ("lora_name", "lora_int_id", "lora_path"),
+MAKE_GROUP = Patch(
+    "vllm.distributed.parallel_state:init_model_parallel_group",
+    "makes groups of the ranks that take the listed positions, and without a queue in shared memory",
+    keywords=("use_message_queue_broadcaster",),
+    remove_when="vLLM takes an order of ranks, and makes no queue for ranks that never broadcast objects",
 )
-LORA_MODEL = Internal(
-    "vllm.lora.lora_model:LoRAModel.from_lora_tensors",
-    "Makes vLLM's own LoRA from tensors in place of files",
-    ("lora_model_id", "tensors", "peft_helper", "device", "dtype", "model_vocab_size", "weights_mapper"),
+NEW_GROUP = Patch(
+    "torch.distributed:new_group",
+    "counts the members of vLLM's process groups as listed; torch sorts them, and gathers come in that order",
+    keywords=("sort_ranks",),
+    remove_when="vLLM passes sort_ranks=False",
 )
-PEFT_HELPER = Internal(
-    "vllm.lora.peft_helper:PEFTHelper.from_dict", "Carries rank, alpha and modules", ("config_dict",)
+SHARE_MEMORY = Patch(
+    "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed._init_cpu_shm",
+    "takes the name of shared memory away once all have mapped it, so that nothing stays when all ranks are killed",
+    remove_when="vLLM unlinks it itself",
 )
-
-# -- attributes of their objects ---------------------------------------------------------------------------------------
-
-MEMBERS = (
-    Members("vllm:LLM", ("llm_engine",), "The way to everything below"),
-    Members(
-        "vllm.v1.engine.llm_engine:LLMEngine",
-        ("engine_core", "output_processor", "model_executor", "model_config", "should_execute_dummy_batch"),
-        "The way to core and worker; a failed step must leave no dummy batch to execute",
-    ),
-    Members(
-        "vllm.v1.engine.core_client:InprocClient",
-        ("engine_core", "_finalizer"),
-        "At collection or exit the finalizer would end the default process group, which is the caller's",
-    ),
-    Members(
-        "vllm.v1.engine.core:EngineCore",
-        ("scheduler", "model_executor", "structured_output_manager", "batch_queue", "abort_requests"),
-        "Aborting a failed call's requests; ending an engine part by part",
-    ),
-    Members(
-        "vllm.v1.engine.output_processor:OutputProcessor",
-        ("request_states", "parent_requests", "external_req_ids"),
-        "Emptied after a failed call: its own abort may raise when an interruption left them in disagreement",
-    ),
-    Members(
-        "vllm.v1.core.sched.scheduler:Scheduler",
-        ("requests", "finished_req_ids", "kv_cache_manager", "shutdown"),
-        "Which requests are left; telling the runner of those that ended",
-    ),
-    Members("vllm.v1.core.kv_cache_manager:KVCacheManager", ("block_pool",), "Which blocks are in use"),
-    Members("vllm.v1.core.block_pool:BlockPool", ("num_gpu_blocks", "get_num_free_blocks"), "Which blocks are in use"),
-    Members("vllm.v1.structured_output:StructuredOutputManager", ("clear_backend",), "Ending an engine part by part"),
-    Members("vllm.v1.executor.uniproc_executor:UniProcExecutor", ("driver_worker",), "The way to the worker"),
-    Members("vllm.v1.worker.worker_base:WorkerWrapperBase", ("worker",), "The way to the worker"),
-    Members(
-        "vllm.v1.worker.cpu_worker:CPUWorker", ("model_runner", "init_device", "load_model"), "The way to the model"
-    ),
-    Members("vllm.v1.worker.gpu_worker:Worker", ("model_runner",), "The way to the model"),
-    Members(
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner",
-        ("model", "requests", "execute_model_state", "lora_manager"),
-        "Requests of a failed call are forgotten here too",
-    ),
-    Members("vllm.v1.worker.gpu.model_runner:GPUModelRunner", ("req_states",), "The same of vLLM's second runner"),
-    Members("vllm.v1.worker.gpu.states:RequestState", ("req_id_to_index",), "The same of vLLM's second runner"),
-    Members(
-        "vllm.lora.worker_manager:WorkerLoRAManager",
-        ("lora_config", "vocab_size", "_adapter_manager", "remove_adapter", "remove_all_adapters"),
-        "Holds the LoRAs of a worker",
-    ),
-    Members(
-        "vllm.lora.model_manager:LoRAModelManager",
-        ("model", "packed_modules_mapping", "supported_lora_modules"),
-        "Which modules can have LoRA, and what vLLM calls them",
-    ),
-    Members(
-        "vllm.distributed.parallel_state",
-        ("_WORLD", "_NODE_COUNT", "destroy_model_parallel", "init_distributed_environment"),
-        "destroy_distributed_environment would end the default process group too",
-    ),
-    Members(
-        "vllm.model_executor.layers.fused_moe.fused_moe_method_base:FusedMoEMethodBase",
-        ("moe_kernel", "moe_quant_config"),
-        "With a kernel in place vLLM takes an expert layer's weights for prepacked ones",
-    ),
-    Members(
-        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
-        ("unquantized_backend",),
-        "Which kernel",
-    ),
-    Members(
-        "vllm.model_executor.layers.quantization.base_config:QuantizeMethodBase",
-        ("process_weights_after_loading", "uses_meta_device"),
-        "Post-load processing; whether weights are quantised while they are loaded",
-    ),
-    Members(
-        "vllm.model_executor.layers.linear:LinearBase", ("update_param_tp_status",), "Follows post-load processing"
-    ),
-    Members(
-        "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding", ("shard_indices",), "Padding"
-    ),
-    Members(
-        "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbeddingShardIndices",
-        ("num_org_elements", "num_org_elements_padded", "num_added_elements", "num_elements_padded"),
-        "Padding",
-    ),
-    Members("torch:UntypedStorage", ("_cdata",), "Identity of a storage, also on the meta device"),
-    Members("torch:_ops.OpOverload", ("_schema",), "Which operations change their arguments"),
+ROTATE = Patch(
+    f"{_LAYERS}.rotary_embedding.base:RotaryEmbedding.forward_cpu",
+    "gives the CPU kernel rows: it rotates the wrong elements of queries [tokens, heads, elements], as MLA passes them",
+    remove_when="the kernel follows strides",
+)
+LOAD_LORA = Patch(
+    "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter",
+    "takes a LoRA from memory, in the one place in which a worker reads its directory",
+    remove_when="vLLM's requests carry tensors",
 )
 
 
@@ -289,8 +272,3 @@ def core_of(llm: Any) -> Any:
 def model_runner_of(llm: Any) -> Any:
     """What holds the model and the requests in it."""
     return core_of(llm).model_executor.driver_worker.worker.model_runner
-
-
-def storage_key(tensor: Any) -> int:
-    """Identity of a tensor's storage while it lives; equal for all views, also on the meta device."""
-    return tensor.untyped_storage()._cdata

@@ -42,13 +42,15 @@ def native_parameters(engine: InferenceEngine, checkpoint_dir: str, **changes: A
 
 
 def _load(engine: InferenceEngine, checkpoint_dir: str, changes: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    from vllm.model_executor.model_loader import DefaultModelLoader
+
     model, config = second_model(engine.settings, engine.rank, checkpoint_dir, **changes)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
     buffers_before = {name: buffer.clone() for name, buffer in model.named_buffers()}
     with _building(config):
-        internals.DEFAULT_LOADER.load()(config.load_config).load_weights(model, config.model_config)
+        DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
     loaded = {name: parameter.data for name, parameter in model.named_parameters()}
     for name, buffer in model.named_buffers():
         if name in engine.adaptor.written_buffers or not torch.equal(buffer, buffers_before[name]):
@@ -65,20 +67,26 @@ def second_model(settings: InferenceSettings, rank: int, model_dir: str, **chang
         model_dir: directory with a `config.json`, which may be another model's.
         changes: arguments of vLLM's `EngineArgs` in place of those from the settings.
     """
+    from vllm import EngineArgs
+    from vllm.model_executor.model_loader import DefaultModelLoader
+    from vllm.platforms import current_platform
+
     register_model_class(model_dir)
-    arguments = llm_arguments(settings, internals.PLATFORM.load().device_type)
+    arguments = llm_arguments(settings, current_platform.device_type)
     arguments |= {"model": model_dir, "load_format": "safetensors", "quantization": None, **changes}
     arguments.pop("worker_cls", None)
     with rank_in_instance(settings, rank):
-        config = internals.ENGINE_ARGS.load()(**arguments).create_engine_config()
+        config = EngineArgs(**arguments).create_engine_config()
     with _building(config), torch.device(config.device_config.device):
-        model = internals.DEFAULT_LOADER.load()(config.load_config).create_model(config, config.model_config)
+        model = DefaultModelLoader(config.load_config).create_model(config, config.model_config)
     forget_models()
     return model, config
 
 
 @contextlib.contextmanager
 def _building(config: Any) -> Iterator[None]:
+    from vllm.config import set_current_vllm_config
+
     dtype = internals.DEFAULT_DTYPE.load()(config.model_config.dtype)
-    with dtype, internals.CURRENT_CONFIG.load()(config):
+    with dtype, set_current_vllm_config(config):
         yield

@@ -1,19 +1,20 @@
 """LoRAs for vLLM, delivered from memory.
 
-vLLM's requests name a directory, and its worker reads it in one place (`patches.LOAD_LORA`); there the tensors that are
-kept here are taken instead. All else is vLLM's: merging of fused projections, slices per rank, slots, batches of
-several LoRAs. A LoRA that was evicted, or dropped with the weights, comes back with the next request for it.
+vLLM's requests name a directory, and its worker reads it in one place (`internals.LOAD_LORA`); there the tensors kept
+here are taken instead. All else is vLLM's: merging of fused projections, slices per rank, slots, batches of several
+LoRAs. A LoRA that was evicted, or dropped with the weights, comes back with the next request for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hybrid_engine.backends.vllm import internals, patches
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import LoraSettings
 from hybrid_engine.backends.vllm.requests import reset_prefix_cache
 from hybrid_engine.errors import ConfigError, StateError, Violation
@@ -29,13 +30,13 @@ class _Lora:
 class DeliveredLoras:
     """The LoRAs of one rank's engine, by name."""
 
-    def __init__(self, llm: Any) -> None:
-        """Make the worker of `llm`, an LLM with LoRA enabled, take LoRAs from here."""
+    def __init__(self, llm: Any, undo: contextlib.ExitStack) -> None:
+        """Make the worker of `llm`, an LLM with LoRA enabled, take LoRAs from here until `undo` is closed."""
         self._llm = llm
         self._manager = internals.model_runner_of(llm).lora_manager
         self._by_name: dict[str, _Lora] = {}
         self._next_number = 1
-        patches.LOAD_LORA.replace(lambda _: self._load, owner=self._manager)
+        undo.enter_context(internals.LOAD_LORA.replaced(lambda _: self._load, owner=self._manager))
 
     def deliver(self, name: str, settings: LoraSettings, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take up a LoRA or a new version of one; the tensors are copied to host memory.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.backends.vllm import internals, patches
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.process.shm_cleanup import ENGINE_TOKEN
 
 _CPUWorker: Any = internals.CPU_WORKER.load()
@@ -27,12 +27,10 @@ class IsolatedCPUWorker(_CPUWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM's executor once."""
-        super().load_model(*args, **kwargs)
-        rotary_embedding = internals.ROTARY_EMBEDDING.load()
-        for module in self.model_runner.model.modules():
-            # vLLM keeps rotary embeddings, so this one may have been another engine's before.
-            if isinstance(module, rotary_embedding) and not patches.ROTATE.is_replaced(module):
-                patches.ROTATE.replace(_on_rows, owner=module)
+        # vLLM shares rotary embeddings among models; each keeps the method that it found when it was made.
+        internals.ROPES.load().clear()
+        with internals.ROTATE.replaced(_on_rows):
+            super().load_model(*args, **kwargs)
 
     def init_device(self) -> None:
         """Called by vLLM's executor once."""
@@ -45,11 +43,11 @@ class IsolatedCPUWorker(_CPUWorker):
 
 
 def _on_rows(rotate: Callable[..., Any]) -> Callable[..., Any]:
-    """A rotary embedding's forward that is given queries and keys with one row for each token."""
+    """A rotary embedding's method that is given queries and keys with one row for each token."""
 
-    def forward(positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+    def forward(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
         rows = [None if tensor is None else tensor.flatten(1) for tensor in (query, key)]
-        rotated = rotate(positions, *rows)
+        rotated = rotate(self, positions, *rows)
         return tuple(
             None if tensor is None else out.view(tensor.shape)
             for out, tensor in zip(rotated, (query, key), strict=True)

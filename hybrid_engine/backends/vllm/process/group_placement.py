@@ -9,22 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 
-from hybrid_engine.backends.vllm import patches
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.process.shm_cleanup import unnamed_shared_memory
 from hybrid_engine.errors import StateError
 from hybrid_engine.ranks.agreement import Agreement
 
 
-def rank_in_instance(settings: InferenceSettings, rank: int) -> contextlib.AbstractContextManager[None]:
-    """Within this context RANK is what vLLM takes it for: needed wherever it makes groups or a configuration."""
-    sizes = settings.sizes
-    return patches.RANK.replaced(lambda _: str(sizes.place_of(rank).position % sizes.ranks_per_instance))
+@contextlib.contextmanager
+def rank_in_instance(settings: InferenceSettings, rank: int) -> Iterator[None]:
+    """Within this context RANK is what vLLM takes it for, a number within one instance, of which there may be several.
+
+    Needed wherever vLLM makes groups or a configuration.
+    """
+    before = os.environ["RANK"]
+    os.environ["RANK"] = str(settings.sizes.place_of(rank).position % settings.sizes.ranks_per_instance)
+    try:
+        yield
+    finally:
+        os.environ["RANK"] = before
 
 
 @contextlib.contextmanager
@@ -37,7 +46,7 @@ def building_groups(settings: InferenceSettings, rank: int, agreement: Agreement
         @functools.wraps(make_group)
         def make_ordered_group(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
             kwargs["use_message_queue_broadcaster"] = False  # see shm_cleanup.py
-            with patches.NEW_GROUP.replaced(lambda new_group: functools.partial(new_group, sort_ranks=False)):
+            with internals.NEW_GROUP.replaced(lambda new_group: functools.partial(new_group, sort_ranks=False)):
                 group = make_group([[order[position] for position in group] for group in group_ranks], *args, **kwargs)
             if group.rank_in_group != dist.get_rank(group.device_group):
                 raise StateError(
@@ -48,5 +57,5 @@ def building_groups(settings: InferenceSettings, rank: int, agreement: Agreement
 
         return make_ordered_group
 
-    with unnamed_shared_memory(agreement), rank_in_instance(settings, rank), patches.MAKE_GROUP.replaced(build):
+    with unnamed_shared_memory(agreement), rank_in_instance(settings, rank), internals.MAKE_GROUP.replaced(build):
         yield

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.backends.vllm import patches
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.ranks.agreement import Agreement
@@ -62,7 +62,7 @@ def unnamed_shared_memory(agreement: Agreement) -> Iterator[None]:
         return share_unnamed
 
     try:
-        with patches.SHARE_MEMORY.replaced(build):
+        with internals.SHARE_MEMORY.replaced(build):
             yield
     finally:
         del os.environ[ENGINE_TOKEN]

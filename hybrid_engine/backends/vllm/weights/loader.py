@@ -51,15 +51,17 @@ def capturing(trace: Callable[[torch.nn.Module], TracedModel]) -> Iterator[Captu
 
 
 def _register() -> None:
+    from vllm.model_executor.model_loader import register_model_loader
+
     if LOAD_FORMAT not in internals.LOADERS.load():
-        internals.REGISTER_LOADER.load()(LOAD_FORMAT)(_loader_class())
+        register_model_loader(LOAD_FORMAT)(_loader_class())
 
 
 def _loader_class() -> type:
-    base: Any = internals.BASE_LOADER.load()
-    set_current_config = internals.CURRENT_CONFIG.load()
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import BaseModelLoader
 
-    class CapturingLoader(base):
+    class CapturingLoader(BaseModelLoader):
         """Loads nothing: the weights come with the first reshard."""
 
         def download_model(self, model_config: Any) -> None:
@@ -75,7 +77,7 @@ def _loader_class() -> type:
         def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
             """Called by vLLM; the post-load processing is over when the base class returns."""
             model = super().load_model(vllm_config, model_config, prefix)
-            context = functools.partial(set_current_config, vllm_config)
+            context = functools.partial(set_current_vllm_config, vllm_config)
             self._capture.model = self._traced.processed(context, model_config.dtype)
             return model
 

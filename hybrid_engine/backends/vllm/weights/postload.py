@@ -76,10 +76,11 @@ def forget_kernel(method: Any) -> None:
 
 def deriving_attention(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, list[str]]]:
     """Attention layers that derive something from weights of modules inside them (MLA): name, layer, those modules."""
-    is_deferred = internals.IS_DEFERRED_ATTENTION.load()
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+
     names = {id(module): name for name, module in model.named_modules()}
     for name, module in model.named_modules():
-        if is_deferred(module):
+        if is_deferred_attention_layer(module):
             inner = [names[id(child)] for child in module.modules() if child is not module and child._parameters]
             if inner:
                 yield name, module, inner

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.internals import storage_key
-from hybrid_engine.backends.vllm.weights.tracing import view_of
+from hybrid_engine.backends.vllm.weights.tracing import storage_key, view_of
 from hybrid_engine.errors import ParameterMismatchError
 from hybrid_engine.records.regions import StridedView, contiguous_strides
 
@@ -113,7 +112,7 @@ def dense_order(view: StridedView) -> tuple[int, ...] | None:
 def take_inventory(model: torch.nn.Module, written: Iterable[int]) -> list[WeightStorage]:
     """All storages of parameters, and those of buffers among the keys `written`, in the model's order.
 
-    Raises ParameterMismatchError naming parameters that share a storage without covering it.
+    Raises ParameterMismatchError naming parameters that leave gaps in their storage.
     """
     written = frozenset(written)
     bindings: dict[int, list[tuple[Binding, torch.Tensor]]] = {}
@@ -127,28 +126,20 @@ def take_inventory(model: torch.nn.Module, written: Iterable[int]) -> list[Weigh
             if is_parameter or key in written:
                 bindings.setdefault(key, []).append((Binding(module_name, name, is_parameter), tensor))
     storages = [_storage_of(key, places) for key, places in bindings.items()]
-    if faults := [fault for storage in storages if (fault := _fault_of(storage))]:
+    faults = [
+        f"{storage.name}: shape {storage.view.shape} with strides {storage.view.strides} leaves gaps"
+        for storage in storages
+        if dense_order(storage.view) is None
+    ]
+    if faults:
         raise ParameterMismatchError(faults)
     return storages
 
 
 def _storage_of(key: int, places: list[tuple[Binding, torch.Tensor]]) -> WeightStorage:
     tensor = max((tensor for _, tensor in places), key=lambda tensor: tensor.numel())
-    numel = tensor.untyped_storage().nbytes() // tensor.element_size()
-    same_view = tuple(binding for binding, other in places if view_of(other) == view_of(tensor))
+    view, numel = view_of(tensor), tensor.untyped_storage().nbytes() // tensor.element_size()
+    bindings = tuple(binding for binding, other in places if view_of(other) == view)
     return WeightStorage(
-        key,
-        same_view,
-        view_of(tensor),
-        numel,
-        type(tensor),
-        tensor.dtype,
-        tensor.device,
-        dict(tensor.__dict__),
+        key, bindings, view, numel, type(tensor), tensor.dtype, tensor.device, attributes=dict(vars(tensor))
     )
-
-
-def _fault_of(storage: WeightStorage) -> str | None:
-    if dense_order(storage.view) is None:
-        return f"{storage.name}: shape {storage.view.shape} with strides {storage.view.strides} leaves gaps"
-    return None

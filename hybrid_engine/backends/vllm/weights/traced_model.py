@@ -17,13 +17,12 @@ from typing import Any, cast
 
 import torch
 
-from hybrid_engine.backends.vllm.internals import storage_key
 from hybrid_engine.backends.vllm.weights import postload
 from hybrid_engine.backends.vllm.weights.groups import CommitGroup, find_groups
 from hybrid_engine.backends.vllm.weights.quantization import materialize
 from hybrid_engine.backends.vllm.weights.storages import WeightStorage, take_inventory
 from hybrid_engine.backends.vllm.weights.traced_layout import build_layout
-from hybrid_engine.backends.vllm.weights.tracing import LoadWeights, trace_loader
+from hybrid_engine.backends.vllm.weights.tracing import LoadWeights, storage_key, trace_loader
 from hybrid_engine.records.layout import Extent, Layout
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.internals import storage_key
 from hybrid_engine.errors import ModelError
+from hybrid_engine.ranks.torch_internals import storage_id
 from hybrid_engine.records.regions import StridedView
 
 _DispatchMode: Any = internals.DISPATCH_MODE.load()
@@ -105,6 +105,11 @@ def trace_loader(
 def view_of(tensor: torch.Tensor) -> StridedView:
     """Where a tensor's elements lie in its storage."""
     return StridedView(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's storage while it lives; equal for all views, also on the meta device."""
+    return storage_id(tensor.untyped_storage())
 
 
 _OVERWRITES = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default, torch.ops.aten.copy_.default)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.backends.vllm import VllmAdaptor, internals
+from hybrid_engine.backends.vllm import VllmAdaptor
 from hybrid_engine.backends.vllm.native_load import native_parameters, second_model
 from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory
 from hybrid_engine.errors import StateError
@@ -97,6 +97,7 @@ def is_ready(adaptor: VllmAdaptor) -> bool:
 
 def adaptor_of(engine: Any, directory: str, model: Mapping[str, Any], **changes: Any) -> Any:
     """A second adaptor in this rank's groups, as `InferenceEngine` makes one, but without an engine around it."""
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
     from hybrid_engine.backends.vllm.weights.traced_model import trace_model
@@ -105,7 +106,7 @@ def adaptor_of(engine: Any, directory: str, model: Mapping[str, Any], **changes:
     dtype, shapes = config.model_config.dtype, checkpoint_shapes(model)
     dtypes = {name: getattr(torch, other) for name, other in checkpoint_dtypes(model).items()}
     traced = trace_model(module, shapes, dict.fromkeys(shapes, dtype) | dtypes, engine.rank)
-    context = functools.partial(internals.CURRENT_CONFIG.load(), config)
+    context = functools.partial(set_current_vllm_config, config)
     with context():
         process_weights_after_loading(module, config.model_config, torch.device("cpu"))
     return VllmAdaptor(traced.processed(context, dtype), HostMemory())

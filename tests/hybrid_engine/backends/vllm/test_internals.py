@@ -15,87 +15,102 @@ from typing import Any
 
 import pytest
 
-from hybrid_engine.backends.vllm import internals, patches
-from hybrid_engine.backends.vllm.internals import Internal, Members
+from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.internals import READ, Internal, Patch
 
 PACKAGE = Path(inspect.getfile(internals)).parent
-PUBLIC = {"vllm.LLM", "vllm.ModelRegistry", "vllm.SamplingParams"}
-"""What vLLM's package promises."""
 
 
-def catalogue() -> list[Internal]:
-    """All of internals.py, those in its tuples and tables too."""
-
-    def found(value: Any) -> Iterator[Internal]:
-        if isinstance(value, Internal):
-            yield value
-        elif isinstance(value, dict):
-            yield from found(tuple(value.values()))
-        elif isinstance(value, tuple):
-            for part in value:
-                yield from found(part)
-
-    return [internal for value in vars(internals).values() for internal in found(value)]
+def records(value: Any) -> Iterator[Internal]:
+    """The records in a value, in its tuples and tables too."""
+    if isinstance(value, Internal):
+        yield value
+    elif isinstance(value, dict | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from records(part)
 
 
-@pytest.mark.parametrize("internal", catalogue(), ids=lambda internal: internal.target)
-def test_each_name_exists_and_takes_what_is_passed(internal: Internal) -> None:
-    assert internal.reason
-    loaded = internal.load()
-    if internal.parameters:
-        assert set(internal.parameters) <= set(inspect.signature(loaded).parameters)
+RECORDS = list(records(tuple(vars(internals).values())))
 
 
-@pytest.mark.parametrize("members", internals.MEMBERS, ids=lambda members: members.owner)
-def test_each_attribute_exists(members: Members) -> None:
-    assert members.reason
-    owner = Internal(members.owner, "").load()
-    assert [name for name in members.names if not hasattr(owner, name) and name not in set_by_instances(owner)] == []
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.target)
+def test_each_name_exists_and_takes_what_is_passed_by_name(record: Internal) -> None:
+    loaded = record.load()
+    if record.keywords:
+        assert set(record.keywords) <= set(inspect.signature(loaded).parameters)
 
 
-def set_by_instances(kind: type) -> set[str]:
-    """Attributes that the methods of a class, or of one it inherits from, set on `self`; and annotated ones."""
+@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.target)
+def test_each_name_has_its_reason(record: Internal) -> None:
+    assert record.reason
+    if isinstance(record, Patch):
+        assert record.remove_when
+        assert record.versions
+
+
+@pytest.mark.parametrize(
+    ("owner", "names"),
+    [pytest.param(owner, names, id=owner) for owners in READ.values() for owner, names in owners.items()],
+)
+def test_each_attribute_exists(owner: str, names: tuple[str, ...]) -> None:
+    found = Internal(owner, "").load()
+    assert [name for name in names if not has(found, name)] == []
+
+
+def has(owner: Any, name: str) -> bool:
+    """Whether a module or a class has it, or the objects of the class."""
+    return hasattr(owner, name) or (isinstance(owner, type) and name in set_by_objects(owner))
+
+
+def set_by_objects(kind: type) -> set[str]:
+    """Attributes that a class, or one it inherits from, annotates, or that its methods set on `self`."""
     names: set[str] = set()
     for base in kind.__mro__[:-1]:
-        if not base.__module__.startswith(("vllm", "torch")):
-            continue
-        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names.add(node.attr)
-            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                names.add(node.target.id)
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        names |= {
+            node.target.id
+            for node in definition.body
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        }
+        names |= {
+            node.attr
+            for node in ast.walk(definition)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+            if isinstance(node.value, ast.Name) and node.value.id == "self"
+        }
     return names
 
 
-def test_the_kernels_that_are_named_exist() -> None:
-    assert set(internals.LOADER_LAYOUT_KERNELS) <= {kernel.name for kernel in internals.MOE_BACKENDS.load()}
+class Thing:
+    """What the search below has to tell apart."""
+
+    annotated: int
+
+    def __init__(self, other: Any) -> None:
+        self.own: int = 0
+        other.foreign = 0
+        local: int = self.read
+        self.own = local
 
 
-@pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.target)
-def test_each_target_of_a_patch_exists(patch: patches.Patch) -> None:
-    module, _, path = patch.target.partition(":")
-    if path.startswith("environ["):
-        return
-    *owners, attribute = path.split(".")
-    owner = Internal(":".join((module, ".".join(owners))), "").load()
-    assert hasattr(owner, attribute) or attribute in set_by_instances(owner)
-    assert patch.reason
-    assert patch.remove_when
-    assert patch.versions
+class Inherits(Thing):
+    pass
 
 
-def test_groups_are_made_with_the_parameters_that_are_passed() -> None:
-    make_group = Internal("vllm.distributed.parallel_state:init_model_parallel_group", "").load()
-    assert {"group_ranks", "use_message_queue_broadcaster"} <= set(inspect.signature(make_group).parameters)
-    assert "sort_ranks" in inspect.signature(importlib.import_module("torch.distributed").new_group).parameters
+@pytest.mark.parametrize("kind", [Thing, Inherits])
+def test_only_what_an_object_has_is_found(kind: type) -> None:
+    names = ("annotated", "own", "__init__", "foreign", "local", "read", "other")
+    assert [name for name in names if has(kind, name)] == ["annotated", "own", "__init__"]
 
 
-def test_nothing_else_of_vllm_is_imported() -> None:
+def test_only_what_vllm_exports_is_imported_past_the_list() -> None:
     others = []
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [f"{node.module}.{name}" for name in names]
-            others += [name for name in names if name.partition(".")[0] == "vllm" and name not in PUBLIC]
+            if isinstance(node, ast.Import):
+                others += [alias.name for alias in node.names if alias.name.partition(".")[0] == "vllm"]
+            elif isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "vllm":
+                exported = importlib.import_module(node.module).__all__
+                others += [f"{node.module}.{alias.name}" for alias in node.names if alias.name not in exported]
     assert others == []

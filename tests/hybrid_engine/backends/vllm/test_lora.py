@@ -44,6 +44,10 @@ def test_weights_below_it_are_bitwise_those_of_a_native_load(by_rank: list[Loras
     assert all(result.differences == [] for result in by_rank)
 
 
+def test_nothing_of_the_engine_outlives_its_shutdown(by_rank: list[Loras]) -> None:
+    assert [result.left for result in by_rank] == [[]] * len(by_rank)
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [

@@ -2,102 +2,122 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import gc
+import string
+import weakref
+from string import Template
 
 import pytest
 
-from hybrid_engine.backends.vllm import patches
-from hybrid_engine.backends.vllm.patches import Patch
+from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.internals import Patch
 from hybrid_engine.errors import DependencyError, StateError
 
-TEMPLATE = Patch("string:Template.delimiter", "tests", "never")
+TEMPLATE = Patch("string:Template.delimiter", "tests", remove_when="never")
+GREET = Patch("string:Template.greet", "tests", remove_when="never")
 
 
 class Owner:
-    value = "as it was"
+    """Something with a method, as vLLM's worker has one."""
+
+    def greet(self) -> str:
+        return "as it was"
 
 
 @pytest.fixture(autouse=True)
 def _tested_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patches, "require_vllm", lambda: f"{patches.TESTED_VERSION}+cpu")
-
-
-def delimiter() -> str:
-    import string
-
-    return string.Template.delimiter
+    monkeypatch.setattr(internals, "require_vllm", lambda: f"{internals.TESTED_VERSION}+cpu")
 
 
 def test_a_replacement_is_made_from_the_original_and_undone() -> None:
     with TEMPLATE.replaced(lambda before: before * 2):
-        assert delimiter() == "$$"
-    assert delimiter() == "$"
+        assert Template.delimiter == "$$"
+    assert Template.delimiter == "$"
+
+
+def test_a_function_of_a_module_is_replaced_too() -> None:
+    original = string.capwords
+    with Patch("string:capwords", "tests").replaced(lambda capwords: lambda text: capwords(text) + "!"):
+        assert string.capwords("a b") == "A B!"
+    assert string.capwords is original
 
 
 def test_it_is_undone_after_an_error_too() -> None:
     with pytest.raises(KeyboardInterrupt), TEMPLATE.replaced(lambda before: before * 2):
         raise KeyboardInterrupt
-    assert delimiter() == "$"
+    assert Template.delimiter == "$"
+
+
+def test_a_replacement_that_cannot_be_built_changes_nothing() -> None:
+    with pytest.raises(TypeError), TEMPLATE.replaced(lambda before: before + 1):
+        pass
+    with TEMPLATE.replaced(lambda before: before * 2):
+        assert Template.delimiter == "$$"
 
 
 def test_a_second_claim_raises_and_changes_nothing() -> None:
-    other = Patch(TEMPLATE.target, "another", "never")
+    other = Patch(TEMPLATE.target, "another", remove_when="never")
     with TEMPLATE.replaced(lambda before: "first"):
         with pytest.raises(StateError, match=r"string:Template\.delimiter is replaced already"):
-            other.replace(lambda before: "second")
-        assert delimiter() == "first"
-    assert delimiter() == "$"
+            other.replaced(lambda before: "second").__enter__()
+        assert Template.delimiter == "first"
+    assert Template.delimiter == "$"
 
 
-def test_what_somebody_else_replaced_meanwhile_is_not_undone() -> None:
+def test_what_somebody_else_replaced_meanwhile_is_left_to_them_and_said() -> None:
     owner = Owner()
-    replaced = Patch("string:Template.value", "tests", "never").replace(lambda _: "ours", owner=owner)
-    owner.value = "theirs"
-    with pytest.raises(StateError, match="was replaced by somebody else"):
-        replaced.revert()
-    assert owner.value == "theirs"
-    owner.value = "ours"
-    replaced.revert()
-    assert owner.value == "as it was"
+    with (
+        pytest.raises(StateError, match="was replaced by somebody else"),
+        GREET.replaced(lambda _: lambda: "ours", owner=owner),
+    ):
+        owner.greet = lambda: "theirs"  # type: ignore[method-assign]
+    assert owner.greet() == "theirs"
+    with GREET.replaced(lambda _: lambda: "ours again", owner=owner):
+        assert owner.greet() == "ours again"
+    assert owner.greet() == "theirs"
 
 
-def test_one_object_is_changed_and_known_to_be_until_it_is_gone() -> None:
-    patch = Patch("string:Template.value", "tests", "never")
+def test_an_error_is_not_hidden_by_what_somebody_else_replaced() -> None:
+    owner = Owner()
+    with pytest.raises(MemoryError), GREET.replaced(lambda _: lambda: "ours", owner=owner):
+        owner.greet = lambda: "theirs"  # type: ignore[method-assign]
+        raise MemoryError
+    with GREET.replaced(lambda _: lambda: "ours again", owner=owner):
+        assert owner.greet() == "ours again"
+
+
+def test_one_object_is_changed_and_then_as_it_was() -> None:
     one, other = Owner(), Owner()
-    patch.replace(lambda before: before.upper(), owner=one)
-    assert (one.value, other.value) == ("AS IT WAS", "as it was")
-    assert patch.is_replaced(one)
-    assert not patch.is_replaced(other)
-    with pytest.raises(StateError, match="is replaced already"):
-        patch.replace(lambda before: "again", owner=one)
-    patch.replace(lambda before: "too", owner=other)
-    del one, other
-    patch.replace(lambda before: "a new object", owner=Owner())
+    with GREET.replaced(lambda greet: lambda: greet().upper(), owner=one):
+        assert (one.greet(), other.greet()) == ("AS IT WAS", "as it was")
+        with pytest.raises(StateError, match="is replaced already"):
+            GREET.replaced(lambda greet: greet, owner=one).__enter__()
+        with GREET.replaced(lambda _: lambda: "too", owner=other):
+            assert other.greet() == "too"
+    assert vars(one) == vars(other) == {}
 
 
-def test_a_variable_of_the_environment_is_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "3")
-    with patches.RANK.replaced(lambda before: str(int(before) % 2)):
-        assert os.environ["RANK"] == "1"
-        with pytest.raises(StateError):
-            patches.RANK.replace(lambda before: before)
-    assert os.environ["RANK"] == "3"
+def test_an_object_that_is_dropped_replaced_is_collected() -> None:
+    """As an engine with LoRA is that nobody shut down: its own method, the original, must not keep it."""
+    owner = Owner()
+    held = contextlib.ExitStack()
+    held.enter_context(GREET.replaced(lambda greet: lambda: greet().upper(), owner=owner))
+    vars(owner)["held"] = held
+    gone = weakref.ref(owner)
+    del owner, held
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("target", ["string:Template.nothing", "string:Nothing.delimiter"])
 def test_a_missing_target_raises(target: str) -> None:
-    with pytest.raises(DependencyError, match="is missing"):
-        Patch(target, "tests", "never").replace(lambda before: before)
+    with pytest.raises(DependencyError, match="is missing"), Patch(target, "tests").replaced(lambda before: before):
+        pass
 
 
 def test_another_version_raises_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patches, "require_vllm", lambda: "0.33.0")
-    with pytest.raises(DependencyError, match=r"with vLLM 0\.32\.0 only: tests"):
-        TEMPLATE.replace(lambda before: "new")
-    assert delimiter() == "$"
-
-
-def test_records_say_everything() -> None:
-    assert all(isinstance(patch, Patch) for patch in patches.PATCHES)
-    found = [value for value in vars(patches).values() if isinstance(value, Patch)]
-    assert {patch.target for patch in found} == {patch.target for patch in patches.PATCHES}
+    monkeypatch.setattr(internals, "require_vllm", lambda: "0.33.0")
+    with pytest.raises(DependencyError, match=r"with vLLM 0\.32\.0 only: tests"), TEMPLATE.replaced(lambda _: "new"):
+        pass
+    assert Template.delimiter == "$"

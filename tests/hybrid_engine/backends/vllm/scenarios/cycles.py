@@ -205,7 +205,9 @@ def _native_answers(checkpoint: str, num_tp: int) -> Answers:
 
 def _native_engine(checkpoint: str, num_tp: int) -> InferenceEngine:
     """An InferenceEngine around vLLM's own loader: its weights come from the checkpoint."""
-    capturing_loader, default_loader = loader._loader_class(), internals.DEFAULT_LOADER.load()
+    from vllm.model_executor.model_loader import DefaultModelLoader
+
+    capturing_loader = loader._loader_class()
 
     class NativeLoader(capturing_loader):
         """Captures, then loads the checkpoint as vLLM does."""
@@ -213,7 +215,7 @@ def _native_engine(checkpoint: str, num_tp: int) -> InferenceEngine:
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
             super().load_weights(model, model_config)
             self.load_config.load_format = "safetensors"
-            default_loader(self.load_config).load_weights(model, model_config)
+            DefaultModelLoader(self.load_config).load_weights(model, model_config)
 
     original, loader._loader_class = loader._loader_class, lambda: NativeLoader
     formats = internals.LOADERS.load()

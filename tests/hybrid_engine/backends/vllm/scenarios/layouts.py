@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.backends.vllm import InferenceSettings, VllmAdaptor, internals
+from hybrid_engine.backends.vllm import InferenceSettings, VllmAdaptor
 from hybrid_engine.backends.vllm.arguments import llm_arguments
 from hybrid_engine.backends.vllm.process.group_placement import building_groups
 from hybrid_engine.backends.vllm.process.isolation import destroy_groups, register_model_class, set_environment
@@ -116,16 +116,19 @@ def vllm_groups(settings: InferenceSettings) -> Iterator[Host]:
     """vLLM's process groups of these settings, made as its worker makes them."""
     rank = dist.get_rank()
     set_environment(settings, rank)
+    from vllm import EngineArgs
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+
     register_model_class(settings.model_dir)
-    parallel_state = internals.PARALLEL_STATE.load()
     arguments = llm_arguments(settings, "cpu")
     del arguments["worker_cls"], arguments["load_format"]
     agreement = Job.join(120).agreement
     try:
         with building_groups(settings, rank, agreement):
-            config = internals.ENGINE_ARGS.load()(**arguments).create_engine_config()
+            config = EngineArgs(**arguments).create_engine_config()
             os.environ["VLLM_DIST_IDENT"] = os.environ[ENGINE_TOKEN]
-            with internals.CURRENT_CONFIG.load()(config):
+            with set_current_vllm_config(config):
                 parallel_state.init_distributed_environment(dist.get_world_size(), rank, "env://", rank, "gloo")
                 parallel_state.initialize_model_parallel(settings.sizes.tensor, settings.sizes.pipeline)
         yield Host(settings, rank)

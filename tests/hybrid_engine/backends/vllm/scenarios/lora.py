@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from hybrid_engine.backends.vllm import InferenceEngine, LoraSettings, Sampling
+from hybrid_engine.backends.vllm import InferenceEngine, LoraSettings, Sampling, internals
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.scenarios.asking import Refusal, build, gap, job, refusal_of, sizes
 from tests.zoo.checkpoint_shapes import checkpoint_shapes
@@ -49,12 +50,14 @@ class Loras:
         far_from_base: the same from transformers without it, for it must change something.
         differences: parameters with other bits than vLLM loads itself, after a switch of the base.
         refused: see there.
+        left: parts of the engine that something still holds after its shutdown.
     """
 
     gaps: dict[str, float]
     far_from_base: float
     differences: list[str]
     refused: Refused
+    left: list[str]
 
 
 def run(directory: str, num_tp: int) -> Loras:
@@ -88,8 +91,13 @@ def run(directory: str, num_tp: int) -> Loras:
     gaps["after a release"] = _gap(engine, _merged(weights[0], other, NARROW), "judge")
     far_from_base = _gap(engine, weights[0], "policy")
     engine.remove_lora("judge")
+    runner = internals.model_runner_of(engine.llm)
+    parts = {"llm": engine.llm, "runner": runner, "manager": runner.lora_manager, "model": runner.model}
+    living = {name: weakref.ref(part) for name, part in parts.items()}
+    del runner, parts
     refused = _refused(engine, first, Path(directory), num_tp)
-    return Loras(gaps, far_from_base, differences, refused)
+    left = [name for name, part in living.items() if part() is not None]
+    return Loras(gaps, far_from_base, differences, refused, left)
 
 
 def _build(path: str, num_tp: int, **settings: int) -> InferenceEngine:
