@@ -1,25 +1,22 @@
 """The inference side of a reshard: vLLM's parameters as flat buffers, filled and committed group by group.
 
-    while serving:
-        release()             weights given up; the training side has the memory
-        for each bucket:
-            allocate(groups)  flat buffers in loader layout, padding zeroed
-            ... transports write them ...
-            commit(groups)    bound as at load, vLLM's post-load processing run, loader-layout storage dropped
-        finish_fill()              staging memory freed
-
-Where each group stands is in group_states.py, what is done with it in commit.py, and where memory comes from in
-weight_memory.py.
+while serving:
+    release()             weights given up; the training side has the memory
+    for each bucket:
+        allocate(groups)  flat buffers in loader layout, padding zeroed
+        ... transports write them ...
+        commit(groups)    bound as at load, vLLM's post-load processing run, loader-layout storage dropped
+    finish_fill()         staging memory freed
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from hybrid_engine.backends.vllm.weights.commit import GroupCommit, Observer, Reprocessing
+from hybrid_engine.backends.vllm.weights.commit import Observer, commit_group, drop_group
 from hybrid_engine.backends.vllm.weights.group_states import HOLDING, Event, GroupStates
 from hybrid_engine.backends.vllm.weights.storages import flat_view
 from hybrid_engine.backends.vllm.weights.traced_layout import STAGED
@@ -53,9 +50,6 @@ class VllmAdaptor:
         self._memory, self._keeps_memory = memory, keeps_memory
         self._unwritten = unwritten_extents(traced.layout)
         self._states = GroupStates(traced.groups)
-        self._commits: dict[str, GroupCommit] = {
-            name: Reprocessing(group, model) for name, group in traced.groups.items()
-        }
         self._filling: dict[str, dict[str, torch.Tensor]] = {}  # by group and buffer, between allocate and commit
         self._observers: list[Observer] = []
 
@@ -72,9 +66,7 @@ class VllmAdaptor:
         """
         self._states.advance(Event.ALLOCATE, groups)
         with self._failing(groups):
-            for name in groups:
-                self._filling.pop(name, None)
-                self._commits[name].drop()
+            self._drop(groups)
             tensors = self._loader_tensors(groups)
             for name in groups:
                 self._filling[name] = {buffer: tensors[buffer] for buffer in self._traced.groups[name].buffers}
@@ -86,7 +78,7 @@ class VllmAdaptor:
         with torch.no_grad(), self._processed.context():
             for name in groups:
                 with self._failing([name]):
-                    self._commits[name].commit(self._filling[name], self._observe)
+                    commit_group(self._processed, self._traced.groups[name], self._filling[name], self._observe)
                 del self._filling[name]
                 self._states.advance(Event.COMMIT, [name])
 
@@ -96,14 +88,14 @@ class VllmAdaptor:
             self._memory.trim()
 
     def release(self) -> None:
-        """Free all weights; views of live ones stay valid and become usable with the next allocate."""
+        """Free all weights; views of live ones stay valid and become usable with the next allocate. Idempotent."""
         if self._keeps_memory:
             self.void()
             return
+        if not self.resident_nbytes():  # not by the states: a failed allocate leaves released groups with live memory
+            return
         self._states.advance(Event.RELEASE)
-        self._filling.clear()
-        for commit in self._commits.values():
-            commit.drop()
+        self._drop(self._traced.groups)
         self._memory.free(self._processed.live)
         self._memory.trim()
 
@@ -153,10 +145,13 @@ class VllmAdaptor:
             yield
         except BaseException:
             self._states.advance(Event.FAIL, groups)
-            for name in groups:
-                self._filling.pop(name, None)
-                self._commits[name].drop()
+            self._drop(groups)
             raise
+
+    def _drop(self, groups: Iterable[str]) -> None:
+        for name in groups:
+            self._filling.pop(name, None)
+            drop_group(self._processed, self._traced.groups[name])
 
     def _loader_tensors(self, groups: Sequence[str]) -> dict[str, torch.Tensor]:
         """The tensors to fill, by buffer; zero where nothing will be written, so padding is in place."""
@@ -168,7 +163,9 @@ class VllmAdaptor:
         tensors = {storage.name: live[storage.name] for storage in storages if storage.name in live}
         tensors |= {storage.name: storage.create(flat) for storage, flat in zip(passing, flats, strict=True)}
         for name, tensor in tensors.items():
-            # Also of live tensors: their memory may be new, and packing may have touched their padding.
+            # At every allocate, live tensors too: pages come from another group, memory that was given back holds
+            # anything, and packing may have touched the padding of a tensor that stays. No transfer writes it, and it
+            # is little: rows beyond the vocabulary, and all of a tensor only where the model's own loader writes.
             for extent in self._unwritten[name]:
                 flat_view(tensor)[extent.start : extent.stop].zero_()
         for name in (tensor for group in groups for tensor in self._traced.groups[group].staged):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 
@@ -17,59 +17,44 @@ Observer = Callable[[str, torch.Tensor], None]
 """Called with a parameter's full name and its loader-layout tensor, filled, before vLLM processes it."""
 
 
-class GroupCommit(Protocol):
-    """What is done with one group; chosen when the adaptor is built, by a look at the group."""
+def commit_group(
+    model: ProcessedModel, group: CommitGroup, tensors: dict[str, torch.Tensor], observe: Observer
+) -> None:
+    """Bind tensors as at load, then run vLLM's own post-load processing of the modules that repack.
 
-    def commit(self, tensors: dict[str, torch.Tensor], observe: Observer) -> None:
-        """Make filled tensors the live ones, by buffer name; remove each from `tensors` once it is not needed."""
-        ...
-
-    def drop(self) -> None:
-        """Forget what the group holds beside live weights, so that its memory is free."""
-        ...
-
-
-class Reprocessing:
-    """Tensors bound as at load, then vLLM's own post-load processing of the modules that repack; live ones have none.
+    Args:
+        model: whose weights they become.
+        group: which of them.
+        tensors: filled, by buffer; each is removed once it is not needed.
+        observe: is shown every parameter.
 
     Memory: loader layout and what is made of it, module by module.
     """
+    for name in group.storages:
+        for binding in model.traced.storages[name].bindings:
+            binding.put(model.modules, tensors[name])
+    if group.staged:
+        staged = [(name, tensors.pop(STAGED + name)) for name in group.staged]
+        cast(LoadWeights, model.traced.model.load_weights)(iter(staged))
+        del staged
+    for name in group.storages:
+        observe(name, tensors.pop(name))
+    for name in group.repacked:
+        postload.process(model.modules[name])
+    for name in group.attention:
+        process = cast(Callable[[torch.dtype], None], model.modules[name].process_weights_after_loading)
+        process(model.act_dtype)
 
-    def __init__(self, group: CommitGroup, model: ProcessedModel) -> None:
-        self._group, self._model = group, model
-        self._storages = {name: model.traced.storages[name] for name in group.storages}
 
-    def commit(self, tensors: dict[str, torch.Tensor], observe: Observer) -> None:
-        """As the protocol says."""
-        self.bind(tensors)
-        if self._group.staged:
-            staged = [(name, tensors.pop(STAGED + name)) for name in self._group.staged]
-            cast(LoadWeights, self._model.traced.model.load_weights)(iter(staged))
-            del staged
-        for name in self._group.storages:
-            observe(name, tensors.pop(name))
-        for name in self._group.repacked:
-            postload.process(self._model.modules[name])
-        for name in self._group.attention:
-            process = cast(Callable[[torch.dtype], None], self._model.modules[name].process_weights_after_loading)
-            process(self._model.act_dtype)
-
-    def bind(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Let the modules hold these tensors, as at load."""
-        for name, storage in self._storages.items():
-            for binding in storage.bindings:
-                binding.put(self._model.modules, tensors[name])
-
-    def drop(self) -> None:
-        """As the protocol says: what vLLM derived from a repacked module's weights, and those weights."""
-        for name in self._group.repacked:
-            module = self._model.modules[name]
-            for attribute in self._model.derived[name]:
-                for table in (module.__dict__, module._parameters, module._buffers):
-                    table.pop(attribute, None)
-            postload.forget_kernel(postload.post_load_method(module))
-        for storage in self._storages.values():
-            if storage.name not in self._model.live:
-                placeholder = storage.placeholder()
-                for binding in storage.bindings:
-                    binding.put(self._model.modules, placeholder)
+def drop_group(model: ProcessedModel, group: CommitGroup) -> None:
+    """Forget what vLLM derived from a group's repacked weights, and those weights, so that their memory is free."""
+    for name in group.repacked:
+        module = model.modules[name]
+        for attribute in model.derived[name]:
+            for table in (module.__dict__, module._parameters, module._buffers):
+                table.pop(attribute, None)
+        postload.forget_kernel(postload.post_load_method(module))
+    for storage in (model.traced.storages[name] for name in group.storages if name not in model.live):
+        placeholder = storage.placeholder()
+        for binding in storage.bindings:
+            binding.put(model.modules, placeholder)

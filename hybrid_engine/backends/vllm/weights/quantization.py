@@ -27,18 +27,13 @@ logger = logging.getLogger(__name__)
 def check_quantization(settings: InferenceSettings, device_type: str) -> None:
     """Raise ConfigError for a method that cannot be fed on this platform, naming those that can."""
     chosen, tried = settings.quantization, QUANTIZATIONS.get(device_type, ())
-    if chosen is None or chosen in tried:
-        return
-    raise ConfigError(
-        [
-            Violation(
-                "quantization",
-                f"{chosen!r} on {device_type}: vLLM {TESTED_VERSION} has no kernels for it there, or renewing its "
-                "weights from unquantised ones was not tried",
-                f"Use {' or '.join(map(repr, tried))}, or leave it out" if tried else "Leave it out",
-            )
-        ]
-    )
+    if chosen is not None and chosen not in tried:
+        problem = (
+            f"{chosen!r} on {device_type}: vLLM {TESTED_VERSION} has no kernels for it there, or renewing its weights "
+            "from unquantised ones was not tried"
+        )
+        remedy = f"Use {' or '.join(map(repr, tried))}, or leave it out" if tried else "Leave it out"
+        raise ConfigError([Violation("quantization", problem, remedy)])
 
 
 def config_overrides(settings: InferenceSettings) -> dict[str, Any]:
@@ -50,20 +45,16 @@ def config_overrides(settings: InferenceSettings) -> dict[str, Any]:
     return {"quantization_config": None}
 
 
-def is_online(module: torch.nn.Module) -> bool:
-    """Whether the module's weights are quantised while they are loaded, and on the meta device until then."""
-    return bool(getattr(getattr(module, "quant_method", None), "uses_meta_device", False))
-
-
 def materialize(model: torch.nn.Module) -> None:
     """Make the weights of online quantised layers real, in the layout in which they are loaded; their values are not.
 
     From then on vLLM takes these layers for loaded ones that wait for their post-load processing.
     """
     for module in model.modules():
-        if is_online(module):
+        if getattr(getattr(module, "quant_method", None), "uses_meta_device", False):
             info = internals.LAYERWISE_INFO.load()(module)
             internals.MATERIALIZE_LAYER.load()(module, info)
-            for parameter in module.parameters(recurse=False):  # vLLM looks for the loader as an attribute of theirs
-                parameter.weight_loader = internals.ORIGINAL_LOADER.load()(parameter)  # type: ignore[attr-defined]
+            parameter: Any  # vLLM looks for the loader as an attribute of the parameter
+            for parameter in module.parameters(recurse=False):
+                parameter.weight_loader = internals.ORIGINAL_LOADER.load()(parameter)
             info.reset()

@@ -212,6 +212,14 @@ def test_weights_that_are_declared_void_keep_their_memory() -> None:
     assert adaptor.resident_nbytes() == resident
 
 
+def test_what_is_released_is_not_released_again(adaptor: VllmAdaptor, monkeypatch: pytest.MonkeyPatch) -> None:
+    adaptor.release()
+    monkeypatch.setattr(HostMemory, "free", fail)
+    monkeypatch.setattr(HostMemory, "trim", fail)
+    adaptor.release()
+    assert adaptor.resident_nbytes() == 0
+
+
 def test_views_of_live_weights_stay_valid_through_a_release(adaptor: VllmAdaptor) -> None:
     fill(adaptor, weights_of(0))
     view = adaptor.model.norm.weight.data[:5]
