@@ -32,12 +32,15 @@ def set_environment(settings: InferenceSettings, rank: int) -> None:
 def check_world(settings: InferenceSettings, job: Job) -> None:
     """Raise ConfigError unless the job has the size that the settings need, and vLLM would find its rank."""
     violations = []
-    if settings.sizes.world_size != job.world_size:
-        problem = f"{settings.sizes.world_size}, but there are {job.world_size} ranks"
-        violations.append(Violation("world_size", problem, "Use the number of ranks"))
+    sizes = settings.sizes
+    if sizes.world_size != job.world_size:
+        key = "infer_tensor_parallel_size x infer_pipeline_parallel_size x replicas"
+        product = f"{sizes.tensor} x {sizes.pipeline} x {sizes.data} = {sizes.world_size}"
+        remedy = "Let their product be the number of ranks (InferenceParallelism.world_size)"
+        violations.append(Violation(key, f"{product}, but the job has {job.world_size} ranks", remedy))
     if os.environ.get("RANK", str(job.rank)) != str(job.rank):
-        problem = f"{os.environ['RANK']}, but the process group says {job.rank}"
-        violations.append(Violation("RANK", problem, "Launch with torchrun, or set it to the process group's rank"))
+        problem = f"{os.environ['RANK']}, but this is rank {job.rank} of {job.world_size} in the process group"
+        violations.append(Violation("RANK", problem, f"Launch with torchrun, or set it to {job.rank}"))
     if violations:
         raise ConfigError(violations)
 

@@ -1,0 +1,44 @@
+"""What is checked before vLLM is imported: the size of the job, and the rank that the environment says."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
+from hybrid_engine.backends.vllm.process.isolation import check_world
+from hybrid_engine.errors import ConfigError
+from hybrid_engine.layouts.parallelism import InferenceParallelism
+from hybrid_engine.ranks.job import Job
+
+
+def check(sizes: InferenceParallelism, world_size: int, rank: int = 0) -> None:
+    job = Job(rank, ("host",) * world_size, torch.device("cpu"), 1.0, None, ExitStack())
+    check_world(InferenceSettings("model", sizes), job)
+
+
+def test_a_job_of_that_size_whose_rank_nobody_denies_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    check(InferenceParallelism(4, tensor=2), 4)
+    monkeypatch.setenv("RANK", "3")
+    check(InferenceParallelism(4, tensor=2), 4, rank=3)
+
+
+def test_another_number_of_ranks_is_refused_with_all_numbers_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ConfigError) as caught:
+        check(InferenceParallelism(12, tensor=2, pipeline=3), 4)
+    (violation,) = caught.value.findings
+    assert violation.key == "infer_tensor_parallel_size x infer_pipeline_parallel_size x replicas"
+    assert violation.problem == "2 x 3 x 2 = 12, but the job has 4 ranks"
+
+
+def test_another_rank_in_the_environment_is_refused_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "7")
+    with pytest.raises(ConfigError) as caught:
+        check(InferenceParallelism(8), 4, rank=1)
+    size, rank = caught.value.findings
+    assert "1 x 1 x 8 = 8" in size.problem
+    assert str(rank) == "RANK: 7, but this is rank 1 of 4 in the process group. Launch with torchrun, or set it to 1"
