@@ -33,7 +33,7 @@ def orders(outcomes: Outcomes) -> list[list[Ordered]]:
 @pytest.mark.parametrize(
     ("attempt", "kind", "message"),
     [
-        ("world", "ConfigError", "world_size: 3, but there are 2"),
+        ("world", "ConfigError", "1 x 1 x 3 = 3, but the job has 2 ranks"),
         ("no_experts", "ConfigError", "Number of experts"),
         ("unknown", "UnknownModelError", "NoSuchModel"),
         ("lacking", "ParameterMismatchError", "layers.1.self_attn.qkv_proj.weight: a vLLM parameter without a source"),
