@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.config import HybridConfig
@@ -34,7 +35,8 @@ def build_inference_engine(
 
     vLLM looks at the memory that is free while it starts: training state is best off the device meanwhile.
     `training_layouts`: of all ranks (`rendezvous.gather_layouts`). Which rank takes which shard follows from them and
-    from what vLLM is computed to hold, the same on all ranks; with the engine there, that is compared with the truth.
+    from what vLLM is computed to hold; with the engine there, that is compared with the truth. A failure on any rank is
+    raised on all, and leaves no engine.
     """
     generate, sizes = config.generate_config, config.generate_config.sizes(job.world_size)
     with job.agreement.phase("choosing the order of ranks"):
@@ -43,14 +45,17 @@ def build_inference_engine(
             positions = inference_side(table, sizes, config.actor_config.params_dtype)
             held = holdings_of(Layout.merge(training_layouts), job.world_size)
             order = rank_order(generate.infer_rank_order, held, positions.holdings, job.hosts, sizes.tensor)
-    with job.agreement.phase("building the inference engine", SHORT_PATIENCE):
-        from hybrid_engine.backends.vllm import InferenceEngine
+    with ExitStack() as undo:
+        with job.agreement.phase("building the inference engine", SHORT_PATIENCE):
+            from hybrid_engine.backends.vllm import InferenceEngine
 
-        settings = inference_settings(config, job.world_size, order)
-        engine = InferenceEngine(settings, table.shapes, job, dtypes=table.dtypes)
-        if positions is not None:
-            position = settings.sizes.place_of(job.rank).position
-            warn_of_differences(positions.layout_of(position), engine.adaptor.layout(), job.rank)
+            settings = inference_settings(config, job.world_size, order)
+            engine = InferenceEngine(settings, table.shapes, job, dtypes=table.dtypes)
+            undo.callback(engine.shutdown)  # where another rank fails, too
+            if positions is not None:
+                position = settings.sizes.place_of(job.rank).position
+                warn_of_differences(positions.layout_of(position), engine.adaptor.layout(), job.rank)
+        undo.pop_all()
     return engine
 
 

@@ -1,0 +1,85 @@
+"""An inference engine that was built is ended when building fails after it, on this rank or on another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from hybrid_engine.assembly import build_inference_engine
+from hybrid_engine.config import ActorConfig, HybridConfig
+from hybrid_engine.errors import ParameterMismatchError, RemoteError
+from hybrid_engine.layouts.training import training_side
+from hybrid_engine.models import table_for
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.layout import Layout
+from tests.harness.launch import Ranks
+from tests.hybrid_engine.layouts.cases import DENSE
+
+
+class FakeVllm:
+    """What building asks of an `InferenceEngine`."""
+
+    def __init__(self, layout: Callable[[], Layout]) -> None:
+        self.layout = layout
+        self.is_shut_down = False
+
+    @property
+    def adaptor(self) -> FakeVllm:
+        return self
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+def build(job: Job, construct: Callable[..., Any]) -> Any:
+    """In `job`, whose ranks hold the whole model each, with `construct` in place of vLLM."""
+    config, table = HybridConfig(model=Path("model"), actor_config=ActorConfig()), table_for(DENSE)
+    side = training_side(table, config.actor_config.sizes(job.world_size))
+    layouts = [side.layout_of(rank) for rank in range(job.world_size)]
+    with mock.patch("hybrid_engine.backends.vllm.InferenceEngine", construct):
+        return build_inference_engine(config, table, layouts, job)
+
+
+def test_an_engine_whose_weights_do_not_fit_is_ended(job: None) -> None:
+    def misfit() -> Layout:
+        raise ParameterMismatchError(["no such parameter"])
+
+    engine = FakeVllm(misfit)
+    with pytest.raises(ParameterMismatchError, match="no such parameter"):
+        build(Job.join(30), lambda *_args, **_settings: engine)
+    assert engine.is_shut_down
+
+
+def test_an_engine_that_was_built_stays(job: None) -> None:
+    engine = FakeVllm(lambda: Layout({}, {}))
+    assert build(Job.join(30), lambda *_args, **_settings: engine) is engine
+    assert not engine.is_shut_down
+
+
+def fail_on_rank_1() -> tuple[str, bool]:
+    """What building raised, and whether the engine of this rank was ended."""
+    dist.init_process_group("gloo")
+    job, engine = Job.join(60), FakeVllm(lambda: Layout({}, {}))
+
+    def construct(*_args: Any, **_settings: Any) -> FakeVllm:
+        if job.rank == 1:
+            raise MemoryError("no memory on rank 1")
+        return engine
+
+    with pytest.raises(Exception, match="no memory on rank 1") as caught:
+        build(job, construct)
+    job.close()
+    dist.destroy_process_group()
+    return type(caught.value).__name__, engine.is_shut_down
+
+
+def test_an_engine_is_ended_when_another_rank_cannot_build_its_own(engines: Ranks) -> None:
+    (error, was_ended), (_, nothing_to_end) = engines.launch(fail_on_rank_1, 2)
+    assert error == RemoteError.__name__
+    assert was_ended
+    assert not nothing_to_end
