@@ -30,7 +30,7 @@ from hybrid_engine.errors import PeerTransportError, TransportError
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.process_groups import plain_text
-from hybrid_engine.records.layout import Buffer, BufferId
+from hybrid_engine.records.layout import BufferId
 from hybrid_engine.transports.copies import copy_straight, failure_at, strided, synchronize
 from hybrid_engine.transports.messages import HEADER_NBYTES, Message, MessagePlanner, StagedMessage, round_up
 from hybrid_engine.transports.phase_clock import PhaseClock
@@ -80,7 +80,7 @@ class CollectiveTransport:
         self.rank, self._timeout = wiring.rank, wiring.timeout
         self._relays = wiring.relays or RelayBuffers(wiring.rank, {})
         self._planner = MessagePlanner(
-            wiring.rank, _dtypes(wiring.source_buffers), _dtypes(wiring.destination_buffers), self._relays.buffers
+            wiring.rank, wiring.source_buffers, wiring.destination_buffers, self._relays.buffers
         )
         self._group, self._tell_group = wiring.group, wiring.tell_group or wiring.group
         self._device, self._tell_device = (device or _staging_device(each) for each in (self._group, self._tell_group))
@@ -325,10 +325,6 @@ def _source_view(transfer: Transfer, dtype: torch.dtype, source: Mapping[str, to
     if flat.dtype != dtype:
         raise TransportError(f"the source is {flat.dtype}, its layout says {dtype}; build the plan again")
     return strided(flat, transfer.lengths, transfer.src)
-
-
-def _dtypes(buffers: Mapping[BufferId, Buffer]) -> dict[BufferId, torch.dtype]:
-    return {buffer_id: getattr(torch, buffer.dtype) for buffer_id, buffer in buffers.items()}
 
 
 def _staging_device(group: dist.ProcessGroup) -> torch.device:

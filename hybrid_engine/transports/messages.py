@@ -1,11 +1,11 @@
-"""The messages of a bucket: what one rank sends another, derived alike at both ends from the order of the transfers.
+"""The messages of a bucket: what one rank sends another, derived at both ends from the order of the transfers.
 
     body          header | piece | piece | ...      pieces follow one another in the bucket's order
     relay image   the first elements of a relay buffer, packed as they lie there (planning/relays.py)
 
-A piece is one transfer's elements, row-major, in the dtype of the wire: the source's or, where that is narrower, the
-destination's; each starts at a multiple of its element size. The header says which bucket this is, how many bytes it
-has, and, where the sender failed, why its contents are void. Nothing is pickled.
+A piece is one transfer's elements, row-major, in `plan.wire_dtype`, from a multiple of its element size on. The header
+says which bucket this is, how many bytes it has, and, where the sender failed, why its contents are void. Nothing is
+pickled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from hybrid_engine.errors import TransportError
-from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.planning.plan import Transfer, wire_dtype
 from hybrid_engine.records.layout import Buffer, BufferId
 from hybrid_engine.transports.copies import strided
 
@@ -125,14 +125,14 @@ class MessagePlanner:
 
     Attributes:
         rank: global rank of this process.
-        source_dtypes: of the source buffers of all ranks.
-        destination_dtypes: of destination buffers of all ranks, as far as they differ.
+        source_buffers: of all ranks.
+        destination_buffers: of all ranks, as far as their dtype is another.
         relay_buffers: those that this rank has to do with.
     """
 
     rank: int
-    source_dtypes: Mapping[BufferId, torch.dtype]
-    destination_dtypes: Mapping[BufferId, torch.dtype]
+    source_buffers: Mapping[BufferId, Buffer]
+    destination_buffers: Mapping[BufferId, Buffer]
     relay_buffers: Mapping[BufferId, Buffer]
 
     def messages(self, transfers: Sequence[Transfer]) -> tuple[list[Message], list[Message]]:
@@ -150,15 +150,17 @@ class MessagePlanner:
 
     def source_dtype(self, transfer: Transfer) -> torch.dtype:
         """Of the source buffer. Raises TransportError when it was not given."""
-        dtype = self.source_dtypes.get(transfer.src.buffer)
-        if dtype is None:
+        return _dtype(self._source(transfer).dtype)
+
+    def _source(self, transfer: Transfer) -> Buffer:
+        buffer = self.source_buffers.get(transfer.src.buffer)
+        if buffer is None:
             raise TransportError(f"{transfer.tensor}: the dtype of {transfer.src.buffer} was not given")
-        return dtype
+        return buffer
 
     def _wire_dtype(self, transfer: Transfer) -> torch.dtype:
-        source = self.source_dtype(transfer)
-        destination = self.destination_dtypes.get(transfer.dst.buffer, source)
-        return destination if destination.itemsize < source.itemsize else source
+        source = self._source(transfer)
+        return _dtype(wire_dtype(source.dtype, self.destination_buffers.get(transfer.dst.buffer, source).dtype))
 
     def _by_peer(self, transfers: Mapping[int, Sequence[Transfer]]) -> list[Message]:
         return [self._message(peer, transfers[peer]) for peer in sorted(transfers)]
@@ -179,8 +181,14 @@ class MessagePlanner:
         return Message(peer, tuple(pieces), end, tuple(images))
 
     def _image(self, buffer: BufferId, transfers: Sequence[Transfer]) -> RelayImage:
-        dtype = getattr(torch, self.relay_buffers[buffer].dtype)
+        dtype = _dtype(self.relay_buffers[buffer].dtype)
         return RelayImage(buffer, tuple(transfers), dtype, max(one.dst.extent(one.lengths).stop for one in transfers))
+
+
+def _dtype(name: str) -> torch.dtype:
+    """torch's, by the name that a `Buffer` has."""
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def round_up(value: int, multiple: int) -> int:

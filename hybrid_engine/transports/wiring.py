@@ -18,11 +18,11 @@ class Wiring:
 
     Attributes:
         rank: global rank of this process; transfers name global ranks.
-        source_buffers: of all ranks; their dtype is what is on the wire.
+        source_buffers: of all ranks; on the wire is `plan.wire_dtype` of a transfer's two buffers.
         handles: of the buffers of all ranks that others can map (`export_handles`), those of relay buffers too.
         group: for transfers that memory cannot carry; None: there are none. It holds all ranks of the transfers.
             Better one of its own: after a timeout it is dead.
-        destination_buffers: of all ranks; where their dtype is narrower, messages are cast before they are sent.
+        destination_buffers: of all ranks; one that is left out has the dtype of its source.
         relays: the relay buffers that this rank has to do with; None: none.
         tell_group: for `Transport.tell`; default: `group`. Better gloo, since NCCL would deliver after all that is in
             flight.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from hybrid_engine.errors import HybridEngineError
-from hybrid_engine.planning.plan import Bucket, Link, Transfer
+from hybrid_engine.planning.plan import Bucket, Link, Transfer, wire_dtype
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Place
 
 SENTINEL_BYTE = 0xA5  # destinations start with it, so that a stray write is seen
@@ -98,7 +98,8 @@ def build_case(seed: int, num_ranks: int, shape: Shape) -> Case:
         src = _place(generator, ends, src_ids[src_rank][position], lengths)
         dst = _place(generator, ends, dst_ids[dst_rank][position], lengths)
         link = Link.SELF if src_rank == dst_rank else Link.HOST
-        nbytes = torch.Size(lengths).numel() * DTYPE_NBYTES[shape.src_dtypes[position]]
+        dtype = wire_dtype(shape.src_dtypes[position], shape.dst_dtypes[position])
+        nbytes = torch.Size(lengths).numel() * DTYPE_NBYTES[dtype]
         transfer = Transfer(f"tensor{number}", lengths, src, dst, nbytes, link)
         generator.choice(transfers).append(transfer)
     random_source = torch.Generator().manual_seed(seed)
