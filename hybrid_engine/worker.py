@@ -67,8 +67,10 @@ class ActorHybridWorker(SwitchContexts):
 
             actor_config = self.config.actor_config
             undo.callback(parallel_groups.destroy_parallel_state)
-            parallel_groups.initialize_parallel_state(actor_config, self.config.generate_config.timeout_seconds)
-            self.actor = build.build_actor(actor_config, self.table, hf_config, weights_only=weights_only)
+            parallel_groups.initialize_parallel_state(actor_config, job.world_size, job.timeout_seconds)
+            self.actor = build.build_actor(
+                actor_config, self.table, hf_config, job.world_size, weights_only=weights_only
+            )
             undo.callback(build.end_training, self.actor)
             separate_lora = self.config.generate_config.lora_delivery == "adapter"
             self.train: TrainEngine = TrainEngine(self.actor, self.table, actor_config.micro_batch_size, separate_lora)
@@ -191,7 +193,7 @@ class ReferenceModel:
         from hybrid_engine.backends.megatron.train_engine import TrainEngine
 
         actor_config = worker.config.actor_config
-        model = build.build_reference(actor_config, worker.table, worker.config.hf_config())
+        model = build.build_reference(actor_config, worker.table, worker.config.hf_config(), worker.world_size)
         self.engine = TrainEngine(model, worker.table, actor_config.micro_batch_size)
         self.engine.copy_weights_from(worker.train)
         self._agreement = worker.job.agreement

@@ -40,8 +40,10 @@ class SecondModel:
     def __init__(self, worker: ActorHybridWorker) -> None:
         actor = inference_layout(worker.config)
         with second_parallel_state():
-            parallel_groups.initialize_parallel_state(actor, SECONDS_TO_WAIT)
-            self.chunks, _ = build.build_model(actor, worker.table, worker.config.hf_config(), weights_only=True)
+            parallel_groups.initialize_parallel_state(actor, worker.world_size, SECONDS_TO_WAIT)
+            self.chunks, _ = build.build_model(
+                actor, worker.table, worker.config.hf_config(), worker.world_size, weights_only=True
+            )
             self.adaptor = MegatronAdaptor(ModelTensors(self.chunks, worker.table))
             self.groups = ProcessGroupCollection.use_mpu_process_groups()
 

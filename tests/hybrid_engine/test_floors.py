@@ -77,9 +77,13 @@ ENGINES = {
     "megatron": ("hybrid_engine.backends.megatron",),
     "vllm": ("hybrid_engine.backends.vllm",),
 }
-# Who may ask torch.distributed for this rank or their number: who makes a job or starts its ranks, and the backend
-# whose own state is as global. The `Job` tells all others.
-ASK_FOR_THEIR_RANK = ("hybrid_engine.ranks.job", "hybrid_engine.verification.verify", "hybrid_engine.backends.megatron")
+# Who may ask torch.distributed for this rank or their number: who makes a job or starts its ranks, and what reads
+# Megatron's parallel state, which is as global. The `Job` tells all others.
+ASK_FOR_THEIR_RANK = (
+    "hybrid_engine.ranks.job",
+    "hybrid_engine.verification.verify",
+    "hybrid_engine.backends.megatron.model_tensors",
+)
 # What loads where neither engine is installed.
 WITHOUT_ENGINES = tuple(
     f"hybrid_engine.{name}" for floor in FLOORS[: FLOOR_OF["verification"]] for name in floor if name != "backends"

@@ -47,11 +47,20 @@ def running(path: Path, config: ActorConfig) -> Iterator[Run]:
         from hybrid_engine.backends.megatron.train_engine import TrainEngine
 
         table = table_for(read_config(path))
-        actor = build_actor(config, table, read_config(path))
+        actor = build_actor(config, table, read_config(path), dist.get_world_size())
         try:
             yield Run(actor, table, config, TrainEngine(actor, table, config.micro_batch_size))
         finally:
             end_training(actor)
+
+
+def reference_of(run: Run, path: Path) -> TrainEngine:
+    """A frozen model of the same layout, its weights still random, on the run's groups."""
+    from hybrid_engine.backends.megatron.build import build_reference
+    from hybrid_engine.backends.megatron.train_engine import TrainEngine
+
+    actor = build_reference(run.config, run.table, read_config(path), dist.get_world_size())
+    return TrainEngine(actor, run.table, micro_batch_size=1)
 
 
 @contextlib.contextmanager
@@ -64,7 +73,7 @@ def parallel_state_of(config: ActorConfig) -> Iterator[None]:
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     from hybrid_engine.backends.megatron.parallel_groups import destroy_parallel_state, initialize_parallel_state
 
-    initialize_parallel_state(config, timeout_seconds=120)
+    initialize_parallel_state(config, dist.get_world_size(), timeout_seconds=120)
     try:
         yield
     finally:

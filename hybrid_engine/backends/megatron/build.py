@@ -68,13 +68,13 @@ class Actor:
 
 
 def build_actor(
-    actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, Any], *, weights_only: bool = False
+    actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, Any], world_size: int, *, weights_only: bool = False
 ) -> Actor:
     """Model, DDP and optimizer; parameters and gradients live in elastic buffers that peers on the host can map.
 
     Args and errors as in `build_model`.
     """
-    models, config = build_model(actor, table, hf_config, weights_only=weights_only)
+    models, config = build_model(actor, table, hf_config, world_size, weights_only=weights_only)
     with buffer_allocator(allocate_elastic):
         chunks = [
             DistributedDataParallel(config, ddp_config(actor), model, disable_bucketing=index > 0)
@@ -92,7 +92,7 @@ def build_actor(
         config.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in chunks])
     if actor.overlap_param_gather:
         config.param_sync_func = _one_or_list([chunk.start_param_sync for chunk in chunks])
-    return Actor(list(chunks), optimizer, config, train_sizes(actor).noop_layers)
+    return Actor(list(chunks), optimizer, config, actor.sizes(world_size).noop_layers)
 
 
 def end_training(actor: Actor) -> None:
@@ -108,16 +108,17 @@ def end_training(actor: Actor) -> None:
             chunk.disable_forward_pre_hook(param_sync=False)
 
 
-def build_reference(actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, Any]) -> Actor:
-    """The same model without DDP and optimizer, for reading only. Errors as in `build_model`."""
-    chunks, config = build_model(actor.model_copy(update={"lora": None, "frozen_parameters": ()}), table, hf_config)
+def build_reference(actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, Any], world_size: int) -> Actor:
+    """The same model without DDP and optimizer, for reading only. Args and errors as in `build_model`."""
+    actor = actor.model_copy(update={"lora": None, "frozen_parameters": ()})
+    chunks, config = build_model(actor, table, hf_config, world_size)
     for chunk in chunks:
         chunk.eval().requires_grad_(False)
-    return Actor(chunks, None, config, train_sizes(actor).noop_layers)
+    return Actor(chunks, None, config, actor.sizes(world_size).noop_layers)
 
 
 def build_model(
-    actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, Any], *, weights_only: bool = False
+    actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, Any], world_size: int, *, weights_only: bool = False
 ) -> tuple[list[torch.nn.Module], TransformerConfig]:
     """This rank's model chunks on its device, in the training dtype, without DDP.
 
@@ -125,16 +126,17 @@ def build_model(
         actor: layout, dtype, LoRA and frozen parameters.
         table: of the architecture.
         hf_config: config.json of the model.
+        world_size: number of ranks.
         weights_only: the model holds weights and need not compute; with context parallelism it does not.
 
     Raises:
         ConfigError: for every broken rule of `config/constraints.py`, and for what this megatron-core lacks.
         ModelError: for a pattern of `frozen_parameters` that matches nothing, or LoRA on layers that cannot have it.
     """
-    context = TrainingContext(actor, table, torch.distributed.get_world_size())
+    context = TrainingContext(actor, table, world_size)
     if violations := broken_rules(context, weights_only=weights_only):
         raise ConfigError(violations)
-    sizes = train_sizes(actor)
+    sizes = train_sizes(actor, world_size)
     config = transformer_config(actor, sizes, table)
     max_length = max(actor.seq_length, int(hf_config.get("max_position_embeddings", 0)))
     num_chunks = sizes.virtual_pipeline or 1
@@ -143,7 +145,7 @@ def build_model(
     if actor.lora is not None:
         for chunk in chunks:
             add_lora(chunk, actor.lora)
-    _freeze(chunks, table, actor)
+    _freeze(chunks, table, actor.frozen_parameters, sizes.noop_layers)
     if torch.cuda.is_available():
         chunks = [chunk.cuda() for chunk in chunks]
     if config.bf16 or config.fp16:
@@ -171,18 +173,20 @@ def _build_chunk(
     return finish_model(model, table.extras)
 
 
-def _freeze(chunks: list[torch.nn.Module], table: ModelTable, actor: ActorConfig) -> None:
-    """Take what `frozen_parameters` names out of training. Collective; raises ModelError for a pattern of nothing."""
-    if not actor.frozen_parameters:
+def _freeze(
+    chunks: list[torch.nn.Module], table: ModelTable, patterns: Sequence[str], noop_layers: Sequence[int]
+) -> None:
+    """Take what `patterns` name out of training. Collective; raises ModelError for a pattern of nothing."""
+    if not patterns:
         return
-    parameters = list(ModelTensors(chunks, table, train_sizes(actor).noop_layers).named_parameters())
-    num_found = torch.zeros(len(actor.frozen_parameters), dtype=torch.int64)
-    for index, pattern in enumerate(actor.frozen_parameters):
+    parameters = list(ModelTensors(chunks, table, noop_layers).named_parameters())
+    num_found = torch.zeros(len(patterns), dtype=torch.int64)
+    for index, pattern in enumerate(patterns):
         for parameter in (parameter for name, parameter in parameters if fnmatch.fnmatchcase(name, pattern)):
             parameter.requires_grad_(False)
             num_found[index] += 1
     torch.distributed.all_reduce(num_found)
-    unknown = [pattern for pattern, count in zip(actor.frozen_parameters, num_found, strict=True) if not count]
+    unknown = [pattern for pattern, count in zip(patterns, num_found, strict=True) if not count]
     if unknown:
         raise ModelError(f"actor_config.frozen_parameters: no parameter matches {', '.join(unknown)}")
 

@@ -33,9 +33,9 @@ def has_transformer_engine() -> bool:
     return torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
 
-def train_sizes(actor: ActorConfig) -> TrainParallelism:
+def train_sizes(actor: ActorConfig, world_size: int) -> TrainParallelism:
     """The parallel sizes, with the virtual stages that an explicit layout implies."""
-    sizes = actor.sizes(torch.distributed.get_world_size())
+    sizes = actor.sizes(world_size)
     if sizes.pipeline_layout is None:
         return sizes
     num_chunks = PipelineParallelLayerLayout.get_num_stages_from_str(sizes.pipeline_layout) // sizes.pipeline

@@ -17,12 +17,12 @@ from hybrid_engine.layouts.parallelism import TrainParallelism, named
 from hybrid_engine.ranks.process_groups import end_groups
 
 
-def initialize_parallel_state(actor: ActorConfig, timeout_seconds: float) -> None:
+def initialize_parallel_state(actor: ActorConfig, world_size: int, timeout_seconds: float) -> None:
     """Create Megatron's process groups and seed its generators. torch.distributed is initialised already.
 
     `timeout_seconds`, the longest wait for a peer, is rounded up to whole minutes, which is what Megatron takes.
     """
-    sizes = train_sizes(actor)
+    sizes = train_sizes(actor, world_size)
     parallel_state.initialize_model_parallel(
         **named(sizes, "groups"),
         get_embedding_ranks=_embedding_ranks(sizes),

@@ -77,7 +77,7 @@ def live_regions(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> lis
             from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 
             config = {**served_config(family), **changes}
-            chunks, _ = build_model(actor, table_for(config), config, weights_only=True)
+            chunks, _ = build_model(actor, table_for(config), config, 4, weights_only=True)
             layout = MegatronAdaptor(ModelTensors(chunks, table_for(config), actor.noop_layers)).layout()
             found.append(regions_by_tensor(layout))
     return found

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.models import ModelTable, table_for
@@ -113,7 +114,7 @@ def compare_rank(config: ActorConfig, table: ModelTable, path: Path, numbers: di
 
     # which is otherwise said of GPUs only
     build.has_transformer_engine = megatron_config.has_transformer_engine = lambda: True
-    chunks, _ = build.build_model(config, table, read_config(path), weights_only=True)
+    chunks, _ = build.build_model(config, table, read_config(path), dist.get_world_size(), weights_only=True)
     adaptor = MegatronAdaptor(ModelTensors(chunks, table))
     records = filled_by_records(adaptor, numbers)
     bridge = mock_constructed_bridge(config, table, path)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ParameterMismatchError, WeightError
@@ -390,7 +391,7 @@ def refusals(path: Path) -> dict[str, str]:
         from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 
         hf_config = read_config(path)
-        chunks, _ = build_model(config, table_for(hf_config), hf_config)
+        chunks, _ = build_model(config, table_for(hf_config), hf_config, dist.get_world_size())
         others = {
             "wider": {"intermediate_size": 48},
             "narrower": {"intermediate_size": 32},

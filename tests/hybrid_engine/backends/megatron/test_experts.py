@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError
@@ -25,6 +26,7 @@ from tests.zoo.megatron_models import (
     load_canonical,
     negative_log_likelihood,
     parallel_state_of,
+    reference_of,
     running,
     whole_weights,
 )
@@ -225,8 +227,7 @@ def describe_offload(run: Any) -> dict[str, Any]:
 
 def half_precision_and_refusals(paths: dict[str, Path]) -> dict[str, Any]:
     """On both ranks: the bias in bfloat16 training, a reference's weights, and models that are not built."""
-    from hybrid_engine.backends.megatron.build import build_model, build_reference
-    from hybrid_engine.backends.megatron.train_engine import TrainEngine
+    from hybrid_engine.backends.megatron.build import build_model
 
     path = paths["deepseek_v3"]
     found: dict[str, Any] = {}
@@ -236,7 +237,7 @@ def half_precision_and_refusals(paths: dict[str, Path]) -> dict[str, Any]:
         biases = {n: t for n, t in run.engine.weights.model.named_weights() if n.endswith("expert_bias")}
         before = {name: bias.clone() for name, bias in biases.items()}
         addresses = {name: bias.data_ptr() for name, bias in biases.items()}
-        reference = TrainEngine(build_reference(run.config, run.table, read_config(path)), run.table, 1)
+        reference = reference_of(run, path)
         reference.copy_weights_from(run.engine)
         batch = share_of(run.engine, make_batch())
         same = torch.equal(reference.log_probs(batch), run.engine.log_probs(batch))
@@ -258,11 +259,11 @@ def half_precision_and_refusals(paths: dict[str, Path]) -> dict[str, Any]:
         config = ActorConfig(**{**DENSE_FLOAT32, **actor})
         with parallel_state_of(config):
             with pytest.raises(ConfigError) as caught:
-                build_model(config, table, read_config(path))
+                build_model(config, table, read_config(path), dist.get_world_size())
             found[name] = str(caught.value)
             if name == "positions":
                 continue
-            chunks, _ = build_model(config, table, read_config(path), weights_only=True)
+            chunks, _ = build_model(config, table, read_config(path), dist.get_world_size(), weights_only=True)
             found[f"{name}, weights only"] = sum(parameter.numel() for parameter in chunks[0].parameters())
     return found
 

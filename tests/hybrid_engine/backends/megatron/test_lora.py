@@ -12,8 +12,7 @@ import torch
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, WeightError
 from tests.harness.launch import Ranks
-from tests.zoo.families import read_config
-from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running
+from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
 from tests.zoo.tiny_models import save_model, token_batch
 
 LORA = {"lora": {"rank": 4, "alpha": 8.0}, "optimizer": {"lr": 1e-2}}
@@ -120,8 +119,6 @@ def save_and_load(path: Path, out: Path) -> dict[str, Any]:
     """What the model computes before it is saved as a Hugging Face checkpoint, and after that one is read again; and
     what a reference computes, which has the sums without adapters, also once training went on."""
     from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
-    from hybrid_engine.backends.megatron.build import build_reference
-    from hybrid_engine.backends.megatron.train_engine import TrainEngine
     from hybrid_engine.ranks.job import Job
 
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **LORA})) as run:
@@ -130,7 +127,7 @@ def save_and_load(path: Path, out: Path) -> dict[str, Any]:
         for _ in range(3):
             run.engine.train_step(batch, negative_log_likelihood)
         trained = run.engine.logits(batch["tokens"])
-        reference = TrainEngine(build_reference(run.config, run.table, read_config(path)), run.table, 1)
+        reference = reference_of(run, path)
         reference.copy_weights_from(run.engine)
         frozen = reference.logits(batch["tokens"])
         save_hf_checkpoint(out, weights.merged, run.table, job, path)

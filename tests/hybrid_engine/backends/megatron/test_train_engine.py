@@ -13,7 +13,7 @@ from hybrid_engine.config import ActorConfig
 from hybrid_engine.worker import share_of
 from tests.harness.core_versions import without
 from tests.harness.launch import Ranks
-from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running
+from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
 from tests.zoo.tiny_models import build_hf_model, label_log_probs, save_model, token_batch, train_hf_model
 
 # fp32: sums in another order only. Logits reach about 5, log-probabilities about -10.
@@ -196,16 +196,12 @@ def test_offload_items_are_all_that_is_held(results: dict[str, list[dict[str, An
 
 def edge_cases(path: Path) -> dict[str, Any]:
     """On both ranks: a reference, bfloat16, float16 with an overflow, and batches that do not fit."""
-    from hybrid_engine.backends.megatron.build import build_reference
-    from hybrid_engine.backends.megatron.train_engine import TrainEngine
-    from tests.zoo.families import read_config
-
     found: dict[str, Any] = {}
     batch = make_batch()
     with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2, "params_dtype": "bfloat16"})) as run:
         load_canonical(run, path)
         found["bfloat16"] = run.engine.log_probs(batch)
-        reference = TrainEngine(build_reference(run.config, run.table, read_config(path)), run.table, 1)
+        reference = reference_of(run, path)
         reference.copy_weights_from(run.engine)
         frozen = reference.log_probs(batch)
         run.engine.set_learning_rate(1e-2)

@@ -107,7 +107,7 @@ def view_of(case: Case, path: Path, rank: int) -> RankView:
         # which is otherwise said of GPUs only
         build.has_transformer_engine = megatron_config.has_transformer_engine = lambda: True
         table = table_for(read_config(path))
-        chunks, _ = build.build_model(config, table, read_config(path), weights_only=True)
+        chunks, _ = build.build_model(config, table, read_config(path), NUM_RANKS, weights_only=True)
         adaptor = MegatronAdaptor(ModelTensors(chunks, table))
         assert any(isinstance(module, mock_transformer_engine.Linear) for module in chunks[0].modules())
         return RankView(adaptor.layout(), {name: tuple(tensor.shape) for name, tensor in adaptor.model.named_weights()})
