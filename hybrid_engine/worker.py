@@ -42,7 +42,8 @@ class ActorHybridWorker(SwitchContexts):
         config: see `load_config`.
         weights_only: the training model holds weights and is not asked to compute. For checks of the switch with models
             or layouts that this project does not train.
-        job: default: `Job.join`, which ends with this worker. One that is given outlives it.
+        job: default: `Job.join`, which ends with this worker. One that is given outlives it, and has the timeout of
+            the configuration.
     """
 
     def __init__(self, config: HybridConfig, *, weights_only: bool = False, job: Job | None = None) -> None:
@@ -58,6 +59,7 @@ class ActorHybridWorker(SwitchContexts):
 
     def _build(self, job: Job, weights_only: bool, undo: ExitStack) -> None:
         with job.agreement.phase("checking what is installed"):
+            job.require_timeout(self.config.generate_config.timeout_seconds)
             _require_installed()
             hf_config = self.config.hf_config()
             self.table = table_for(hf_config)

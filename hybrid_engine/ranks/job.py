@@ -18,6 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.hosts import host_id
 from hybrid_engine.ranks.process_groups import end_groups
@@ -31,8 +32,8 @@ class Job:
     Attributes:
         rank: global rank of this process.
         hosts: of all ranks, by rank; equal for two of them exactly when they can read each other's memory.
-        device: this rank's.
-        timeout_seconds: longest wait for another rank, in the agreement and in groups.
+        device: of this rank's training weights.
+        timeout_seconds: longest wait for another rank, in the agreement and in groups; the configuration's.
         agreement: of all ranks.
     """
 
@@ -50,7 +51,7 @@ class Job:
         Args:
             timeout_seconds: longest wait for another rank; for the start, at least `agreement.SECONDS_TO_BUILD`.
             host: where this rank is; default: what /proc says.
-            device: default: the current GPU, without one the CPU.
+            device: of the training weights; default: the current GPU, without one the CPU.
 
         Raises ConfigError where there is neither a process group nor torchrun, LostRankError when a rank is missing.
         """
@@ -73,6 +74,12 @@ class Job:
         group = dist.new_group(backend=backend, timeout=timedelta(seconds=self.timeout_seconds))
         owner.callback(end_groups, group)
         return group
+
+    def require_timeout(self, seconds: float) -> None:
+        """Raise ConfigError unless `seconds`, by which vLLM and Megatron wait, are those by which all others do."""
+        if seconds != self.timeout_seconds:
+            problem = f"{seconds:g}, but the job was joined with {self.timeout_seconds:g}"
+            raise ConfigError([Violation("generate_config.timeout_seconds", problem, "Pass Job.join this value")])
 
     def close(self) -> None:
         """End what `join` made, the last first; idempotent. Close what uses the job before."""

@@ -1,4 +1,4 @@
-"""Set-up: the ranks tell each other what they hold, make the same plan, and connect.
+"""Set-up: the ranks tell each other what they hold, make the plan, and connect.
 
     1  gather_layouts   the training layouts of all ranks, once: by assembly.py, for the order of ranks, or here
     2  gather           inference layouts, handles of exported buffers, and who can relay
@@ -12,15 +12,16 @@ Memory: the records of all ranks while this runs; afterwards the plan of one ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from hybrid_engine.config import GenerateConfig
-from hybrid_engine.errors import PlanError
+from hybrid_engine.errors import ConfigError, PlanError, Violation
 from hybrid_engine.memory.elastic import Handle, is_elastic
 from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.planning.planner import plan
@@ -29,12 +30,14 @@ from hybrid_engine.ports import InferenceWeights, TrainingWeights, WeightAdaptor
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import BufferId, Layout
 from hybrid_engine.switch.weight_container import WeightContainer
-from hybrid_engine.transports import RelayBuffers, TransportSet, Wiring, export_handles
+from hybrid_engine.transports.relay_buffers import RelayBuffers
+from hybrid_engine.transports.router import TransportSet, export_handles
+from hybrid_engine.transports.wiring import Wiring
 
 _Value = TypeVar("_Value")
 
-Phase = Callable[[str], AbstractContextManager[None]]
-"""What every step runs in: it ends with all ranks agreeing that the step succeeded."""
+Timed = Callable[[str], AbstractContextManager[object]]
+"""Takes the time of a step, with its wait for the slowest rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +49,6 @@ class Connection:
         releases: by bucket, what can go of this rank's training buffers once all ranks have read it.
         router: the transports, connected for the plan.
         container: the inference weights, to be filled by the router.
-        transfer_group: what the collective transport sends over.
         fence_group: for the fences of a switch (release_fence.py).
     """
 
@@ -54,7 +56,6 @@ class Connection:
     releases: Sequence[Releases]
     router: TransportSet
     container: WeightContainer
-    transfer_group: dist.ProcessGroup
     fence_group: dist.ProcessGroup
 
 
@@ -89,61 +90,79 @@ def connect(
     config: GenerateConfig,
     owner: ExitStack,
     *,
-    may_stay_unread: Iterable[str] = (),
+    may_stay_unread: Collection[str] = (),
     source_layouts: Sequence[Layout] | None = None,
-    phase: Phase | None = None,
+    timed: Timed = nullcontext,
 ) -> Connection:
     """Agree on a plan with all ranks, and connect. Collective.
 
     Args:
         job: whose ranks hold both sides.
         source, destination: this rank's.
-        config: transport and bucket size; the same on all ranks.
+        config: transport, bucket size and timeout; the same on all ranks.
         owner: ends what is made here.
         may_stay_unread: source tensors that no destination needs to read.
         source_layouts: of all ranks, where they are known (`gather_layouts`).
-        phase: default: the agreement's.
+        timed: called with "layout" and "plan"; default: nobody looks at the time.
 
     Raises, on all ranks: PlanError with every fault of the two sides, ConfigError for a transport that cannot carry the
-    plan, DeviceMemoryError when relay buffers find no memory.
+    plan and for a job of another device or timeout, DeviceMemoryError when relay buffers find no memory.
     """
-    phase = phase or job.agreement.phase
+    with timed("layout"):
+        with job.agreement.phase("layout"):
+            job.require_timeout(config.timeout_seconds)
+            buffers = source.buffers()
+            _require_device(job, buffers)
+            handles = export_handles(job.rank, buffers)
+            own = _Offer(destination.layout(), handles, config.transport == "auto" and is_elastic(job.device))
+        if source_layouts is None:
+            source_layouts = gather_layouts(job, source)
+        offers: Sequence[_Offer] = job.agreement.gather(own, "exchange of layouts")
     # each for one purpose: a group that timed out is dead
     transfer_group = job.new_group("nccl" if job.device.type == "cuda" else "gloo", owner)
     fence_group = job.new_group("gloo", owner)
-    if source_layouts is None:
-        source_layouts = gather_layouts(job, source)
-    with phase("layout"):
-        handles = export_handles(job.rank, source.buffers())
-        own = _Offer(destination.layout(), handles, config.transport == "auto" and is_elastic(job.device))
-    offers: Sequence[_Offer] = job.agreement.gather(own, "exchange of layouts")
-    with phase("plan"):
-        made = _make_plan(job, source_layouts, offers, config, may_stay_unread)
-        relays = RelayBuffers(job.rank, made.relays, job.device)
-    digest = f"{made.fingerprint} {config.bucket_mb} MiB, {config.transport}"
-    planned: Sequence[_Planned] = job.agreement.gather(_Planned(digest, relays.handles()), "comparison of plans")
-    if len({each.digest for each in planned}) > 1:
-        raise PlanError(["the ranks made different plans: they do not run the same code or configuration"])
-    tell_group = job.new_group("gloo", owner) if any(each.handles for each in planned) else None
-    with phase("plan"):
-        handles_of_all = _joined([*(each.handles for each in offers), *(each.handles for each in planned)])
-        wiring = Wiring(
-            job.rank,
-            _joined(each.buffers for each in source_layouts),
-            handles_of_all,
-            transfer_group,
-            destination_buffers=_joined(each.destination.buffers for each in offers),
-            relays=relays,
-            tell_group=tell_group,
-            timeout=job.timeout_seconds,
-        )
-        router = TransportSet.connect(wiring, config.transport)
-        owner.callback(router.close)
-        router.check(made, exported=handles_of_all)
-        # On CUDA releasing training memory waits for the device, so for messages in flight: a peer that hangs.
-        container = WeightContainer(destination, made, router, sends_ahead=job.device.type != "cuda")
-        schedule = release_schedule(source_layouts[job.rank].shards, made.buckets)
-    return Connection(made, schedule, router, container, transfer_group, fence_group)
+    with timed("plan"):
+        with job.agreement.phase("plan"):
+            made = _make_plan(job, source_layouts, offers, config, may_stay_unread)
+            relays = RelayBuffers(job.rank, made.relays, job.device)
+        digest = f"{made.fingerprint} {config.bucket_mb} MiB, {config.transport}"
+        planned: Sequence[_Planned] = job.agreement.gather(_Planned(digest, relays.handles()), "comparison of plans")
+        if len({each.digest for each in planned}) > 1:
+            raise PlanError(["the ranks made different plans: they do not run the same code or configuration"])
+        tell_group = job.new_group("gloo", owner) if any(each.handles for each in planned) else None
+        with job.agreement.phase("plan"):
+            handles_of_all = _joined([*(each.handles for each in offers), *(each.handles for each in planned)])
+            wiring = Wiring(
+                job.rank,
+                _joined(each.buffers for each in source_layouts),
+                handles_of_all,
+                transfer_group,
+                destination_buffers=_joined(each.destination.buffers for each in offers),
+                relays=relays,
+                tell_group=tell_group,
+                timeout=job.timeout_seconds,
+            )
+            router = TransportSet.connect(wiring, config.transport)
+            owner.callback(router.close)
+            router.check(made, exported=handles_of_all)
+            # On CUDA releasing training memory waits for the device, so for messages in flight: a peer that hangs.
+            container = WeightContainer(destination, made, router, sends_ahead=job.device.type != "cuda")
+            schedule = release_schedule(source_layouts[job.rank].shards, made.buckets)
+    return Connection(made, schedule, router, container, fence_group)
+
+
+def _require_device(job: Job, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Raise ConfigError unless training buffers are on the job's device; a device without a number is any of its kind.
+
+    Transports, relay buffers and process groups are made for that one.
+    """
+    device = job.device
+    found = {flat.device for flat in buffers.values()}
+    others = [one for one in found if one.type != device.type or device.index not in (None, one.index)]
+    if others:
+        where = " and ".join(sorted(map(str, others)))
+        problem = f"{device}, but training weights of rank {job.rank} are on {where}"
+        raise ConfigError([Violation("Job.device", problem, "Pass their device: Job.join(..., device=...)")])
 
 
 def _make_plan(
@@ -151,9 +170,9 @@ def _make_plan(
     source_layouts: Sequence[Layout],
     offers: Sequence[_Offer],
     config: GenerateConfig,
-    may_stay_unread: Iterable[str],
+    may_stay_unread: Collection[str],
 ) -> ReshardPlan:
-    """The same on every rank, but for what it keeps of it. A host relays where all of its ranks can."""
+    """A host relays where all of its ranks can."""
     cannot_relay = {host for host, offer in zip(job.hosts, offers, strict=True) if not offer.can_relay}
     return plan(
         Layout.merge(source_layouts),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.switch.weight_container import FillReport
-from hybrid_engine.transports import LocalTransport
+from hybrid_engine.transports.pull import LocalTransport
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,12 @@ class SwitchTally:
     peak: int = 0
     fill: FillReport | None = None
 
-    def add_seconds(self, phase: str, seconds: float) -> None:
-        """A phase may come several times."""
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Count the time of the block, unless it fails; a phase may come several times."""
+        started = time.perf_counter()
+        yield
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def add_fill(self, fill: FillReport) -> None:
         """There is at most one."""

@@ -43,7 +43,7 @@ from hybrid_engine.switch.rendezvous import Connection, connect
 from hybrid_engine.switch.report import ReshardReport, SwitchTally
 from hybrid_engine.switch.states import NEEDED_KINDS, State, require
 from hybrid_engine.switch.weight_container import WeightContainer
-from hybrid_engine.transports import TransportSet
+from hybrid_engine.transports.router import TransportSet
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -100,7 +100,7 @@ class ShardingManager:
                 undo,
                 may_stay_unread=trainer.unserved,
                 source_layouts=training_layouts,
-                phase=self._phase,
+                timed=self._tally.timed,
             )
             with self._phase("release"):
                 inference.release()
@@ -316,10 +316,8 @@ class ShardingManager:
     @contextmanager
     def _phase(self, name: str, patience: float | None = None) -> Iterator[None]:
         """Time a phase and end it with all ranks agreeing that it succeeded; see `Agreement.phase`."""
-        started = time.perf_counter()
-        with self.job.agreement.phase(name, patience):
+        with self._tally.timed(name), self.job.agreement.phase(name, patience):
             yield
-        self._tally.add_seconds(name, time.perf_counter() - started)
 
     def _note_peak(self, training: int | None = None) -> None:
         """Look at what is on the device; `training`: bytes of training state there, if they are known."""

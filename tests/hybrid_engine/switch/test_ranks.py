@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch.distributed as dist
 
-from hybrid_engine.errors import OffloadError, PlanError, RemoteError, ReshardError
-from hybrid_engine.transports import CollectiveTransport, SharedMemoryTransport
+from hybrid_engine.errors import ConfigError, OffloadError, PlanError, RemoteError, ReshardError
+from hybrid_engine.transports.collective import CollectiveTransport
+from hybrid_engine.transports.shared_memory import SharedMemoryTransport
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.switch.fakes import IDLE, INFER, NBYTES, SHAPES, TRAIN, Rig
 
@@ -59,6 +60,11 @@ def layout_fails_on_rank_1() -> dict[str, object]:
     if rig.training.rank == 1:
         rig.script.arm("layout", OSError("disk on fire"))
     return error_of(rig.build)
+
+
+@scenario
+def other_device_on_rank_1() -> dict[str, object]:
+    return error_of(Rig(build=False, device="meta" if dist.get_rank() == 1 else "cpu").build)
 
 
 @scenario
@@ -214,10 +220,17 @@ def test_a_rank_that_fails_at_construction(two_ranks: list[dict[str, dict]]):
     assert "rank 1: OSError: disk on fire" in remote["text"]
 
 
+def test_a_rank_that_names_another_device(two_ranks: list[dict[str, dict]]):
+    remote, own = (results["other_device_on_rank_1"] for results in two_ranks)
+    assert own["names"][0] == ConfigError.__name__
+    assert remote["names"][0] == RemoteError.__name__
+    assert "Job.device: meta, but training weights of rank 1 are on cpu" in remote["text"]
+
+
 def test_a_transport_that_cannot_carry_the_plan(two_ranks: list[dict[str, dict]]):
     for results in two_ranks:
         error = results["shared_memory_without_exported_buffers"]
-        assert error["names"][0] == "ConfigError"
+        assert error["names"][0] == ConfigError.__name__
         assert "generate_config.transport" in error["text"]
 
 

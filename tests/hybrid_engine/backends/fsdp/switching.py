@@ -93,7 +93,11 @@ def _run(job: Job, path: Path, case: Case) -> Switched:
     values = {
         "model": str(path),
         "actor_config": {"params_dtype": "float32", "seq_length": 64},
-        "generate_config": {"max_model_len": 64, "max_num_seqs": 8, **case.infer, **_narrower(case.dtype)},
+        "generate_config": {
+            **{"max_model_len": 64, "max_num_seqs": 8, "timeout_seconds": job.timeout_seconds},
+            **case.infer,
+            **_narrower(case.dtype),
+        },
     }
     config = load_config(values, job.world_size)
     table = table_for(read_config(path))

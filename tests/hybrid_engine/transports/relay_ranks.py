@@ -1,0 +1,140 @@
+"""Reshards between two hosts, and the four ranks that play them: 0 and 1 are on one host, 2 and 3 on the other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.memory.elastic import allocate_elastic
+from hybrid_engine.planning.plan import Bucket, ReshardPlan
+from hybrid_engine.planning.planner import plan
+from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
+from hybrid_engine.records.regions import Region
+from hybrid_engine.transports.registry import REGISTRY, RegisteredTransport
+from hybrid_engine.transports.relay_buffers import RelayBuffers
+from hybrid_engine.transports.router import TransportSet, export_handles
+from hybrid_engine.transports.wiring import Wiring
+from tests.hybrid_engine.planning.cases import NOT_WRITTEN, filled_buffers
+from tests.hybrid_engine.transports.cases import outcome_of
+
+HOSTS = ("a", "a", "b", "b")
+ROWS, COLUMNS = 24, 5
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """Layouts of all ranks; numbers below 2048, which are exact in float16."""
+
+    source: Layout
+    destination: Layout
+
+    def plan(self, **settings: object) -> ReshardPlan:
+        return plan(self.source, self.destination, HOSTS, **{"bucket_nbytes": 1, "relaying_hosts": HOSTS, **settings})
+
+
+def rows_of(tensors: list[str], parts: list[tuple[int, int, int]], dtype: str, side: str) -> Layout:
+    """Every rank's rows [start, stop) of every tensor, each part in a buffer of its own; a tensor is a group."""
+    buffers, shards = {}, []
+    for tensor in tensors:
+        for number, (rank, start, stop) in enumerate(parts):
+            buffer = BufferId(rank, f"{side} {tensor} {number}")
+            buffers[buffer] = Buffer((stop - start) * COLUMNS, dtype, tensor)
+            region = Region(tensor, (start, 0), (stop - start, COLUMNS))
+            shards.append(Shard(region, Place(buffer, 0, (COLUMNS, 1))))
+    return Layout(dict.fromkeys(tensors, (ROWS, COLUMNS)), buffers, tuple(shards))
+
+
+def random_reshard(seed: int, src_dtype: str, dst_dtype: str) -> Reshard:
+    """Sources cut anywhere, mostly on one host; every rank wants a window of its own, and some want two."""
+    generator = random.Random(seed)
+    tensors = [f"t{number}" for number in range(6)]
+    cuts = sorted(generator.sample(range(1, ROWS), 2))
+    held = [(generator.choice((0, 1, 1, 3)), *part) for part in zip((0, *cuts), (*cuts, ROWS), strict=True)]
+    wanted = []
+    for rank in (0, 1, 2, 2, 3, 3):
+        wanted.append((rank, generator.randint(0, 10), generator.randint(14, ROWS)))
+    return Reshard(rows_of(tensors, held, src_dtype, "src"), rows_of(tensors, wanted, dst_dtype, "dst"))
+
+
+RESHARDS = {
+    "halves to everybody": lambda: Reshard(
+        rows_of(["t0", "t1", "t2"], [(0, 0, 12), (1, 12, 24)], "float32", "src"),
+        rows_of(["t0", "t1", "t2"], [(rank, 0, ROWS) for rank in range(4)], "float32", "dst"),
+    ),
+    **{
+        f"{src} to {dst}, {seed}": lambda seed=seed, src=src, dst=dst: random_reshard(seed, src, dst)
+        for seed, (src, dst) in enumerate(
+            [("float32", "float32"), ("float32", "float16"), ("float16", "float32"), ("int32", "int32")] * 2
+        )
+    },
+}
+
+
+class Rank:
+    """One of the four, connected for a plan of its own part of a reshard."""
+
+    def __init__(
+        self, reshard: Reshard, timeout: float = 60, registry: Sequence[type[RegisteredTransport]] = REGISTRY
+    ) -> None:
+        self.rank = dist.get_rank()
+        self.plan = reshard.plan(rank=self.rank)
+        self.expected = self._tensors(reshard.destination)
+        self.source = {}
+        for name, flat in self._tensors(reshard.source).items():
+            self.source[name] = allocate_elastic(flat.numel(), flat.dtype, "cpu", "param").copy_(flat)
+        relays = RelayBuffers(self.rank, self.plan.relays)
+        gathered: list = [None] * len(HOSTS)
+        dist.all_gather_object(gathered, export_handles(self.rank, self.source) | relays.handles())
+        handles = {buffer: handle for part in gathered for buffer, handle in part.items()}
+        self.group, self.tell_group = dist.new_group(), dist.new_group()
+        wiring = Wiring(
+            self.rank,
+            reshard.source.buffers,
+            handles,
+            self.group,
+            destination_buffers=reshard.destination.buffers,
+            relays=relays,
+            tell_group=self.tell_group,
+            timeout=timeout,
+        )
+        self.router = TransportSet.connect(wiring, registry=registry)
+        self.router.check(self.plan, exported=handles)
+        self.clear()
+
+    def _tensors(self, layout: Layout) -> dict[str, torch.Tensor]:
+        return {
+            buffer.name: torch.from_numpy(values).to(getattr(torch, layout.buffers[buffer].dtype))
+            for buffer, values in filled_buffers(layout).items()
+            if buffer.rank == self.rank
+        }
+
+    def clear(self) -> None:
+        self.destination = {name: torch.full_like(flat, NOT_WRITTEN) for name, flat in self.expected.items()}
+
+    def run(self, index: int, **changes: object) -> str:
+        """Run a bucket; "ok", or the seconds it took with the error's type and message."""
+        values = {"source": self.source, "destination": self.destination, **changes}
+        return outcome_of(lambda: self.router.run(self.plan.buckets[index], **values))
+
+    def following(self, index: int) -> Bucket | None:
+        return next(iter(self.plan.buckets[index + 1 :]), None)
+
+    def run_ahead(self, index: int) -> str:
+        """The same, with the next bucket's messages sent meanwhile."""
+        return self.run(index, following=self.following(index))
+
+    def abandon_ahead(self, index: int, reason: str) -> str:
+        return outcome_of(lambda: self.router.abandon(self.plan.buckets[index], reason, self.following(index)))
+
+    def wrong(self, *indices: int) -> list[str]:
+        """Buffers of these buckets' groups (default: all) that differ from what they should hold."""
+        tensors = [tensor for index in indices for tensor in self.plan.buckets[index].tensors]
+        return [
+            name
+            for name, flat in self.destination.items()
+            if (not tensors or name.split()[1] in tensors) and not torch.equal(flat, self.expected[name])
+        ]
