@@ -48,6 +48,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         train: TrainerT,
         inference: InferenceEngine,
         config: HybridConfig,
+        *,
         offloader: Offloader | None = None,
         weights: InferenceWeights | None = None,
         training_layouts: Sequence[Layout] | None = None,

@@ -84,7 +84,9 @@ class ActorHybridWorker(SwitchContexts):
         with job.agreement.phase("delivering adapters"):
             lora = actor_config.lora if separate_lora else None
             weights = self.inference.adaptor if lora is None else self._weights_with_adapter(lora)
-        self.engine = HybridEngine(self.train, self.inference, self.config, offloader, weights, layouts)
+        self.engine = HybridEngine(
+            self.train, self.inference, self.config, offloader=offloader, weights=weights, training_layouts=layouts
+        )
         self.sharding = self.engine.sharding
         undo.callback(self.sharding.close)
 

@@ -86,7 +86,9 @@ class ScriptEngine:
         with job.agreement.phase("looking at vLLM's weights"):
             verifies = self.settings.verify != "off"
             self._checked = CheckedWeights(self.inference.adaptor, job.agreement) if verifies else None
-        self.hybrid = HybridEngine(live, self.inference, config, offloader, self._checked, layouts)
+        self.hybrid = HybridEngine(
+            live, self.inference, config, offloader=offloader, weights=self._checked, training_layouts=layouts
+        )
         undo.callback(self.hybrid.sharding.close)
         with job.agreement.phase("prompts and output"):
             self._tokens = [self._tokenize(prompt) for prompt in self.settings.prompts]

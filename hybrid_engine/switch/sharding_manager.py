@@ -63,6 +63,7 @@ class ShardingManager:
         training_layouts: of all ranks, where they are known (`rendezvous.gather_layouts`).
 
     Knows neither Megatron nor vLLM. The plan is made once, here; a later switch that finds the training weights
+        *,
     elsewhere raises (`TrainingWeights.prepare`).
     """
 
