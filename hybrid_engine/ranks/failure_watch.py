@@ -39,6 +39,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from hybrid_engine.ranks.hosts import has_ended, process_space, state_of
+from hybrid_engine.ranks.torch_internals import job_store
 
 logger = logging.getLogger("hybrid_engine.failures")
 
@@ -334,9 +335,8 @@ class FailureWatch:
 
 
 def _own_connection(prefix: str) -> dist.Store:
-    """The job's store, apart from what others do with it: a wait of theirs does not hold up this one."""
-    own = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
-    store = dist.PrefixStore(prefix, own)
+    """The job's store, apart from what others do with it."""
+    store = dist.PrefixStore(prefix, job_store())
     store.set_timeout(timedelta(seconds=_SECONDS_OF_THE_STORE))
     return store
 

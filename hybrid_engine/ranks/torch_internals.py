@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
@@ -35,6 +36,11 @@ PRIVATE_NAMES = (
         "says which process groups are alive: destroying one that is gone, as after the job's end, raises",
     ),
     PrivateName(
+        "torch.distributed.distributed_c10d:_get_default_store",
+        "the job's store, through which ranks hear of each other while they wait; whoever made the process group was "
+        "the only one to get it by a public name",
+    ),
+    PrivateName(
         "torch:UntypedStorage._cdata",
         "identifies a storage: data_ptr() is 0 for all meta and released storages, and Python objects are transient",
     ),
@@ -48,6 +54,11 @@ PRIVATE_NAMES = (
 def is_alive(group: dist.ProcessGroup | None) -> bool:
     """Whether a process group exists and was not destroyed; False for None."""
     return group in dist.distributed_c10d._world.pg_map
+
+
+def job_store() -> dist.Store:
+    """A connection of its own to the store of the default process group: waits over others do not hold it up."""
+    return _get_default_store().clone()  # type: ignore[attr-defined]  # not in torch's stubs
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:

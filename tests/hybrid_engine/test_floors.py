@@ -84,6 +84,12 @@ ASK_FOR_THEIR_RANK = (
     "hybrid_engine.verification.verify",
     "hybrid_engine.backends.megatron.model_tensors",
 )
+# Private names of torch are in the first two, each with its reason; in the third an operator has such a name.
+TORCH_INTERNALS = (
+    "hybrid_engine.ranks.torch_internals",
+    "hybrid_engine.backends.fsdp.internals",
+    "hybrid_engine.backends.vllm.weights.tracing",
+)
 # What loads where neither engine is installed.
 WITHOUT_ENGINES = tuple(
     f"hybrid_engine.{name}" for floor in FLOORS[: FLOOR_OF["verification"]] for name in floor if name != "backends"
@@ -271,6 +277,51 @@ def test_the_job_says_who_is_who() -> None:
         if node.func.attr in ("get_rank", "get_world_size")
     ]
     assert asking == []
+
+
+def private_names_of_torch(source: str) -> Iterator[str]:
+    """Those that are imported, or reached through modules and classes of torch; not those of its objects."""
+    tree = ast.parse(source)
+    roots: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            roots |= {alias.asname or "torch" for alias in node.names if below(alias.name, "torch")}
+        elif isinstance(node, ast.ImportFrom) and below(node.module or "", "torch"):
+            roots |= {alias.asname or alias.name for alias in node.names}
+            names = [*node.module.split("."), *(alias.name for alias in node.names)]
+            yield from (name for name in names if name.startswith("_"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in roots:
+                yield node.attr
+
+
+def test_private_names_of_torch_are_where_their_reasons_are() -> None:
+    elsewhere = [
+        f"{module_name(path)}: {name}"
+        for path in sources(ENGINE)
+        if module_name(path) not in TORCH_INTERNALS
+        for name in private_names_of_torch(path.read_text())
+    ]
+    assert elsewhere == []
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import torch.distributed as dist\ndist.c10d._store()", ["_store"]),
+        ("import torch.nn\ntorch._C._cuda()", ["_C", "_cuda"]),
+        ("from torch.utils._dispatch import flat", ["_dispatch"]),
+        ("from torch import distributed\ndistributed._world", ["_world"]),
+        ("import torch\ntorch.nn.__name__\nself._store", []),
+    ],
+)
+def test_private_names_are_found(source: str, names: list[str]) -> None:
+    """The reader of sources itself."""
+    assert sorted(private_names_of_torch(source)) == names
 
 
 @pytest.mark.parametrize("name", hybrid_engine.__all__)
