@@ -139,7 +139,7 @@ def plan_job(
 
     Args:
         infer: sizes in sequential order.
-        order: "auto" or "sequential", see `placement.rank_order`.
+        order: "auto" or "sequential", see `planning.rank_order`.
         dtype: of the weights.
 
     Raises ConfigError with every violation, DependencyError for "auto" without scipy.

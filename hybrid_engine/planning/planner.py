@@ -43,7 +43,7 @@ def plan(
     destination: Layout,
     hosts: Sequence[str],
     bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
-    may_stay_unread: Iterable[str] = (),
+    may_stay_unread: Collection[str] = (),
     rank: int | None = None,
     relaying_hosts: Collection[str] = (),
 ) -> ReshardPlan:
@@ -67,7 +67,7 @@ def plan(
     alternate between pipeline stages (planning/buckets.py).
     """
     sides = _checked_sides(source, destination, len(hosts), may_stay_unread)
-    found = plan_sides(*sides, hosts, bucket_nbytes, source.tensors, rank, relaying_hosts)
+    found = plan_sides(*sides, hosts, bucket_nbytes, may_stay_unread, rank, relaying_hosts)
     fingerprint = fingerprint_of(source.fingerprint(), destination.fingerprint(), hosts, relaying_hosts)
     return replace(found, fingerprint=fingerprint)
 
@@ -77,7 +77,7 @@ def plan_sides(
     destination: PlacedHoldings,
     hosts: Sequence[object],
     bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
-    may_stay_unread: Iterable[str] = (),
+    may_stay_unread: Collection[str] = (),
     rank: int | None = None,
     relaying_hosts: Collection[object] = (),
 ) -> ReshardPlan:
@@ -101,7 +101,7 @@ def plan_sides(
 
 
 def box_transfers(
-    source: Layout, destination: Layout, hosts: Sequence[str], rank: int, may_stay_unread: Iterable[str] = ()
+    source: Layout, destination: Layout, hosts: Sequence[str], rank: int, may_stay_unread: Collection[str] = ()
 ) -> list[Transfer]:
     """One rank's transfers as boxes of canonical tensors, in order of place: for files, read and written box by box.
 
@@ -120,7 +120,7 @@ def _by_place(transfer: Transfer) -> tuple[object, ...]:
 
 
 def _checked_sides(
-    source: Layout, destination: Layout, num_ranks: int, may_stay_unread: Iterable[str]
+    source: Layout, destination: Layout, num_ranks: int, may_stay_unread: Collection[str]
 ) -> tuple[PlacedHoldings, PlacedHoldings]:
     """Both sides in compact form. Raises PlanError with every fault."""
     faults = [*layout_faults(source, exact=False), *layout_faults(destination, exact=True)]
@@ -139,9 +139,9 @@ def _unread(source: Iterable[str], destination: Iterable[str]) -> tuple[str, ...
     return tuple(sorted(set(source) - set(destination)))
 
 
-def _unread_faults(unread: Iterable[str], may_stay_unread: Iterable[str]) -> list[str]:
-    expected = set(may_stay_unread)
-    return [f"{name}: a training parameter that no inference rank reads" for name in unread if name not in expected]
+def _unread_faults(unread: Iterable[str], may_stay_unread: Collection[str]) -> list[str]:
+    unexpected = sorted(set(unread).difference(may_stay_unread))
+    return [f"{name}: a training parameter that no inference rank reads" for name in unexpected]
 
 
 def _needs(source: PlacedHoldings, destination: PlacedHoldings) -> dict[str, Need]:
