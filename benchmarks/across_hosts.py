@@ -36,7 +36,9 @@ from hybrid_engine.planning.planner import plan
 from hybrid_engine.ranks.launching import run_ranks
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.weight_container import FillReport, WeightContainer
-from hybrid_engine.transports import RelayBuffers, TransportSet, Wiring, export_handles
+from hybrid_engine.transports.relay_buffers import RelayBuffers
+from hybrid_engine.transports.router import TransportSet, export_handles
+from hybrid_engine.transports.wiring import Wiring
 
 WARM_UP = 1
 

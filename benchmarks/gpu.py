@@ -34,7 +34,8 @@ from benchmarks.gpu_figures import Memory, Timing, memory, plain_device_copy, ra
 from benchmarks.gpu_layouts import TINY, ModelShape, RankJob, rank_job
 from benchmarks.gpu_pull import PullTask, pull_figures
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
-from hybrid_engine.memory.offloader import MegatronOffloader, OffloadItem
+from hybrid_engine.memory.offload_items import OffloadItem
+from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.transports.copies import copy_straight
 
 NO_GPU = 2

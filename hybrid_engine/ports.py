@@ -30,7 +30,7 @@ vLLM, or assumes that one process trains and generates: a side is what its layou
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -41,7 +41,6 @@ from hybrid_engine.records.layout import Layout
 # -- sides ------------------------------------------------------------------------------------------------------------
 
 
-@runtime_checkable
 class WeightAdaptor(Protocol):
     """One side of a reshard: says where its weights lie on this rank."""
 
@@ -50,7 +49,6 @@ class WeightAdaptor(Protocol):
         ...
 
 
-@runtime_checkable
 class TrainingWeights(WeightAdaptor, Protocol):
     """The side that is read."""
 
@@ -82,7 +80,6 @@ class LoadableWeights(TrainingWeights, Protocol):
         ...
 
 
-@runtime_checkable
 class Trainer(Protocol):
     """Whoever trains: its weights, and what of its state can leave the device.
 
@@ -117,7 +114,6 @@ class Trainer(Protocol):
         ...
 
 
-@runtime_checkable
 class InferenceWeights(WeightAdaptor, Protocol):
     """The side that is written, group by group (a group is what its engine commits at once, e.g. a module)."""
 

@@ -209,7 +209,9 @@ def _cuts(places: Mapping[int, Place], rank: int, layout: Layout, seen: set[tupl
                 seen.add((shard, common))
                 inner = [low - base for low, base in zip(common.offsets, held.region.offsets, strict=True)]
                 shift = sum(step * stride for step, stride in zip(inner, held.strides, strict=True))
-                target = shard.place_of(common)
+                target = shard.place.at(
+                    low - base for low, base in zip(common.offsets, shard.region.offsets, strict=True)
+                )
                 yield Cut(
                     common.lengths,
                     start + held.offset + shift,

@@ -23,7 +23,7 @@ from benchmarks.resharding.floor import Floor
 from benchmarks.resharding.growth import grow, trace_cycle
 from benchmarks.resharding.measuring import Contender, Digests, agreed, gather, measure
 from benchmarks.resharding.ours import Ours, OursCopies
-from hybrid_engine.memory.offloader import KINDS
+from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.switch.sharding_manager import State
 from hybrid_engine.worker import ActorHybridWorker
 

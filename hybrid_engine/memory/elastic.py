@@ -30,20 +30,6 @@ from hybrid_engine.memory.device_peers import DevicePeer
 from hybrid_engine.memory.host_pages import BufferHandle, HostMemory, map_pages
 from hybrid_engine.records.layout import Extent
 
-__all__ = [
-    "BufferHandle",
-    "DeviceHandle",
-    "ElasticBuffer",
-    "Handle",
-    "Peer",
-    "allocate_elastic",
-    "export_tensor",
-    "exported_buffer_of",
-    "is_elastic",
-    "map_peer",
-    "open_peer",
-]
-
 Handle = BufferHandle | DeviceHandle
 
 

@@ -28,9 +28,7 @@ import torch
 from hybrid_engine.errors import HybridEngineError, OffloadError
 from hybrid_engine.memory.arena import Arena, Copier
 from hybrid_engine.memory.offload_items import (
-    ACTIONS,
     KINDS,
-    Action,
     Kind,
     Moved,
     OffloadItem,
@@ -41,22 +39,8 @@ from hybrid_engine.memory.offload_items import (
     storage_of,
     survey,
 )
-from hybrid_engine.memory.residual import UNACCOUNTED, Residual
+from hybrid_engine.memory.residual import Residual
 from hybrid_engine.memory.spans import Spans
-
-__all__ = [
-    "ACTIONS",
-    "KINDS",
-    "UNACCOUNTED",
-    "Action",
-    "Kind",
-    "MegatronOffloader",
-    "OffloadItem",
-    "OffloadReport",
-    "Offloader",
-    "Part",
-    "Reached",
-]
 
 _ALIGNMENT = 16  # bytes; no element is larger
 

@@ -148,6 +148,3 @@ def fingerprint_of(
     """The fingerprint of a plan between two layouts on these hosts."""
     parts = source_digest, destination_digest, *hosts, "", *sorted(relaying_hosts)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-__all__ = ["Bucket", "BufferId", "ByteCount", "Link", "ReshardPlan", "Transfer", "fingerprint_of"]

@@ -52,11 +52,6 @@ def rank_order(kind: str, source: Holdings, positions: Holdings, hosts: Sequence
     return max(candidates, key=gain.total)  # the first of equals
 
 
-def held_nbytes(source: Holdings, positions: Holdings, order: Sequence[int]) -> int:
-    """Bytes of what all positions need that the ranks at them hold; arguments as of `rank_order`."""
-    return _Gain(source, positions).total(order)
-
-
 class _Gain:
     """Bytes that a rank holds of what a position needs, by classes of ranks and positions.
 

@@ -32,7 +32,6 @@ class Hosts:
     """Host numbers by rank.
 
     Attributes:
-        names: of the hosts, by number.
         numbers: int array by rank; hosts are counted from 0 in order of their first rank.
         count: number of hosts.
         are_relaying: bool array by rank; its host's ranks read each other's relay buffers.
@@ -42,7 +41,6 @@ class Hosts:
         """`names`: by rank. `relaying`: names of hosts."""
         number_of: dict[object, int] = {}
         self.numbers = np.array([number_of.setdefault(name, len(number_of)) for name in names], dtype=np.int64)
-        self.names = tuple(number_of)
         self.count = len(number_of)
         self.are_relaying = np.array([name in relaying for name in names], dtype=bool)
 

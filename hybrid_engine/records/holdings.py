@@ -49,19 +49,6 @@ class Holdings:
         """Bytes of all tensors that are held, each once."""
         return sum(math.prod(self.shapes[name]) * DTYPE_NBYTES[dtype] for name, dtype in self.dtypes.items())
 
-    def nbytes_by_rank(self) -> np.ndarray:
-        """Bytes of canonical tensors that each rank holds; int array. Padding and copies count as they are held."""
-        total = np.zeros(self.num_ranks, dtype=np.int64)
-        itemsizes: dict[int, int] = {}
-        known: dict[int, TensorOwners] = {}
-        for name, owners in self.owners.items():
-            known[id(owners)] = owners
-            itemsizes[id(owners)] = itemsizes.get(id(owners), 0) + DTYPE_NBYTES[self.dtypes[name]]
-        for key, owners in known.items():
-            for box in owners:
-                np.add.at(total, box.ranks, box.region.numel * itemsizes[key])
-        return total
-
 
 def rank_classes(holdings: Holdings) -> np.ndarray:
     """Number of its class for each rank; ranks of one class hold the same boxes of everything."""

@@ -120,10 +120,6 @@ class Shard:
                 f"{self.region.tensor}: {len(self.place.strides)} strides for {len(self.region.lengths)} dims"
             )
 
-    def place_of(self, part: Region) -> Place:
-        """Where `part`, a box inside this shard's region, lies."""
-        return self.place.at(low - base for low, base in zip(part.offsets, self.region.offsets, strict=True))
-
 
 @dataclass(frozen=True)
 class Layout:

@@ -32,7 +32,8 @@ import torch
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import LostRankError, ReshardError, StateError
-from hybrid_engine.memory.offloader import KINDS, Kind, Offloader, OffloadReport, Part
+from hybrid_engine.memory.offload_items import KINDS, Kind, OffloadReport, Part
+from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.ports import BucketFollower, InferenceCaches, InferenceWeights, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE

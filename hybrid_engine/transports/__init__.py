@@ -37,27 +37,3 @@ A rank that fails calls `router.abandon` for the buckets that are left: headers 
 To add a transport: registry.py says how. To change: what is cast before it is sent, messages.py; whom a timeout
 blames, collective.py.
 """
-
-from hybrid_engine.transports.collective import CollectiveTransport
-from hybrid_engine.transports.phase_clock import PhaseClock
-from hybrid_engine.transports.pull import InProcessTransport, LocalTransport
-from hybrid_engine.transports.registry import PREFERENCES, choose_transport
-from hybrid_engine.transports.relay_buffers import RelayBuffers
-from hybrid_engine.transports.router import RunReport, TransportSet, export_handles
-from hybrid_engine.transports.shared_memory import SharedMemoryTransport
-from hybrid_engine.transports.wiring import Wiring
-
-__all__ = [
-    "PREFERENCES",
-    "CollectiveTransport",
-    "InProcessTransport",
-    "LocalTransport",
-    "PhaseClock",
-    "RelayBuffers",
-    "RunReport",
-    "SharedMemoryTransport",
-    "TransportSet",
-    "Wiring",
-    "choose_transport",
-    "export_handles",
-]

@@ -2,7 +2,6 @@
 
     LocalTransport          the source is on the same rank
     SharedMemoryTransport   the source is a peer's mapped memory (shared_memory.py)
-    InProcessTransport      the twin for tests: every rank's sources are at hand in one process
 
 The source rank does nothing while it is read, so nobody waits for anybody. The caller fences: before the first bucket,
 until all sources hold final values; before an owner releases what a bucket reads (switch/release_fence.py), or, after
@@ -100,19 +99,3 @@ class LocalTransport(PullTransport):
         self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
     ) -> SourceOf:
         return lambda transfer: source[transfer.src.buffer.name]
-
-
-class InProcessTransport(PullTransport):
-    """Plays one of several ranks that live in one process; for tests and dry runs."""
-
-    name = "in_process"
-
-    def __init__(self, rank: int, sources: Mapping[BufferId, torch.Tensor]) -> None:
-        """`sources`: flat source buffers of all ranks."""
-        super().__init__(rank)
-        self._sources = sources
-
-    def _open_sources(
-        self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
-    ) -> SourceOf:
-        return lambda transfer: self._sources[transfer.src.buffer]

@@ -13,7 +13,9 @@ from dataclasses import replace
 import torch
 
 from hybrid_engine.errors import TransportError
-from hybrid_engine.memory.elastic import BufferHandle, DeviceHandle, Handle, Peer, map_peer, open_peer
+from hybrid_engine.memory.device_pages import DeviceHandle
+from hybrid_engine.memory.elastic import Handle, Peer, map_peer, open_peer
+from hybrid_engine.memory.host_pages import BufferHandle
 from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent
 from hybrid_engine.transports.copies import SourceOf, failure_at

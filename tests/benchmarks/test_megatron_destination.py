@@ -14,7 +14,8 @@ from hybrid_engine.planning.planner import plan
 from hybrid_engine.ranks.hosts import host_id
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.weight_container import ContainerState, WeightContainer
-from hybrid_engine.transports import TransportSet, Wiring, export_handles
+from hybrid_engine.transports.router import TransportSet, export_handles
+from hybrid_engine.transports.wiring import Wiring
 from tests.harness.launch import Ranks
 from tests.zoo.megatron_models import DENSE_FLOAT32, Run, load_canonical, running
 from tests.zoo.tiny_models import save_model

@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 
 from hybrid_engine.errors import DeviceMemoryError, StateError
 from hybrid_engine.memory import cuda_driver, device_pages
-from hybrid_engine.memory.elastic import (
-    ElasticBuffer,
-    allocate_elastic,
-    exported_buffer_of,
-    open_peer,
-)
+from hybrid_engine.memory.elastic import ElasticBuffer, allocate_elastic, exported_buffer_of, open_peer
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.memory.device_rig import CHUNK, GRANULE, Rig
 from tests.hybrid_engine.memory.fake_cuda_driver import GARBAGE

@@ -11,15 +11,10 @@ import torch
 
 from hybrid_engine.errors import StateError, TransportError
 from hybrid_engine.memory import device_peers
-from hybrid_engine.memory.elastic import (
-    ElasticBuffer,
-    export_tensor,
-    map_peer,
-    open_peer,
-)
+from hybrid_engine.memory.elastic import ElasticBuffer, export_tensor, map_peer, open_peer
 from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent, Place
-from hybrid_engine.transports import SharedMemoryTransport
+from hybrid_engine.transports.shared_memory import SharedMemoryTransport
 from tests.hybrid_engine.memory.device_rig import CHUNK, Rig
 
 

@@ -9,7 +9,8 @@ import torch
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory import offload_items as inventory_module
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offloader import KINDS, MegatronOffloader, OffloadItem
+from hybrid_engine.memory.offload_items import KINDS, OffloadItem
+from hybrid_engine.memory.offloader import MegatronOffloader
 
 SIZE = 32
 

@@ -14,7 +14,9 @@ from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory import offload_items as inventory_module
 from hybrid_engine.memory.arena import Copier
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
-from hybrid_engine.memory.offloader import UNACCOUNTED, MegatronOffloader, OffloadItem, Part, Reached
+from hybrid_engine.memory.offload_items import OffloadItem, Part, Reached
+from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.memory.residual import UNACCOUNTED
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

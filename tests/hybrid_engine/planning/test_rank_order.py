@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +17,29 @@ from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
-from hybrid_engine.planning.rank_order import held_nbytes, rank_order
+from hybrid_engine.planning.plan import wire_dtype
+from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.planning.summary import summarize
 from hybrid_engine.records.holdings import Holdings, holdings_of
+from hybrid_engine.records.layout import DTYPE_NBYTES
+from hybrid_engine.records.regions import subtract_all, union
 from tests.hybrid_engine.layouts.cases import DENSE, JOBS, LayoutCase, layout_cases
 
 
 def order_of(case: LayoutCase) -> tuple[int, ...]:
     return rank_order("auto", case.source.holdings, case.positions.holdings, case.hosts, case.infer.tensor)
+
+
+def held_nbytes(source: Holdings, positions: Holdings, order: Sequence[int]) -> int:
+    """Bytes of what every position needs that the rank at it holds, position by position and tensor by tensor."""
+    total = 0
+    for name, needed in positions.owners.items():
+        itemsize = DTYPE_NBYTES[wire_dtype(source.dtypes[name], positions.dtypes[name])]
+        for position, rank in enumerate(order):
+            wanted = union(box.region for box in needed if position in box.ranks)
+            missing = subtract_all(wanted, [box.region for box in source.owners[name] if rank in box.ranks])
+            total += (sum(box.numel for box in wanted) - sum(box.numel for box in missing)) * itemsize
+    return total
 
 
 @JOBS

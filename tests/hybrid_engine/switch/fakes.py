@@ -9,7 +9,8 @@ import torch
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offloader import KINDS, MegatronOffloader, OffloadItem, OffloadReport, Reached
+from hybrid_engine.memory.offload_items import KINDS, OffloadItem, OffloadReport, Reached
+from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region

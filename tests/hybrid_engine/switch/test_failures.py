@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from hybrid_engine.errors import OffloadError, RemoteError, ReshardError, WeightError
-from hybrid_engine.memory.offloader import KINDS
+from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.switch.sharding_manager import State
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, Rig
 

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from hybrid_engine.errors import ReshardError
-from hybrid_engine.memory.offloader import KINDS
+from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.switch.report import ReshardReport
 from tests.hybrid_engine.switch.fakes import FORWARD, INFER, NBYTES, TRAIN, TRAINING_NBYTES, Rig
 

@@ -8,23 +8,12 @@ import pytest
 import torch
 
 from hybrid_engine.errors import ReshardError, StateError, WeightError
-from hybrid_engine.memory.offloader import KINDS
-from hybrid_engine.ports import InferenceCaches, InferenceWeights, Trainer, TrainingWeights, WeightAdaptor
+from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, TRAINING_NBYTES, Rig
 
 # States.
-
-
-def test_fakes_are_what_the_ports_ask_for(rig: Rig):
-    assert isinstance(rig.training, Trainer)
-    assert isinstance(rig.training, TrainingWeights)
-    assert isinstance(rig.inference, InferenceWeights)
-    assert isinstance(rig.inference, WeightAdaptor)
-    caches: InferenceCaches = rig.inference
-    assert callable(caches.wake_kv_cache)
-    assert callable(caches.reset_caches)
 
 
 def test_it_starts_in_train_with_nothing_of_inference(job: None):

@@ -12,11 +12,12 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import PlanError, ReshardError, StateError, TransportError, WeightError
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
-from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place
 from hybrid_engine.switch.weight_container import ContainerState, FillReport, WeightContainer
-from hybrid_engine.transports import InProcessTransport, TransportSet, Wiring
+from hybrid_engine.transports.router import TransportSet
+from hybrid_engine.transports.wiring import Wiring
 from tests.harness.launch import Ranks
+from tests.hybrid_engine.transports.in_process import InProcessTransport
 
 NUM_RANKS = 2
 NUM_GROUPS = 4
@@ -115,7 +116,6 @@ def assert_filled(weights: FakeWeights) -> None:
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
 def test_fill_walks_buckets_and_leaves_out_groups_of_other_ranks(rank: int):
     weights = FakeWeights(rank)
-    assert isinstance(weights, InferenceWeights)
     container = WeightContainer(weights, make_plan(), in_process_router(rank))
     assert container.state is ContainerState.EMPTY
     report = container.fill(source_of(rank))

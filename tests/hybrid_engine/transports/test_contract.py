@@ -13,18 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.transports import (
-    PREFERENCES,
-    CollectiveTransport,
-    InProcessTransport,
-    LocalTransport,
-    SharedMemoryTransport,
-    TransportSet,
-    Wiring,
-    export_handles,
-)
+from hybrid_engine.transports.collective import CollectiveTransport
+from hybrid_engine.transports.pull import LocalTransport
+from hybrid_engine.transports.registry import PREFERENCES
+from hybrid_engine.transports.router import TransportSet, export_handles
+from hybrid_engine.transports.shared_memory import SharedMemoryTransport
+from hybrid_engine.transports.wiring import Wiring
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.transports.cases import Case, Shape, build_case, differing
+from tests.hybrid_engine.transports.in_process import InProcessTransport
 
 CASES = {
     "strided_boxes": Shape(num_transfers=60),

@@ -16,14 +16,10 @@ from hybrid_engine.errors import ConfigError, PeerTransportError, RemoteError, T
 from hybrid_engine.memory.elastic import ElasticBuffer, allocate_elastic
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.records.layout import Buffer, BufferId, Place
-from hybrid_engine.transports import (
-    PREFERENCES,
-    SharedMemoryTransport,
-    TransportSet,
-    Wiring,
-    choose_transport,
-    export_handles,
-)
+from hybrid_engine.transports.registry import PREFERENCES, choose_transport
+from hybrid_engine.transports.router import TransportSet, export_handles
+from hybrid_engine.transports.shared_memory import SharedMemoryTransport
+from hybrid_engine.transports.wiring import Wiring
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.transports.cases import outcome_of
 

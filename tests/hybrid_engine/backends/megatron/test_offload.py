@@ -11,7 +11,9 @@ import torch
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.memory.elastic import exported_buffer_of
-from hybrid_engine.memory.offloader import KINDS, UNACCOUNTED, MegatronOffloader, Part
+from hybrid_engine.memory.offload_items import KINDS, Part
+from hybrid_engine.memory.offloader import MegatronOffloader
+from hybrid_engine.memory.residual import UNACCOUNTED
 from hybrid_engine.worker import share_of
 from tests.harness.launch import Ranks
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running

@@ -1,0 +1,28 @@
+"""The twin of the transports that pull: it plays one of several ranks that live in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.records.layout import BufferId
+from hybrid_engine.transports.copies import SourceOf
+from hybrid_engine.transports.pull import PullTransport
+
+
+class InProcessTransport(PullTransport):
+    """Reads the flat source buffers of all ranks."""
+
+    name = "in_process"
+
+    def __init__(self, rank: int, sources: Mapping[BufferId, torch.Tensor]) -> None:
+        super().__init__(rank)
+        self._sources = sources
+
+    def _open_sources(
+        self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack
+    ) -> SourceOf:
+        return lambda transfer: self._sources[transfer.src.buffer]
