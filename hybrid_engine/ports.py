@@ -151,7 +151,7 @@ class InferenceCaches(Protocol):
 
 
 class BucketFollower(Protocol):
-    """Goes along with a fill, bucket by bucket, on all ranks alike (switch/release_fence.py)."""
+    """Goes along with a fill, bucket by bucket (switch/release_fence.py)."""
 
     def sent(self, index: int) -> None:
         """This rank has read all it needs of a bucket; its weights are not live yet."""
@@ -174,7 +174,7 @@ class BucketFollower(Protocol):
 
 
 class Transport(Protocol):
-    """Moves bytes. Every rank calls `run` with its share of the same bucket, in the same order.
+    """Moves bytes. Every rank calls `run` for every bucket, in the plan's order, with its share of it.
 
     Contract, checked for every transport by one test suite: after `run` returned on a rank, every transfer whose
     `dst_rank` is that rank is complete; source buffers may be overwritten only after all ranks returned (the caller
@@ -194,8 +194,8 @@ class Transport(Protocol):
     ) -> None:
         """Begin what can be under way before `run`, or before `abandon`, of a bucket; not needed, and idempotent.
 
-        All ranks start, run and abandon in one order, and no more than `relays.NUM_SLOTS` buckets are started and not
-        run. Without `source` this rank failed elsewhere, for a `reason`.
+        No more than `relays.NUM_SLOTS` buckets are started and not run. Without `source` this rank failed elsewhere,
+        for a `reason`.
         """
         ...
 

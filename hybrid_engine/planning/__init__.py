@@ -13,6 +13,9 @@ files of a checkpoint (`backends/huggingface`).
     7  coalescing.py            transfers at regular distances become one
        -> plan.py               ReshardPlan, Bucket, Transfer: what is planned is what runs
 
+Everything is sorted and counted by position, so ranks that plan the same layouts get the same plan without talking. The
+plan of one rank is made without that of others, and has exactly those transfers of everybody's that it is part of.
+
 Beside a plan:
 
     summary.py            the bytes of all ranks, counted on the routes of step 3 without making transfers

@@ -59,10 +59,7 @@ class _Cluster:
 
 
 def outline_buckets(needs: Mapping[str, Need], num_ranks: int, bucket_nbytes: int) -> list[Outline]:
-    """The buckets of all ranks; `needs` is in the model's order, which is kept among tensors on the same ranks.
-
-    The same on every rank: it depends on all destinations, not on what one rank touches.
-    """
+    """The buckets of all ranks; `needs` is in the model's order, which is kept among tensors on the same ranks."""
     outlines: list[Outline] = []
     tensors: list[str] = []
     moved = np.zeros((2, num_ranks), dtype=np.int64)  # filled, freed

@@ -20,7 +20,7 @@ def coalesce(transfers: Iterable[Transfer]) -> list[Transfer]:
     """Make the same copies in as few transfers as regular distances allow.
 
     Transfers are only joined when they go from one buffer to one other, so what a pair of ranks gets depends on the
-    pair's own transfers alone, and both ends derive the same; the result is in order of place.
+    pair's own transfers alone. The result is in order of place.
     """
     by_buffers: dict[object, list[Transfer]] = {}
     for transfer in transfers:

@@ -1,4 +1,4 @@
-"""The plan: every transfer of a reshard, in buckets that all ranks walk in the same order.
+"""The plan: every transfer of a reshard, in buckets.
 
     Bucket.transfers   source buffer -> destination, or -> relay buffer     a box crosses the network once for a host
     Bucket.fan_out     relay buffer  -> destinations on its host            once it has come
@@ -69,9 +69,9 @@ class Bucket:
     """Transfers that run together, after which their destination groups are complete and can be committed.
 
     Attributes:
-        index: position in the plan; the same on every rank.
+        index: position in the plan.
         tensors: canonical tensors that all ranks have whole once this bucket has run; each is in one bucket only.
-        transfers: of all ranks, in an order that all ranks share; in the plan of one rank those it is part of.
+        transfers: of all ranks; in the plan of one rank those it is part of.
         groups: destination groups (`Buffer.group`) that are complete once this bucket has run.
         nbytes: the most bytes that any rank fills in this bucket, or frees when it has been sent.
         fan_out: from relay buffers, after `transfers` have filled them.

@@ -1,15 +1,6 @@
 """The planner: from who holds and who needs which boxes to the transfers of all ranks, or of one.
 
-    layouts -> owners of boxes         records of all ranks in compact form (records/holdings.py)
-    owners -> tensor classes           tensors with the same owners on both sides (planning/tensor_classes.py)
-    class -> routes                    who sends what to whom (planning/routes.py)
-    routes -> transfers                between the places where the owners have the boxes
-    tensors -> buckets                 no destination group in two (planning/buckets.py)
-    boxes that several places need     over relay buffers (planning/relays.py)
-    transfers of a bucket              joined to fewer, larger ones (planning/coalescing.py)
-
-Everything is sorted and counted by position, so ranks that plan the same layouts get the same plan without talking. The
-plan of one rank is made without that of others, and has exactly those transfers of everybody's plan that it is part of.
+The steps are in the package's docstring; here routes become transfers between the places that have the boxes.
 """
 
 from __future__ import annotations

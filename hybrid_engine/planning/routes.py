@@ -12,8 +12,7 @@
     into common boxes; each comes once, to one of the ranks that need it (host ingress), these too in a round robin
 
 Tensors with the same owners continue the same round robin, so load stays balanced across tensors. The choice depends on
-nothing but a tensor's owners, the hosts, and its place in the model: one rank's plan needs only the tensors it touches,
-and ranks that plan the same layouts get the same plan without talking.
+nothing but a tensor's owners, the hosts, and its place in the model: one rank's plan needs only the tensors it touches.
 """
 
 from __future__ import annotations

@@ -6,18 +6,10 @@
     INFER        host *   host *             device
     IDLE         host *   host *             released          (* where the configuration asks to offload them)
 
-Entering INFER, every phase ending with an agreement of all ranks:
-
-    offload     gradients and optimizer state leave the device
-    prepare     pending parameter gathers finish; values are checked
-    fill        bucket by bucket: allocate, transfer, commit              (WeightContainer)
-                parameters that every rank has read leave the device      (ReleaseFence)
-    offload     the rest of the parameters leave the device
-    resume      inference caches are reset
-
-So the device holds at most the larger of training state and inference weights, and a few buckets. (With vLLM's sleep
-mode, on GPUs, all inference weights wake at the first bucket: there the peak is parameters and inference weights.) A
-failure restores the state before; the training weights are only ever read, and those that left come back.
+The phases of a switch are in the package's docstring; each ends with an agreement of all ranks. The device holds at
+most the larger of training state and inference weights, and a few buckets. (With vLLM's sleep mode, on GPUs, all
+inference weights wake at the first bucket: there the peak is parameters and inference weights.) A failure restores the
+state before; the training weights are only ever read, and those that left come back.
 """
 
 from __future__ import annotations
@@ -64,7 +56,6 @@ class ShardingManager:
         training_layouts: of all ranks, where they are known (`rendezvous.gather_layouts`).
 
     Knows neither Megatron nor vLLM. The plan is made once, here; a later switch that finds the training weights
-        *,
     elsewhere raises (`TrainingWeights.prepare`).
     """
 
@@ -72,6 +63,7 @@ class ShardingManager:
         self,
         trainer: Trainer,
         inference: InferenceWeights,
+        *,
         caches: InferenceCaches,
         offloader: Offloader,
         config: GenerateConfig,

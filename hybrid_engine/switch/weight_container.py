@@ -1,6 +1,6 @@
 """The inference weights of one rank, filled bucket by bucket from the training weights.
 
-    for bucket in plan.buckets:                     every rank, the same order
+    for bucket in plan.buckets:                     on every rank
         buffers = weights.allocate(groups)          this rank's groups of the bucket, maybe none
         router.run(bucket, source, buffers, next)   read, transfer, write; the next bucket's messages go meanwhile
         follower.sent(bucket.index)                 training memory of earlier buckets can go (switch/release_fence.py)

@@ -6,7 +6,7 @@
     pull.py              local: strided copies within a rank; and what transports share that only read
     shared_memory.py     the destination reads its peer's mapped pages, on one host
     collective.py        packed messages over gloo or NCCL
-      messages.py          which bytes go to whom, derived alike at both ends
+      messages.py          which bytes go to whom, derived at both ends
     relay_buffers.py     what several ranks of a host need crosses the network once, and is read from here
     copies.py, phase_clock.py   the strided copy and its errors; where the time goes
 
@@ -15,6 +15,9 @@
         same host, buffer exported ..... shared_memory   destination pulls from the peer's mapped pages
         else ........................... collective      packed messages, gloo or NCCL
     bucket's fan_out, once it came over the network: local or shared_memory, out of relay buffers
+
+Ranks negotiate nothing: all walk the buckets of the plan in one order, run or abandoned, and derive from it which
+transport carries what, and in which messages.
 
 Start-up, on every rank, by switch/rendezvous.py (which also exchanges the objects):
 
@@ -34,6 +37,6 @@ Every switch, by switch/weight_container.py, after a fence (all sources are fina
 
 A rank that fails calls `router.abandon` for the buckets that are left: headers with its reason are sent instead.
 
-To add a transport: registry.py says how. To change: what is cast before it is sent, messages.py; whom a timeout
-blames, collective.py.
+To add a transport: registry.py says how. To change: what is cast before it is sent, `plan.wire_dtype`; whom a
+timeout blames, collective.py.
 """

@@ -4,8 +4,6 @@
     strided reads -> staging [header|piece|piece|…] --isend/irecv--> staging -> strided writes, cast
                      image of a relay buffer -------isend/irecv--> the relay buffer itself
 
-Both ends derive the same messages (messages.py); no object collective runs.
-
 `start` posts a bucket's messages and leaves them in flight until `run` needs them, so the next bucket crosses while
 this one is written and committed: at most NUM_SLOTS buckets at once, each with staging memory of its own, which is kept
 and reused and grows to the largest bucket.
@@ -64,9 +62,9 @@ class _InFlight:
 class CollectiveTransport:
     """Point-to-point messages over a process group.
 
-    Every rank of a bucket's transfers calls `run` (or `abandon`) for that bucket, buckets in the same order. After a
-    timeout or a lost connection the process group is unusable (gloo closes its connections, so that peers notice
-    soon), and every later call that needs it raises at once; after any other failure the transport goes on working.
+    After a timeout or a lost connection the process group is unusable (gloo closes its connections, so that peers
+    notice soon), and every later call that needs it raises at once; after any other failure the transport goes on
+    working.
 
     Args:
         wiring: with a group.

@@ -42,7 +42,7 @@ PREFERENCES = ("auto", *(transport.name for transport in REGISTRY if transport i
 
 
 def choose_transport(transfer: Transfer, exported: Set[BufferId], preference: str = "auto") -> str:
-    """Name of the transport for a transfer; all ranks choose alike, since all know the same `exported`.
+    """Name of the transport for a transfer.
 
     auto: the first of the registry that can carry it. With another preference everything between two ranks goes that
     way (`obstacle_of` says whether it can). Raises ConfigError for an unknown preference.

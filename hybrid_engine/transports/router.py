@@ -51,8 +51,8 @@ class RunReport:
 class TransportSet:
     """The transports of one rank, with a rule that gives each transfer to one of them.
 
-    Every rank calls `run` for every bucket of the plan, in order; so each transport runs on every rank in the same
-    order, whatever its share. A rank that cannot go on calls `abandon` for the buckets that are left.
+    Every rank calls `run` for every bucket of the plan, whatever its share, and each transport runs in each of them. A
+    rank that cannot go on calls `abandon` for the buckets that are left.
 
     What comes over relay buffers is read after the bucket's other transfers:
 
@@ -61,8 +61,8 @@ class TransportSet:
 
     Args:
         rank: global rank of this process.
-        transports: in the order in which they run, on all ranks the same.
-        choose: name of the transport for a transfer; the same answer on all ranks.
+        transports: in the order in which they run.
+        choose: name of the transport for a transfer.
         relays: the plan's relay buffers; default: none.
     """
 
