@@ -22,7 +22,7 @@ PIP_FLAGS := $(if $(filter requirements-cpu.txt,$(notdir $(REQUIREMENTS))),--no-
 # The megatron-core versions that the patches name, and the tests that need megatron-core but not vLLM.
 CORE_VERSIONS := $(shell sed -n 's/^CORE_VERSIONS.*= //p' megatron_patches/patch.py | tr -d '(",)')
 CORE_TESTS := tests/megatron_patches tests/hybrid_engine/backends/megatron/test_train_engine.py \
-    $(patsubst %,tests/hybrid_engine/backends/megatron/test_%.py,adaptor dense internals offload) \
+    $(patsubst %,tests/hybrid_engine/backends/megatron/test_%.py,adaptor adaptor_values dense internals offload) \
     tests/benchmarks/test_megatron_destination.py
 CORE_REQUIREMENTS := build/core-$(MEGATRON)/requirements-cpu.txt
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Mapping
 from typing import Final, TypeVar
 
-import megatron.core
 from packaging.version import Version
 
 T = TypeVar("T")
 
-IS_0_16: Final = Version(megatron.core.__version__) >= Version("0.16.0")
+IS_0_16: Final = Version(importlib.metadata.version("megatron-core")) >= Version("0.16.0")
 """Has fewer query groups than TP ranks, gated shared experts, routers that can be told what to choose, and the
 layer-wise optimizer."""
 

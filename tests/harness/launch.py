@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -33,6 +34,8 @@ from typing import Any, TypeVar
 from hybrid_engine.ranks.launching import run_started
 
 T = TypeVar("T")
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function and its arguments."""
 
 ENGINES = ("hybrid_engine.backends.megatron", "hybrid_engine.backends.vllm", "tests.megatron_patches.gpt")
 """A rank that has imported one of them is taken to have built an engine; Megatron and vLLM themselves are preloaded."""
@@ -44,8 +47,28 @@ _SERVER.set_forkserver_preload(
     [
         *("pytest", "torch.distributed", "transformers", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"),
         *("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.optimizer", "megatron.core.distributed"),
+        "tests.harness.frozen",
     ]
 )
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What several calls came to: `outcomes[name]` is what one returned, by rank.
+
+    Attributes:
+        results: by name of the call, by rank.
+        failures: by name of the call, what its ranks said.
+    """
+
+    results: dict[str, list[Any]]
+    failures: dict[str, str]
+
+    def __getitem__(self, name: str) -> list[Any]:
+        """Raises AssertionError with the ranks' output if this call failed."""
+        if name in self.failures:
+            raise AssertionError(self.failures[name])
+        return self.results[name]
 
 
 @dataclass(frozen=True)
@@ -66,17 +89,21 @@ class Ranks:
         LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment and creates its own process group.
         Arguments and results travel by pickle. Raises AssertionError with the ranks' output when any fails.
         """
-        return _launch(function, num_ranks, args, timeout, self.with_engines)
+        return self.launch_in_turn(num_ranks, {"": (function, args)}, timeout)[""]
 
-    def launch_in_turn(
-        self, num_ranks: int, calls: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]], timeout: float = 300
-    ) -> dict[str, list[Any]]:
-        """Run several functions, one after the other, on the same ranks: name -> results by rank.
+    def launch_in_turn(self, num_ranks: int, calls: Mapping[str, Call], timeout: float = 300) -> Outcomes:
+        """Run several functions as `launch` does, one after the other, on the same ranks.
 
-        The first failure ends them all.
+        A call that fails ends its ranks, and those after it run on new ones; each set has `timeout` seconds.
         """
-        by_rank = self.launch(_in_turn, num_ranks, list(calls.values()), timeout=timeout)
-        return {name: [results[index] for results in by_rank] for index, name in enumerate(calls)}
+        outcomes, waiting = Outcomes({}, {}), list(calls)
+        while waiting:
+            finished, failure = _launch([calls[name] for name in waiting], num_ranks, timeout, self.with_engines)
+            outcomes.results.update(zip(waiting, finished, strict=False))
+            waiting = waiting[len(finished) :]
+            if failure is not None:
+                outcomes.failures[waiting.pop(0)] = failure
+        return outcomes
 
     def run_alone(self, function: Callable[..., T], *args: Any, timeout: float = 300) -> T:
         """Run `function(*args)` in one new interpreter, for what must come before Megatron's or vLLM's import."""
@@ -85,33 +112,46 @@ class Ranks:
 
 
 def _launch(
-    function: Callable[..., Any], num_ranks: int, args: tuple[Any, ...], timeout: float, with_engines: bool
-) -> list[Any]:
+    calls: Sequence[Call], num_ranks: int, timeout: float, with_engines: bool
+) -> tuple[list[list[Any]], str | None]:
+    """Results of the first calls, by rank, and how the call after them failed; None if all are finished."""
     ranks: list[_Rank] = []
-    call = pickle.dumps((function, args, with_engines))
     with tempfile.TemporaryDirectory(prefix="launch-") as directory:
+        pickled = pickle.dumps((calls, with_engines))
 
         def start(environment: Mapping[str, str], output: int) -> _Rank:
-            ranks.append(_Rank(environment, output, Path(directory), call))
+            ranks.append(_Rank(environment, output, Path(directory), pickled))
             return ranks[-1]
 
         ended = run_started(start, num_ranks, timeout)
         for rank in ranks:
             rank.close()
+        places = [[_result_of(Path(directory), call, rank) for rank in range(num_ranks)] for call in range(len(calls))]
+        finished = [
+            [pickle.loads(place.read_bytes()) for place in by_rank]
+            for by_rank in itertools.takewhile(lambda by_rank: all(place.exists() for place in by_rank), places)
+        ]
+        if ended.status == 0 and len(finished) == len(calls):
+            return finished, None
+        finished = finished[: len(calls) - 1]  # ranks that fail once everything is done fail with the last call
+        what = f"{calls[len(finished)][0].__qualname__} on {num_ranks} ranks"
         if ended.status is None:
-            raise AssertionError(f"{function.__qualname__} on {num_ranks} ranks outlived {timeout} s:\n{ended.output}")
-        if ended.status != 0:
-            causes = "\n".join(path.read_text() for path in sorted(Path(directory).glob("error*.txt")))
-            raise AssertionError(f"{function.__qualname__} on {num_ranks} ranks failed:\n{ended.output}\n{causes}")
-        return [pickle.loads(Path(directory, f"result{rank}.pickle").read_bytes()) for rank in range(num_ranks)]
+            return finished, f"{what} outlived {timeout} s:\n{ended.output}"
+        causes = "\n".join(path.read_text() for path in sorted(Path(directory).glob("error*.txt")))
+        return finished, f"{what} failed:\n{ended.output}\n{causes}"
+
+
+def _result_of(directory: Path, call: int, rank: int) -> Path:
+    """Where a rank writes what a call returned."""
+    return directory / f"result{call}-{rank}.pickle"
 
 
 class _Rank:
-    """A forked process, as `launching` takes it; `call` is a pickled function with its arguments."""
+    """A forked process, as `launching` takes it; `calls` as `_run_rank` takes them."""
 
-    def __init__(self, environment: Mapping[str, str], output: int, directory: Path, call: bytes) -> None:
+    def __init__(self, environment: Mapping[str, str], output: int, directory: Path, calls: bytes) -> None:
         with Connection(os.dup(output), readable=False) as writer:
-            self._process = _SERVER.Process(target=_run_rank, args=(environment, writer, directory, call))
+            self._process = _SERVER.Process(target=_run_rank, args=(environment, writer, directory, calls))
             self._process.start()
         self.pid = self._process.pid
 
@@ -126,36 +166,8 @@ class _Rank:
         self._process.close()
 
 
-def _in_turn(calls: Sequence[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
-    """Rank function of several: what each returned. Starting ranks and importing costs more than most of them do."""
-    results = []
-    for function, args in calls:
-        gc.collect()
-        gc.freeze()  # vLLM collects garbage many times per engine, and would go through all modules each time
-        results.append(function(*args))
-    return results
-
-
-def remembered(launched: Callable[[int], Any]) -> Callable[[int], Any]:
-    """A function of the number of ranks that is called once for each; also a failure is not tried again."""
-    outcomes: dict[int, tuple[Any, BaseException | None]] = {}
-
-    def recall(num_ranks: int) -> Any:
-        if num_ranks not in outcomes:
-            try:
-                outcomes[num_ranks] = launched(num_ranks), None
-            except Exception as error:
-                outcomes[num_ranks] = None, error
-        result, error = outcomes[num_ranks]
-        if error is not None:
-            raise error
-        return result
-
-    return recall
-
-
-def _run_rank(environment: Mapping[str, str], output: Connection, directory: Path, call: bytes) -> None:
-    """A rank, from its first line to its end."""
+def _run_rank(environment: Mapping[str, str], output: Connection, directory: Path, calls: bytes) -> None:
+    """A rank, from its first line to its end; `calls` are pickled, for they are imported only once all is set up."""
     os.setsid()
     threading.Thread(target=_end_with_the_launcher, daemon=True).start()
     for stream in (sys.stdout, sys.stderr):
@@ -164,14 +176,19 @@ def _run_rank(environment: Mapping[str, str], output: Connection, directory: Pat
     output.close()
     os.environ.update(environment)
     os.chdir(REPO_ROOT)
-    rank = os.environ["RANK"]
+    rank = int(os.environ["RANK"])
     try:
-        function, args, with_engines = pickle.loads(call)
-        result = function(*args)
-        built = [name for name in ENGINES if name in sys.modules]
-        if built and not with_engines:
-            raise AssertionError(f"imports {', '.join(built)}: take the fixture `engines` in place of `ranks`")
-        (directory / f"result{rank}.pickle").write_bytes(pickle.dumps(result))
+        functions, with_engines = pickle.loads(calls)
+        for number, (function, args) in enumerate(functions):
+            gc.collect()
+            gc.freeze()  # vLLM collects garbage many times per engine, and would go through all modules each time
+            result = pickle.dumps(function(*args))
+            built = [name for name in ENGINES if name in sys.modules]
+            if built and not with_engines:
+                raise AssertionError(f"imports {', '.join(built)}: take the fixture `engines` in place of `ranks`")
+            place = _result_of(directory, number, rank)
+            place.with_suffix(".new").write_bytes(result)
+            place.with_suffix(".new").rename(place)  # whole, also if the rank is killed
     except BaseException:
         (directory / f"error{rank}.txt").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         raise

@@ -50,6 +50,30 @@ def test_the_last_words_of_a_killed_rank_come_back(ranks: Ranks) -> None:
     assert all(f"the last words of rank {rank}\n" in str(failure.value) for rank in range(2))
 
 
+def own_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def fail_on_the_last() -> None:
+    assert own_rank() == 0, "broken on purpose"
+
+
+def leave_without_a_word() -> None:
+    os._exit(0)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [(fail_on_the_last, "broken on purpose"), (leave_without_a_word, "leave_without_a_word on 2")],
+)
+def test_a_call_that_fails_leaves_those_around_it(ranks: Ranks, function: Callable[[], None], words: str) -> None:
+    calls = {"before": (own_rank, ()), "broken": (function, ()), "after": (own_rank, ())}
+    outcomes = ranks.launch_in_turn(2, calls, timeout=60)
+    assert outcomes["before"] == outcomes["after"] == [0, 1]
+    with pytest.raises(AssertionError, match=words):
+        outcomes["broken"]
+
+
 @pytest.mark.ranks
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path)], cwd=REPO_ROOT)

@@ -16,6 +16,7 @@ from hybrid_engine import ActorHybridWorker, ReferenceModel
 from hybrid_engine.errors import ConfigError, HybridEngineError, Violation
 from hybrid_engine.switch import rendezvous
 from hybrid_engine.worker import share_of
+from tests.harness.launch import Outcomes, Ranks
 from tests.hybrid_engine.end_to_end.digests import training_state
 from tests.zoo import workers
 
@@ -39,6 +40,13 @@ def failure_of(call: Callable[[], object]) -> Failure | None:
     except HybridEngineError as error:
         return Failure(type(error).__name__, str(error))
     return None
+
+
+@pytest.fixture(scope="module")
+def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    model = workers.write_model(tmp_path_factory.mktemp("model"), "qwen3")
+    calls = {"versions": refuse_versions, "half built": fail_while_building, "failures": fail_and_go_on}
+    return engines.launch_in_turn(2, {name: (function, (model,)) for name, function in calls.items()}, timeout=800)
 
 
 # -- in the midst of things --------------------------------------------------------------------------------------------
@@ -172,8 +180,8 @@ def _second_bucket_on_fire(worker: Any) -> Any:
 
 
 @pytest.fixture
-def seen(outcomes: Callable[[int], dict[str, list[Any]]]) -> list[Misadventures]:
-    return outcomes(2)["failures"]
+def seen(outcomes: Outcomes) -> list[Misadventures]:
+    return outcomes["failures"]
 
 
 @pytest.mark.parametrize(("field", "what"), [("nan", "1 NaN"), ("inf", "1 Inf")])
@@ -277,8 +285,8 @@ def refuse_versions(model: Path) -> Refusals:
 
 
 @pytest.fixture
-def refusals(outcomes: Callable[[int], dict[str, list[Any]]]) -> list[Refusals]:
-    return outcomes(2)["versions"]
+def refusals(outcomes: Outcomes) -> list[Refusals]:
+    return outcomes["versions"]
 
 
 def test_an_untested_megatron_on_one_rank_is_refused_on_all(refusals: list[Refusals]) -> None:
@@ -324,10 +332,8 @@ def fail_while_building(model: Path) -> dict[str, HalfBuilt]:
 
 
 @pytest.mark.parametrize("name", ["build_actor", "plan"])
-def test_a_worker_that_cannot_be_built_leaves_no_group(
-    outcomes: Callable[[int], dict[str, list[Any]]], name: str
-) -> None:
-    for found in outcomes(2)["half built"]:
+def test_a_worker_that_cannot_be_built_leaves_no_group(outcomes: Outcomes, name: str) -> None:
+    for found in outcomes["half built"]:
         assert found[name].failure is not None
         assert "it does not fit" in found[name].failure.text
         assert not found[name].group_is_left

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from hybrid_engine import ActorHybridWorker
 from hybrid_engine.planning.relays import staging_nbytes
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
+from tests.harness.launch import Outcomes, Ranks
 from tests.hybrid_engine.end_to_end.digests import digest
 from tests.hybrid_engine.planning.cases import network_lower_bound
 from tests.zoo import workers
@@ -22,6 +22,8 @@ from tests.zoo import workers
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 HEADERS_AND_PADDING = 1 << 16
+TOGETHER, APART = "aaaa", "aabb"
+"""The host of each rank."""
 ACTOR = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "params_dtype": "bfloat16"}
 
 
@@ -80,15 +82,21 @@ def switch_on_hosts(model: Path, hosts: tuple[str, ...]) -> Switched:
     )
 
 
-@pytest.fixture
-def together(outcomes: Callable[[int], dict[str, list[Any]]]) -> list[Switched]:
-    return outcomes(4)["one host"]
+@pytest.fixture(scope="module")
+def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    model = workers.write_model(tmp_path_factory.mktemp("model"), "qwen3")
+    calls = {hosts: (switch_on_hosts, (model, tuple(hosts))) for hosts in (TOGETHER, APART)}
+    return engines.launch_in_turn(4, calls, timeout=400)
 
 
 @pytest.fixture
-def apart(outcomes: Callable[[int], dict[str, list[Any]]]) -> list[Switched]:
-    """Ranks 0 and 1 on host a, 2 and 3 on host b."""
-    return outcomes(4)["two hosts"]
+def together(outcomes: Outcomes) -> list[Switched]:
+    return outcomes[TOGETHER]
+
+
+@pytest.fixture
+def apart(outcomes: Outcomes) -> list[Switched]:
+    return outcomes[APART]
 
 
 def test_vllm_holds_the_same_bits_on_every_rank(together: list[Switched], apart: list[Switched]) -> None:

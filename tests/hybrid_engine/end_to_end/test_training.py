@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 from hybrid_engine import ReferenceModel
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.worker import share_of
+from tests.harness.launch import Call, Outcomes, Ranks
 from tests.hybrid_engine.end_to_end.digests import training_state
 from tests.zoo import workers
 from tests.zoo.megatron_models import running
@@ -32,6 +34,7 @@ ACTORS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16 distributed tp2 pp2": (4, {**TP2, "pipeline_model_parallel_size": 2, **BF16}),
 }
 """Name -> number of ranks, actor_config."""
+GATHERS = "overlapped gathers"
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,30 @@ class Pair:
     without: list[Trained]
 
 
+@pytest.fixture(scope="module")
+def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Outcomes]:
+    """Of all that runs on so many ranks, launched once. What ends its process group comes before what keeps it."""
+    directory = tmp_path_factory.mktemp("training")
+    model = workers.write_model(directory / "model", "qwen3")
+
+    @functools.cache
+    def launched(num_ranks: int) -> Outcomes:
+        actors = {name: actor for name, (wanted, actor) in ACTORS.items() if wanted == num_ranks}
+        calls: dict[str, Call] = {}
+        if num_ranks == 2:
+            calls[GATHERS] = follow_overlapped_gathers, (model, directory / "checkpoint")
+        else:  # some groups of a worker stay until the next one is built: so here is one before those that are counted
+            calls["first"] = train_with_switches, (model, next(iter(actors.values())))
+        for name, actor in actors.items():
+            calls[f"{name}, switched"] = train_with_switches, (model, actor)
+            calls[f"{name}, without"] = train_without, (model, actor)
+        return engines.launch_in_turn(num_ranks, calls, timeout=800)
+
+    return launched
+
+
 @pytest.fixture(params=ACTORS)
-def pair(request: pytest.FixtureRequest, outcomes: Callable[[int], dict[str, list[Any]]]) -> Pair:
+def pair(request: pytest.FixtureRequest, outcomes: Callable[[int], Outcomes]) -> Pair:
     found = outcomes(ACTORS[request.param][0])
     return Pair(found[f"{request.param}, switched"], found[f"{request.param}, without"])
 
@@ -189,8 +214,8 @@ def follow_overlapped_gathers(model: Path, directory: Path) -> Readers:
 
 
 @pytest.fixture
-def readers(outcomes: Callable[[int], dict[str, list[Any]]]) -> list[Readers]:
-    return outcomes(2)["gathers"]
+def readers(outcomes: Callable[[int], Outcomes]) -> list[Readers]:
+    return outcomes(2)[GATHERS]
 
 
 def test_a_reference_has_the_latest_weights(readers: list[Readers]) -> None:

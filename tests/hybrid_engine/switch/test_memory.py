@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from hybrid_engine.switch.sharding_manager import State
-from tests.harness.launch import Ranks
+from tests.harness.launch import Outcomes, Ranks
 from tests.zoo import workers
 
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12, "vocab_size": 520}
@@ -66,7 +66,7 @@ def _held(host_nbytes: int) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module")
-def found(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, dict[str, int]]]]:
+def found(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     model = workers.write_model(tmp_path_factory.mktemp("memory"), "qwen3", **SIZES)
     return engines.launch_in_turn(
         2, {name: (switch_again_and_again, (model, *layout)) for name, layout in LAYOUTS.items()}, timeout=500
@@ -76,7 +76,7 @@ def found(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_peak_is_the_larger_layout_and_two_buckets(found: dict[str, Any], name: str) -> None:
+def test_peak_is_the_larger_layout_and_two_buckets(found: Outcomes, name: str) -> None:
     for own in found[name]:
         sizes = own["sizes"]
         assert sizes["num_buckets"] > 8
@@ -87,7 +87,7 @@ def test_peak_is_the_larger_layout_and_two_buckets(found: dict[str, Any], name: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_cycles_leave_nothing(found: dict[str, Any], name: str) -> None:
+def test_cycles_leave_nothing(found: Outcomes, name: str) -> None:
     for own in found[name]:
         before, after = own["before"], own["after"]
         assert after.pop("resident") - before.pop("resident") < NOISE

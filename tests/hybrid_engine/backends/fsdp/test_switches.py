@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 
-from tests.harness.launch import Ranks, remembered
+from tests.harness.launch import Outcomes, Ranks
 from tests.hybrid_engine.backends.fsdp import switching
 from tests.hybrid_engine.backends.fsdp.switching import NUM_STEPS, Case, Switched
 
@@ -34,18 +35,24 @@ CASES = {
 }
 ALL = [pytest.param(num_ranks, case, id=case.name) for num_ranks, cases in CASES.items() for case in cases]
 
-Runs = Callable[[int], list[dict[str, Switched]]]
+Runs = Callable[[int], Outcomes]
+"""Number of ranks -> under "cases", by rank, what became of each."""
 
 
 @pytest.fixture(scope="module")
 def runs(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     directory = str(tmp_path_factory.mktemp("fsdp"))
-    return remembered(lambda num_ranks: engines.launch(switching.run_cases, num_ranks, directory, CASES[num_ranks]))
+
+    @functools.cache
+    def launched(num_ranks: int) -> Outcomes:
+        return engines.launch_in_turn(num_ranks, {"cases": (switching.run_cases, (directory, CASES[num_ranks]))})
+
+    return launched
 
 
 @pytest.fixture
 def by_rank(runs: Runs, num_ranks: int, case: Case) -> list[Switched]:
-    return [switched[case.name] for switched in runs(num_ranks)]
+    return [switched[case.name] for switched in runs(num_ranks)["cases"]]
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), ALL)

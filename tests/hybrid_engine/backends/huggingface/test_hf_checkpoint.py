@@ -19,7 +19,7 @@ from hybrid_engine.backends.huggingface import safetensors_files as files
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, HybridEngineError, ParameterMismatchError
 from hybrid_engine.ranks.job import Job
-from tests.harness.launch import Ranks
+from tests.harness.launch import Outcomes, Ranks
 from tests.harness.small_disks import file_size_limit
 from tests.zoo.megatron_models import DENSE_FLOAT32, region_slices, running, view_of
 from tests.zoo.tiny_models import read_canonical, save_model
@@ -143,9 +143,7 @@ def main_parameters_differ(run: Any) -> bool:
 
 
 @pytest.fixture(scope="module")
-def launched(
-    engines: Ranks, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, Path], Path, dict[str, list[Any]]]:
+def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], Path, Outcomes]:
     """Models, where they were saved, and by rank what loading brought back: of good checkpoints, of broken ones."""
     directory = tmp_path_factory.mktemp("hf")
     paths = {name: save_model(directory / name, case.family, **case.model) for name, case in CASES.items()}

@@ -21,7 +21,7 @@ from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.worker import share_of
 from tests.harness.kills import kill_at_every_step
-from tests.harness.launch import Ranks
+from tests.harness.launch import Outcomes, Ranks
 from tests.harness.small_disks import file_size_limit
 from tests.zoo.megatron_models import DENSE_FLOAT32, negative_log_likelihood, running
 from tests.zoo.tiny_models import save_model, token_batch
@@ -243,7 +243,7 @@ def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """By rank: layout -> states; case -> how a load or a save failed."""
     paths = {
         name: save_model(tmp_path_factory.mktemp("model"), family, **changes)
@@ -258,13 +258,13 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 @pytest.fixture
-def results(launched: dict[str, list[Any]]) -> list[dict[str, dict[str, Any]]]:
+def results(launched: Outcomes) -> list[dict[str, dict[str, Any]]]:
     """By rank: layout -> states."""
     return launched["good"]
 
 
 @pytest.mark.parametrize("name", [*OTHER_STATE, *OTHER_FILE])
-def test_a_load_that_fails_changes_nothing_on_any_rank(launched: dict[str, list[Any]], name: str) -> None:
+def test_a_load_that_fails_changes_nothing_on_any_rank(launched: Outcomes, name: str) -> None:
     message = {**OTHER_STATE, **OTHER_FILE}[name][0]
     for _, text, is_kept in (results[name] for results in launched["wrong"]):
         assert message in text
@@ -274,7 +274,7 @@ def test_a_load_that_fails_changes_nothing_on_any_rank(launched: dict[str, list[
         assert [results[name][0] for results in launched["wrong"]] == ["RemoteError", "StateError"]
 
 
-def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_else(launched: dict[str, list[Any]]) -> None:
+def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_else(launched: Outcomes) -> None:
     for rank, results in enumerate(launched["wrong"]):
         error, text, _ = results["full"]
         assert error == ["RemoteError", "FileError"][rank]

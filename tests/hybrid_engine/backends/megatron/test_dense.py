@@ -1,10 +1,11 @@
 """The dense families in Megatron against transformers: the same weights, the same tokens, the same numbers, also after
-training; and their parameters against Megatron's own names for them. All in one launch."""
+training; and their parameters against Megatron's own names for them. All on one set of ranks."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.models import table_for
 from hybrid_engine.models.variants import RotaryScaling
 from hybrid_engine.worker import share_of
-from tests.harness.core_versions import IS_0_16
-from tests.harness.launch import Ranks
+from tests.harness.core_versions import without
+from tests.harness.launch import Call, Outcomes, Ranks
 from tests.zoo.families import SIZES, read_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running
 from tests.zoo.tiny_models import build_hf_model, label_log_probs, save_model, token_batch, train_hf_model
@@ -54,45 +55,39 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, untied, exact gelu": ("gpt2", {"tie_word_embeddings": False, "activation_function": "gelu"}),
 }
 
-TP1: dict[str, Any] = {}  # two data parallel ranks
 TP2 = {"tensor_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
 PP2 = {"pipeline_model_parallel_size": 2}
-LAYOUTS: list[tuple[str, dict[str, Any]]] = [
-    ("llama 3.1", TP1),
-    ("llama 3.1", TP2),
-    ("llama, linear scaling", PP2),
-    ("qwen2 with windows", TP1),
-    ("qwen2 with windows", TP2),
-    ("glm", TP1),
-    ("glm", TP2),
-    ("glm4", TP1),
-    ("glm4", SP2),
-    ("gemma2", TP1),
-    ("gemma2", TP2),
-    *([("gemma2, four layers", SP2)] if IS_0_16 else []),
-    ("gemma2, four layers", {**PP2, "virtual_pipeline_model_parallel_size": 2}),
-    ("gemma2, four layers", {**PP2, "noop_layers": (0, 3)}),
-    ("gemma3", TP1),
-    ("gemma3", SP2),
-    ("gemma3, linear scaling, untied", PP2),
-    ("gpt2", TP1),
-    ("gpt2", SP2),
-    ("gpt2", PP2),
-    ("gpt2, untied, exact gelu", TP2),
-]
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 3.1 dp2": ("llama 3.1", {}),
+    "llama 3.1 tp2": ("llama 3.1", TP2),
+    "llama, linear scaling pp2": ("llama, linear scaling", PP2),
+    "qwen2 with windows dp2": ("qwen2 with windows", {}),
+    "qwen2 with windows tp2": ("qwen2 with windows", TP2),
+    "glm dp2": ("glm", {}),
+    "glm tp2": ("glm", TP2),
+    "glm4 dp2": ("glm4", {}),
+    "glm4 tp2 sp": ("glm4", SP2),
+    "gemma2 dp2": ("gemma2", {}),
+    "gemma2 tp2": ("gemma2", TP2),
+    "gemma2, four layers tp2 sp": ("gemma2, four layers", SP2),
+    "gemma2, four layers pp2 vpp2": (
+        "gemma2, four layers",
+        {**PP2, "virtual_pipeline_model_parallel_size": 2},
+    ),
+    "gemma2, four layers pp2, ends do nothing": ("gemma2, four layers", {**PP2, "noop_layers": (0, 3)}),
+    "gemma3 dp2": ("gemma3", {}),
+    "gemma3 tp2 sp": ("gemma3", SP2),
+    "gemma3, linear scaling, untied pp2": ("gemma3, linear scaling, untied", PP2),
+    "gpt2 dp2": ("gpt2", {}),
+    "gpt2 tp2 sp": ("gpt2", SP2),
+    "gpt2 pp2": ("gpt2", PP2),
+    "gpt2, untied, exact gelu tp2": ("gpt2, untied, exact gelu", TP2),
+}
+"""Name -> model, actor settings; data parallel ranks are what remains."""
+LAYOUTS = without(LAYOUTS, "gemma2, four layers tp2 sp")
 BFLOAT16 = ("llama 3.1", "qwen2 with windows", "glm", "glm4", "gemma2", "gemma3", "gpt2")
 SCALINGS = (("llama3", 8.0, 1.0, 4.0, 8192), ("llama3", 32.0, 1.5, 6.0, 4096), ("linear", 8.0, 1.0, 4.0, 8192))
-
-
-@dataclass(repr=False)
-class Seen:
-    """What one rank brings back: by index in LAYOUTS, by model of BFLOAT16, by index in SCALINGS; a refusal."""
-
-    layouts: list[dict[str, Any]] = field(default_factory=list)
-    bfloat16: dict[str, dict[str, Any]] = field(default_factory=dict)
-    frequencies: list[torch.Tensor] = field(default_factory=list)
-    too_long: str = ""
 
 
 def make_batch() -> dict[str, torch.Tensor]:
@@ -102,32 +97,34 @@ def make_batch() -> dict[str, torch.Tensor]:
     return batch
 
 
-def run_all(paths: dict[str, Path]) -> Seen:
-    """On each of two ranks."""
-    seen = Seen()
-    for model, settings in LAYOUTS:
-        seen.layouts.append(run_layout(paths[model], settings))
-    for model in BFLOAT16:
-        seen.bfloat16[model] = run_bfloat16(paths[model])
-    from hybrid_engine.backends.megatron.model_variants import scaled_frequencies
+@dataclass(frozen=True)
+class Seen:
+    """What one rank computed, of the whole batch.
 
-    seen.frequencies = [scaled_frequencies(plain_frequencies(), RotaryScaling(*scaling)) for scaling in SCALINGS]
-    seen.too_long = refusal_of_long_sequences(paths["gpt2"])
-    return seen
+    Attributes:
+        logits: before training; `log_probs`: afterwards.
+        names: of its parameters, with those that Megatron's checkpoints have for them.
+    """
+
+    logits: torch.Tensor
+    names: list[tuple[str, str]]
+    reports: list[dict[str, float]]
+    log_probs: torch.Tensor
 
 
-def run_layout(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def run_layout(path: Path, settings: dict[str, Any]) -> Seen:
     config = ActorConfig(**{**DENSE_FLOAT32, **settings, "optimizer": {"lr": 3e-3, "weight_decay": 0.1}})
     with running(path, config) as run:
         load_canonical(run, path)
         engine, batch = run.engine, share_of(run.engine, make_batch())
-        result = {
-            "logits": engine.gather_over_data_parallel(engine.logits(batch["tokens"])),
-            "names": list(megatron_names(run)),
-        }
-        result["reports"] = [engine.train_step(batch, negative_log_likelihood) for _ in range(NUM_STEPS)]
-        result["final"] = engine.gather_over_data_parallel(engine.log_probs(batch))
-        return result
+        logits, names = engine.logits(batch["tokens"]), list(megatron_names(run))
+        reports = [engine.train_step(batch, negative_log_likelihood) for _ in range(NUM_STEPS)]
+        return Seen(
+            engine.gather_over_data_parallel(logits),
+            names,
+            reports,
+            engine.gather_over_data_parallel(engine.log_probs(batch)),
+        )
 
 
 def megatron_names(run: Any) -> Iterator[tuple[str, str]]:
@@ -147,7 +144,16 @@ def megatron_names(run: Any) -> Iterator[tuple[str, str]]:
                 yield name, tensor.key.replace("decoder.layers.", layer, 1)
 
 
-def run_bfloat16(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class HalfPrecision:
+    """A step in bfloat16: log-probabilities before it, its loss, and parameters that it left as they were."""
+
+    log_probs: torch.Tensor
+    loss: float
+    unchanged: list[str]
+
+
+def run_bfloat16(path: Path) -> HalfPrecision:
     config = ActorConfig(**{**DENSE_FLOAT32, **TP2, "params_dtype": "bfloat16", "optimizer": {"lr": 1e-2}})
     with running(path, config) as run:
         load_canonical(run, path)
@@ -156,10 +162,17 @@ def run_bfloat16(path: Path) -> dict[str, Any]:
         log_probs = run.engine.log_probs(batch)
         report = run.engine.train_step(batch, negative_log_likelihood)
         unchanged = [name for name, p in run.engine.weights.model.named_parameters() if torch.equal(p, before[name])]
-        return {"log_probs": log_probs, "loss": report["loss"], "unchanged": unchanged}
+        return HalfPrecision(log_probs, report["loss"], unchanged)
 
 
-def refusal_of_long_sequences(path: Path) -> str:
+def scale_frequencies() -> list[torch.Tensor]:
+    """Megatron's, by index in SCALINGS."""
+    from hybrid_engine.backends.megatron.model_variants import scaled_frequencies
+
+    return [scaled_frequencies(plain_frequencies(), RotaryScaling(*scaling)) for scaling in SCALINGS]
+
+
+def refuse_long_sequences(path: Path) -> str:
     with pytest.raises(ConfigError) as caught, running(path, ActorConfig(**{**DENSE_FLOAT32, "seq_length": 65})):
         pass
     return str(caught.value)
@@ -177,71 +190,95 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(scope="module")
-def seen(engines: Ranks, paths: dict[str, Path]) -> list[Seen]:
-    """By rank."""
-    return engines.launch(run_all, 2, paths)
+def in_bfloat16(model: str) -> str:
+    return f"{model} in bfloat16"
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[str, dict[str, Any]]:
-    """What transformers computes, by model."""
-    results, batch = {}, make_batch()
-    for name, (family, changes) in MODELS.items():
-        model = build_hf_model(family, **changes)
-        with torch.no_grad():
-            logits = model(batch["tokens"]).logits
-        losses, norms, final = train_hf_model(model, batch, NUM_STEPS, weight_decay=0.1)
-        results[name] = {"logits": logits, "losses": losses, "norms": norms, "final": final}
-    return results
+def outcomes(engines: Ranks, paths: dict[str, Path]) -> Outcomes:
+    """Of two ranks."""
+    calls: dict[str, Call] = {name: (run_layout, (paths[model], cut)) for name, (model, cut) in LAYOUTS.items()}
+    calls |= {in_bfloat16(model): (run_bfloat16, (paths[model],)) for model in BFLOAT16}
+    calls["frequencies"] = scale_frequencies, ()
+    calls["too long"] = refuse_long_sequences, (paths["gpt2"],)
+    return engines.launch_in_turn(2, calls)
 
 
-def test_logits_are_those_of_transformers(seen: list[Seen], expected: dict[str, dict[str, Any]]) -> None:
-    for rank, results in enumerate(seen):
-        for (model, settings), result in zip(LAYOUTS, results.layouts, strict=True):
-            logits = expected[model]["logits"]
-            assert logits.abs().max() > 1, "logits this small show little"
-            at = f"{model}, {settings}, rank {rank}"
-            torch.testing.assert_close(result["logits"], logits, atol=ATOL, rtol=0, msg=lambda m, at=at: f"{at}: {m}")
+@dataclass(frozen=True)
+class Expected:
+    """What transformers computes."""
+
+    logits: torch.Tensor
+    losses: list[float]
+    norms: list[float]
+    log_probs: torch.Tensor
 
 
-def test_training_follows_transformers_with_adam(seen: list[Seen], expected: dict[str, dict[str, Any]]) -> None:
+@functools.cache
+def expected(model_name: str) -> Expected:
+    family, changes = MODELS[model_name]
+    model, batch = build_hf_model(family, **changes), make_batch()
+    with torch.no_grad():
+        logits = model(batch["tokens"]).logits
+    return Expected(logits, *train_hf_model(model, batch, NUM_STEPS, weight_decay=0.1))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_logits_are_those_of_transformers(outcomes: Outcomes, layout: str) -> None:
+    logits = expected(LAYOUTS[layout][0]).logits
+    assert logits.abs().max() > 1, "logits this small show little"
+    for found in outcomes[layout]:
+        torch.testing.assert_close(found.logits, logits, atol=ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_follows_transformers_with_adam(outcomes: Outcomes, layout: str) -> None:
     """So every parameter gets its gradient, norms under tensor and sequence parallelism included."""
-    for results in seen:
-        for (model, settings), result in zip(LAYOUTS, results.layouts, strict=True):
-            at, reference, reports = f"{model}, {settings}", expected[model], result["reports"]
-            assert reference["losses"][1] < reference["losses"][0], "the reference does not learn"
-            assert [report["loss"] for report in reports] == pytest.approx(reference["losses"], abs=ATOL), at
-            assert [report["grad_norm"] for report in reports] == pytest.approx(reference["norms"], rel=1e-3), at
-            torch.testing.assert_close(
-                result["final"], reference["final"], atol=TRAINED_ATOL, rtol=0, msg=lambda m, at=at: f"{at}: {m}"
-            )
+    reference = expected(LAYOUTS[layout][0])
+    assert reference.losses[1] < reference.losses[0], "the reference does not learn"
+    for found in outcomes[layout]:
+        assert [report["loss"] for report in found.reports] == pytest.approx(reference.losses, abs=ATOL)
+        assert [report["grad_norm"] for report in found.reports] == pytest.approx(reference.norms, rel=1e-3)
+        torch.testing.assert_close(found.log_probs, reference.log_probs, atol=TRAINED_ATOL, rtol=0)
 
 
-def test_bfloat16_models_train(seen: list[Seen], expected: dict[str, dict[str, Any]]) -> None:
-    batch = make_batch()
-    for results in seen:
-        for model, result in results.bfloat16.items():
-            log_probs = label_log_probs(expected[model]["logits"], batch["labels"])
-            difference = (result["log_probs"] - log_probs).abs()
-            assert difference.max() < 0.3, model  # bf16 has 8 bits
-            assert difference.mean() < 0.05, model
-            assert result["loss"] == pytest.approx(expected[model]["losses"][0], abs=0.1), model
-            assert result["unchanged"] == [], model
+@pytest.mark.parametrize("model", BFLOAT16)
+def test_bfloat16_models_compute_nearly_the_same(outcomes: Outcomes, model: str) -> None:
+    log_probs = label_log_probs(expected(model).logits, make_batch()["labels"])
+    for found in outcomes[in_bfloat16(model)]:
+        difference = (found.log_probs - log_probs).abs()
+        assert difference.max() < 0.3  # bf16 has 8 bits
+        assert difference.mean() < 0.05
+        assert found.loss == pytest.approx(expected(model).losses[0], abs=0.1)
 
 
-def test_names_are_megatrons_with_both_layer_specs(seen: list[Seen], paths: dict[str, Path]) -> None:
-    """A name in Megatron's checkpoints, which is the one that Transformer Engine's layers use, finds the same rule."""
-    differing = set()
-    for results in seen:
-        for (model, _), result in zip(LAYOUTS, results.layouts, strict=True):
-            table = table_for(read_config(paths[model]))
-            assert len(result["names"]) > 5
-            for name, key in result["names"]:
-                assert table.match(name) is not None, name
-                assert table.match(name) == table.match(key), f"{name} and {key}"
-                if name != key and name.startswith("decoder.layers."):  # else the tied head, saved as the embedding
-                    differing.add(key.split(".", 3)[3])
+@pytest.mark.parametrize("model", BFLOAT16)
+def test_a_step_in_bfloat16_changes_every_parameter(outcomes: Outcomes, model: str) -> None:
+    assert [found.unchanged for found in outcomes[in_bfloat16(model)]] == [[], []]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_names_in_megatrons_checkpoints_find_the_same_rules(
+    outcomes: Outcomes, paths: dict[str, Path], layout: str
+) -> None:
+    """They are the ones that Transformer Engine's layers use."""
+    table = table_for(read_config(paths[LAYOUTS[layout][0]]))
+    for found in outcomes[layout]:
+        assert len(found.names) > 5
+        for name, key in found.names:
+            assert table.match(name) is not None, name
+            assert table.match(name) == table.match(key), f"{name} and {key}"
+
+
+def test_names_in_megatrons_checkpoints_differ_for_fused_norms(outcomes: Outcomes) -> None:
+    """In layers; outside of them the tied head is saved as the embedding."""
+    differing = {
+        key.split(".", 3)[3]
+        for layout in LAYOUTS
+        for found in outcomes[layout]
+        for name, key in found.names
+        if name != key and name.startswith("decoder.layers.")
+    }
     assert differing == {
         f"{linear}.layer_norm_{kind}"
         for linear in ("self_attention.linear_qkv", "mlp.linear_fc1")
@@ -250,7 +287,7 @@ def test_names_are_megatrons_with_both_layer_specs(seen: list[Seen], paths: dict
 
 
 @pytest.mark.parametrize("index", range(len(SCALINGS)))
-def test_rotary_frequencies_are_those_of_transformers(seen: list[Seen], index: int) -> None:
+def test_rotary_frequencies_are_those_of_transformers(outcomes: Outcomes, index: int) -> None:
     import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -258,9 +295,10 @@ def test_rotary_frequencies_are_those_of_transformers(seen: list[Seen], index: i
     rope = dict(zip(names, SCALINGS[index], strict=True))
     config = transformers.LlamaConfig(**{**SIZES, "head_dim": 128, "rope_parameters": {**rope, "rope_theta": 5e5}})
     frequencies, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
-    torch.testing.assert_close(seen[0].frequencies[index], frequencies, rtol=1e-6, atol=0)
+    torch.testing.assert_close(outcomes["frequencies"][0][index], frequencies, rtol=1e-6, atol=0)
     assert not torch.equal(frequencies, plain_frequencies())
 
 
-def test_learned_positions_end(seen: list[Seen]) -> None:
-    assert all("actor_config.seq_length: 65, but the model has 64 positions" in results.too_long for results in seen)
+def test_learned_positions_end(outcomes: Outcomes) -> None:
+    text = "actor_config.seq_length: 65, but the model has 64 positions"
+    assert all(text in refusal for refusal in outcomes["too long"])

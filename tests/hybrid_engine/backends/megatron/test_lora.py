@@ -11,7 +11,7 @@ import torch
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, WeightError
-from tests.harness.launch import Ranks
+from tests.harness.launch import Outcomes, Ranks
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
 from tests.zoo.tiny_models import save_model, token_batch
 
@@ -89,7 +89,7 @@ def _train(run: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """By rank, what each of the three brought back."""
     directory = tmp_path_factory.mktemp("adapters")
     path = save_model(directory / "model", "qwen3")
@@ -101,7 +101,7 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return engines.launch_in_turn(2, calls)
 
 
-def test_adapters_train_and_are_merged(outcomes: dict[str, list[Any]]) -> None:
+def test_adapters_train_and_are_merged(outcomes: Outcomes) -> None:
     """Every layout trains as one rank's does, touches nothing but adapters, and its merged weights compute the same."""
     results = outcomes["trained"]
     expected = results[0]["dp2"]["losses"]
@@ -146,7 +146,7 @@ def save_and_load(path: Path, out: Path) -> dict[str, Any]:
     }
 
 
-def test_a_checkpoint_and_a_reference_have_the_sums(outcomes: dict[str, list[Any]]) -> None:
+def test_a_checkpoint_and_a_reference_have_the_sums(outcomes: Outcomes) -> None:
     for result in outcomes["read"]:
         assert result["difference"] < 1e-5 < result["spread"]
         assert result["of reference"] < 1e-5 < result["moved"]
@@ -173,7 +173,7 @@ def freeze_and_fail(path: Path) -> tuple[Mapping[str, bool], list[str]]:
     return kept, messages
 
 
-def test_frozen_parameters_and_wrong_names(outcomes: dict[str, list[Any]]) -> None:
+def test_frozen_parameters_and_wrong_names(outcomes: Outcomes) -> None:
     for kept, messages in outcomes["frozen"]:
         assert {name for name, is_kept in kept.items() if is_kept} == {
             name for name in kept if name.startswith(("embedding.", "decoder.layers.1."))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch.distributed as dist
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.worker import share_of
 from tests.harness.core_versions import without
-from tests.harness.launch import Ranks
+from tests.harness.launch import Call, Outcomes, Ranks
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
 from tests.zoo.tiny_models import build_hf_model, label_log_probs, save_model, token_batch, train_hf_model
 
@@ -43,7 +46,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 VPP2 = {"virtual_pipeline_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 
-# (model, actor settings): settings of the engines that must all give the model's own numbers
+# name -> (model, actor settings): settings of the engines that must all give the model's own numbers
 LAYOUTS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     2: {
         "llama tp2": ("llama", TP2),
@@ -64,7 +67,7 @@ LAYOUTS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "llama pp2 dp2, overlap": ("llama, biases, other rotary base", {**PP2, **OVERLAP}),
     },
 }
-LATER = {2: ("qwen3 tp2, one kv head",)}
+LAYOUTS[2] = without(LAYOUTS[2], "qwen3 tp2, one kv head")
 NUM_STEPS = 3
 
 
@@ -75,12 +78,28 @@ def make_batch() -> dict[str, torch.Tensor]:
     return batch
 
 
-def run_layouts(layouts: dict[str, tuple[str, dict[str, Any]]], paths: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """On every rank: what each engine computes."""
-    return {name: run_layout(paths[model], settings) for name, (model, settings) in layouts.items()}
+@dataclass(frozen=True)
+class Seen:
+    """What one rank computed, of the whole batch where it is not a share.
+
+    Attributes:
+        logits, log_probs: before training.
+        reports: by step; `unreported`: of one more, whose loss reports nothing.
+        final: log-probabilities afterwards.
+        version: of the weights after NUM_STEPS steps.
+        offload: bytes of `offload_items` by kind, without caches.
+    """
+
+    logits: torch.Tensor
+    log_probs: torch.Tensor
+    reports: list[dict[str, float]]
+    unreported: dict[str, float]
+    final: torch.Tensor
+    version: int
+    offload: dict[str, int]
 
 
-def run_layout(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+def run_layout(path: Path, settings: dict[str, Any]) -> Seen:
     config = ActorConfig(**{**DENSE_FLOAT32, **settings, "optimizer": {"lr": 3e-3, "weight_decay": 0.1}})
     with running(path, config) as run:
         load_canonical(run, path)
@@ -92,20 +111,21 @@ def run_layout(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
         for _ in range(NUM_STEPS):
             reports.append(engine.train_step(mine, negative_log_likelihood))
             engine.log_probs(mine)  # scoring between steps changes nothing
-        assert engine.version == NUM_STEPS
+        version = engine.version
         unreported = engine.train_step(mine, lambda _batch, log_probs: (-log_probs.mean(), {}))
-        return {
-            "logits": engine.gather_over_data_parallel(logits),
-            "log_probs": engine.gather_over_data_parallel(log_probs),
-            "reports": reports,
-            "final": engine.gather_over_data_parallel(engine.log_probs(mine)),
-            "unreported": unreported,
-            "offload": describe_offload(engine),
-        }
+        return Seen(
+            logits=engine.gather_over_data_parallel(logits),
+            log_probs=engine.gather_over_data_parallel(log_probs),
+            reports=reports,
+            unreported=unreported,
+            final=engine.gather_over_data_parallel(engine.log_probs(mine)),
+            version=version,
+            offload=offload_nbytes(engine),
+        )
 
 
-def describe_offload(engine: Any) -> dict[str, int]:
-    """Bytes of `offload_items` by kind, without caches; every storage appears under one kind."""
+def offload_nbytes(engine: Any) -> dict[str, int]:
+    """Every storage is of one kind, and every item has an owner of its own."""
     kinds: dict[int, str] = {}
     nbytes: dict[str, int] = {"param": 0, "grad": 0, "optimizer": 0}
     for item in engine.offload_items():
@@ -119,6 +139,74 @@ def describe_offload(engine: Any) -> dict[str, int]:
     return nbytes
 
 
+@dataclass(frozen=True)
+class HalfPrecision:
+    """What one rank computed in bfloat16, with a reference made before a step.
+
+    Attributes:
+        log_probs, trained: of the actor, before and after the step; reference, later: of the reference.
+        versions: of the reference and of the actor.
+        reference_kinds: what of it can be offloaded.
+    """
+
+    log_probs: torch.Tensor
+    reference: torch.Tensor
+    trained: torch.Tensor
+    later: torch.Tensor
+    versions: tuple[int, int]
+    reference_kinds: set[str]
+
+
+def run_bfloat16(path: Path) -> HalfPrecision:
+    batch = make_batch()
+    with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2, "params_dtype": "bfloat16"})) as run:
+        load_canonical(run, path)
+        log_probs = run.engine.log_probs(batch)
+        reference = reference_of(run, path)
+        reference.copy_weights_from(run.engine)
+        frozen = reference.log_probs(batch)
+        run.engine.set_learning_rate(1e-2)
+        run.engine.train_step(batch, negative_log_likelihood)
+        return HalfPrecision(
+            log_probs=log_probs,
+            reference=frozen,
+            trained=run.engine.log_probs(batch),
+            later=reference.log_probs(batch),
+            versions=(reference.version, run.engine.version),
+            reference_kinds={item.kind for item in reference.offload_items()},
+        )
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """A step in float16, whose first loss scale is 2**32."""
+
+    skipped: float
+    version: int
+    weights_stay: bool
+
+
+def run_float16(path: Path) -> Overflow:
+    batch = make_batch()
+    with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2, "params_dtype": "float16"})) as run:
+        load_canonical(run, path)
+        before = run.engine.log_probs(batch)
+        report = run.engine.train_step(batch, negative_log_likelihood)
+        return Overflow(report["skipped"], run.engine.version, torch.equal(before, run.engine.log_probs(batch)))
+
+
+def refuse_uneven_batch(path: Path) -> str:
+    with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2, "micro_batch_size": 3})) as run:
+        with pytest.raises(ValueError, match="micro_batch_size") as caught:
+            run.engine.log_probs(make_batch())
+        dist.barrier()
+        return str(caught.value)
+
+
+FURTHER = {"bfloat16": run_bfloat16, "float16": run_float16, "uneven": refuse_uneven_batch}
+"""On two ranks."""
+
+
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
@@ -127,116 +215,116 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
-def results(engines: Ranks, request: pytest.FixtureRequest, paths: dict[str, Path]) -> dict[str, list[dict[str, Any]]]:
-    """Layout -> what each rank computed."""
-    layouts = without(LAYOUTS[request.param], *LATER.get(request.param, ()))
-    by_rank = engines.launch(run_layouts, request.param, layouts, paths)
-    return {name: [result[name] for result in by_rank] for name in layouts}
+@pytest.fixture(scope="module")
+def launched(engines: Ranks, paths: dict[str, Path]) -> Callable[[int], Outcomes]:
+    """Number of ranks -> what all that runs on so many brought back; each number is launched once."""
+
+    def launch_on(num_ranks: int) -> Outcomes:
+        calls: dict[str, Call] = {
+            name: (run_layout, (paths[model], settings)) for name, (model, settings) in LAYOUTS[num_ranks].items()
+        }
+        if num_ranks == 2:
+            calls |= {name: (function, (paths["qwen3"],)) for name, function in FURTHER.items()}
+        return engines.launch_in_turn(num_ranks, calls)
+
+    return functools.cache(launch_on)
 
 
-def model_of(layout: str) -> str:
-    return next(layouts[layout][0] for layouts in LAYOUTS.values() if layout in layouts)
+@dataclass(frozen=True)
+class Compared:
+    """What the ranks of a layout computed, and the name of its model."""
+
+    ranks: list[Seen]
+    model: str
 
 
-def trained_by_transformers(model_name: str) -> tuple[list[float], list[float], torch.Tensor]:
-    """Losses, gradient norms and final log-probabilities of the same steps with transformers and torch's Adam."""
-    family, changes = MODELS[model_name]
-    model, batch = build_hf_model(family, **changes), make_batch()
-    return train_hf_model(model, batch, NUM_STEPS + 1, weight_decay=0.1)
+@pytest.fixture(
+    params=[pytest.param((num_ranks, name), id=name) for num_ranks, layouts in LAYOUTS.items() for name in layouts]
+)
+def compared(request: pytest.FixtureRequest, launched: Callable[[int], Outcomes]) -> Compared:
+    num_ranks, name = request.param
+    return Compared(launched(num_ranks)[name], LAYOUTS[num_ranks][name][0])
 
 
-def test_logits_and_log_probs_are_those_of_transformers(results: dict[str, list[dict[str, Any]]]) -> None:
-    batch = make_batch()
-    for layout, ranks in results.items():
-        family, changes = MODELS[model_of(layout)]
-        with torch.no_grad():
-            expected = build_hf_model(family, **changes)(batch["tokens"]).logits
-        assert expected.abs().max() > 1, "logits this small show little"
-        for rank, result in enumerate(ranks):
-            torch.testing.assert_close(
-                result["logits"], expected, atol=ATOL, rtol=0, msg=lambda m, at=f"{layout}, rank {rank}": f"{at}: {m}"
-            )
-            torch.testing.assert_close(
-                result["log_probs"],
-                label_log_probs(expected, batch["labels"]),
-                atol=ATOL,
-                rtol=0,
-                msg=lambda m, at=f"{layout}, rank {rank}": f"{at}: {m}",
-            )
-
-
-def test_training_follows_transformers_with_adam(results: dict[str, list[dict[str, Any]]]) -> None:
-    for layout, ranks in results.items():
-        losses, norms, final = trained_by_transformers(model_of(layout))
-        assert losses[-1] < losses[0] - 0.05, "the reference does not learn: this test shows nothing"
-        for result in ranks:
-            reports = result["reports"]
-            assert [report["loss"] for report in reports] == pytest.approx(losses[:-1], abs=ATOL), layout
-            assert [report["grad_norm"] for report in reports] == pytest.approx(norms[:-1], rel=1e-3), layout
-            # Adam turns rounding of tiny gradients into whole steps; so wider
-            torch.testing.assert_close(result["final"], final, atol=1e-4, rtol=0, msg=lambda m, at=layout: f"{at}: {m}")
-
-
-def test_reports_are_equal_on_all_ranks(results: dict[str, list[dict[str, Any]]]) -> None:
-    for layout, ranks in results.items():
-        assert all(result["reports"] == ranks[0]["reports"] for result in ranks), layout
-        assert all(report["skipped"] == 0.0 for report in ranks[0]["reports"]), layout
-        assert ranks[0]["unreported"].keys() == {"grad_norm", "skipped"}, layout
-
-
-def test_offload_items_are_all_that_is_held(results: dict[str, list[dict[str, Any]]]) -> None:
-    for layout, ranks in results.items():
-        for result in ranks:
-            nbytes = result["offload"]
-            assert nbytes["param"] > 0, layout
-            assert nbytes["grad"] >= nbytes["param"], layout
-            assert nbytes["optimizer"] > 0, layout  # Adam's two moments in fp32, over dp_size
-
-
-def edge_cases(path: Path) -> dict[str, Any]:
-    """On both ranks: a reference, bfloat16, float16 with an overflow, and batches that do not fit."""
-    found: dict[str, Any] = {}
-    batch = make_batch()
-    with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2, "params_dtype": "bfloat16"})) as run:
-        load_canonical(run, path)
-        found["bfloat16"] = run.engine.log_probs(batch)
-        reference = reference_of(run, path)
-        reference.copy_weights_from(run.engine)
-        frozen = reference.log_probs(batch)
-        run.engine.set_learning_rate(1e-2)
-        run.engine.train_step(batch, negative_log_likelihood)
-        found["reference"] = (reference.version, run.engine.version)
-        found["frozen stays"] = torch.equal(frozen, found["bfloat16"]) and torch.equal(
-            reference.log_probs(batch), frozen
-        )
-        found["kinds of the reference"] = sorted({item.kind for item in reference.offload_items()})
-        trained = run.engine.log_probs(batch)
-        found["actor moves"] = not torch.equal(trained, found["bfloat16"])
-    with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2, "params_dtype": "float16"})) as run:
-        load_canonical(run, path)
-        before = run.engine.log_probs(batch)
-        report = run.engine.train_step(batch, negative_log_likelihood)  # Megatron's first loss scale is 2**32
-        found["float16"] = (report["skipped"], run.engine.version, torch.equal(before, run.engine.log_probs(batch)))
-    with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2, "micro_batch_size": 3})) as run:
-        with pytest.raises(ValueError, match="must be a multiple of micro_batch_size 3, got 4") as caught:
-            run.engine.log_probs(batch)
-        found["uneven"] = str(caught.value)
-        dist.barrier()
-    return found
-
-
-def test_edge_cases(engines: Ranks, tmp_path: Path) -> None:
-    path = save_model(tmp_path, "qwen3")
-    first, second = engines.launch(edge_cases, 2, path)
-    batch = make_batch()
+@functools.cache
+def logits_of_transformers(model: str) -> torch.Tensor:
+    family, changes = MODELS[model]
     with torch.no_grad():
-        expected = label_log_probs(build_hf_model("qwen3")(batch["tokens"]).logits, batch["labels"])
-    for found in (first, second):
-        assert (found["bfloat16"] - expected).abs().max() < 0.3  # bf16 has 8 bits
-        assert (found["bfloat16"] - expected).abs().mean() < 0.05
-        assert found["reference"] == (0, 1)
-        assert found["frozen stays"]
-        assert found["actor moves"]
-        assert found["kinds of the reference"] == ["param"]
-        assert found["float16"] == (1.0, 0, True)
+        return build_hf_model(family, **changes)(make_batch()["tokens"]).logits
+
+
+@functools.cache
+def trained_by_transformers(model: str) -> tuple[list[float], list[float], torch.Tensor]:
+    """Losses, gradient norms and final log-probabilities of the same steps with transformers and torch's Adam."""
+    family, changes = MODELS[model]
+    return train_hf_model(build_hf_model(family, **changes), make_batch(), NUM_STEPS + 1, weight_decay=0.1)
+
+
+def test_logits_are_those_of_transformers(compared: Compared) -> None:
+    expected = logits_of_transformers(compared.model)
+    assert expected.abs().max() > 1, "logits this small show little"
+    for found in compared.ranks:
+        torch.testing.assert_close(found.logits, expected, atol=ATOL, rtol=0)
+
+
+def test_log_probs_are_those_of_transformers(compared: Compared) -> None:
+    expected = label_log_probs(logits_of_transformers(compared.model), make_batch()["labels"])
+    for found in compared.ranks:
+        torch.testing.assert_close(found.log_probs, expected, atol=ATOL, rtol=0)
+
+
+def test_training_follows_transformers_with_adam(compared: Compared) -> None:
+    losses, norms, final = trained_by_transformers(compared.model)
+    assert losses[-1] < losses[0] - 0.05, "the reference does not learn: this test shows nothing"
+    for found in compared.ranks:
+        assert [report["loss"] for report in found.reports] == pytest.approx(losses[:-1], abs=ATOL)
+        assert [report["grad_norm"] for report in found.reports] == pytest.approx(norms[:-1], rel=1e-3)
+        # Adam turns rounding of tiny gradients into whole steps; so wider
+        torch.testing.assert_close(found.final, final, atol=1e-4, rtol=0)
+
+
+def test_reports_are_equal_on_all_ranks(compared: Compared) -> None:
+    assert all(found.reports == compared.ranks[0].reports for found in compared.ranks)
+    assert all(report["skipped"] == 0.0 for report in compared.ranks[0].reports)
+
+
+def test_a_loss_that_reports_nothing_has_the_steps_own_figures(compared: Compared) -> None:
+    assert all(found.unreported.keys() == {"grad_norm", "skipped"} for found in compared.ranks)
+
+
+def test_every_step_is_a_version(compared: Compared) -> None:
+    assert {found.version for found in compared.ranks} == {NUM_STEPS}
+
+
+def test_offload_items_are_all_that_is_held(compared: Compared) -> None:
+    for found in compared.ranks:
+        assert found.offload["param"] > 0
+        assert found.offload["grad"] >= found.offload["param"]
+        assert found.offload["optimizer"] > 0  # Adam's two moments in fp32, over dp_size
+
+
+def test_bfloat16_computes_nearly_the_same(launched: Callable[[int], Outcomes]) -> None:
+    expected = label_log_probs(logits_of_transformers("qwen3"), make_batch()["labels"])
+    for found in launched(2)["bfloat16"]:
+        assert (found.log_probs - expected).abs().max() < 0.3  # bf16 has 8 bits
+        assert (found.log_probs - expected).abs().mean() < 0.05
+
+
+def test_a_reference_stays_when_the_actor_moves(launched: Callable[[int], Outcomes]) -> None:
+    for found in launched(2)["bfloat16"]:
+        assert torch.equal(found.reference, found.log_probs)
+        assert torch.equal(found.later, found.reference)
+        assert not torch.equal(found.trained, found.log_probs)
+        assert found.versions == (0, 1)
+
+
+def test_a_reference_holds_weights_only(launched: Callable[[int], Outcomes]) -> None:
+    assert [found.reference_kinds for found in launched(2)["bfloat16"]] == [{"param"}] * 2
+
+
+def test_an_overflow_in_float16_skips_the_step(launched: Callable[[int], Outcomes]) -> None:
+    assert launched(2)["float16"] == [Overflow(skipped=1.0, version=0, weights_stay=True)] * 2
+
+
+def test_a_batch_that_is_no_multiple_of_micro_batches_is_refused(launched: Callable[[int], Outcomes]) -> None:
+    assert all("must be a multiple of micro_batch_size 3, got 4" in text for text in launched(2)["uneven"])

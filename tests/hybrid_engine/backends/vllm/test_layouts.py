@@ -1,16 +1,17 @@
 """Every family cut over ranks, and those that differ in every other kind of vLLM's layouts: traced, filled, bitwise
 vLLM's own load, and as computed without vLLM.
 
-One launch for each number of ranks; see scenarios/layouts.py.
+One launch for each number of ranks, one call for each layout; see scenarios/layouts.py.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
 
-from tests.harness.launch import Ranks, remembered
+from tests.harness.launch import Outcomes, Ranks
 from tests.hybrid_engine.backends.vllm.scenarios import layouts
 from tests.hybrid_engine.backends.vllm.scenarios.layouts import Case, Outcome
 from tests.zoo.families import SERVED_VARIANTS
@@ -65,20 +66,30 @@ assert all(len({case.name for case in cases}) == len(cases) for cases in CASES.v
 ALL = [pytest.param(num_ranks, case, id=case.name) for num_ranks, cases in CASES.items() for case in cases]
 ORDERED = [param for param in ALL if param.values[1].order is not None]
 
-Runs = Callable[[int], list[dict[str, Outcome]]]
-"""Number of ranks -> by rank, the outcomes of all its cases by name."""
+Runs = Callable[[int, Case], list[Outcome]]
+"""Number of ranks and case -> by rank, its outcomes."""
 
 
 @pytest.fixture(scope="module")
 def runs(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     directory = str(tmp_path_factory.mktemp("layouts"))
-    return remembered(lambda num_ranks: engines.launch(layouts.run_cases, num_ranks, directory, CASES[num_ranks]))
+
+    @functools.cache
+    def launched(num_ranks: int) -> Outcomes:
+        """By layout."""
+        by_layout: dict[str, list[Case]] = {}
+        for case in CASES[num_ranks]:
+            by_layout.setdefault(case.layout, []).append(case)
+        calls = {layout: (layouts.run_cases, (directory, cases)) for layout, cases in by_layout.items()}
+        return engines.launch_in_turn(num_ranks, calls)
+
+    return lambda num_ranks, case: [found[case.name] for found in launched(num_ranks)[case.layout]]
 
 
 @pytest.fixture
 def by_rank(runs: Runs, num_ranks: int, case: Case) -> list[Outcome]:
     """The outcomes of one case."""
-    return [outcomes[case.name] for outcomes in runs(num_ranks)]
+    return runs(num_ranks, case)
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), ALL)
@@ -101,7 +112,7 @@ def test_another_order_gives_each_rank_what_its_position_has_in_sequence(
     runs: Runs, by_rank: list[Outcome], num_ranks: int, case: Case
 ) -> None:
     (sequential,) = [other for other in CASES[num_ranks] if other.is_reordered(case)]
-    in_sequence = [outcomes[sequential.name] for outcomes in runs(num_ranks)]
+    in_sequence = runs(num_ranks, sequential)
     assert [by_rank[rank].position for rank in case.order or ()] == list(range(num_ranks))
     assert all(outcome.digests == in_sequence[outcome.position].digests for outcome in by_rank)
 
@@ -128,4 +139,4 @@ def test_what_is_never_read_belongs_to_others_or_to_nobody(by_rank: list[Outcome
 def test_vocabulary_padding_is_declared(runs: Runs, case: Case, rank: int, rows: dict[str, tuple[int, int]]) -> None:
     """130 words are padded to 192 rows of 64: 62 rows at TP=1; at TP=2 rank 0 has 96 words, rank 1 34 and 62 rows."""
     expected = {name: [(first * 64, last * 64)] for name, (first, last) in rows.items()}
-    assert runs(2)[rank][case.name].padding == expected
+    assert runs(2, case)[rank].padding == expected

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.hybrid_engine.backends.vllm.conftest import Outcomes
+from tests.harness.launch import Ranks
+from tests.hybrid_engine.backends.vllm.scenarios import replicas
 from tests.hybrid_engine.backends.vllm.scenarios.replicas import Ordered, Replica
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -19,15 +20,16 @@ class Pair(NamedTuple):
     second: Replica
 
 
-@pytest.fixture(scope="session")
-def pair(outcomes: Outcomes) -> Pair:
-    return Pair(*outcomes(2)["replicas"])
+@pytest.fixture(scope="module")
+def pair(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(*engines.launch(replicas.run, 2, str(tmp_path_factory.mktemp("replicas")), timeout=600))
 
 
-@pytest.fixture(scope="session")
-def orders(outcomes: Outcomes) -> list[list[Ordered]]:
+@pytest.fixture(scope="module")
+def orders(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[list[Ordered]]:
     """Of four ranks: in order, and with the middle ones exchanged."""
-    return outcomes(4)["orders"]
+    directory = str(tmp_path_factory.mktemp("orders"))
+    return engines.launch(replicas.orders, 4, directory, [None, (0, 2, 1, 3)], timeout=600)
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,45 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hybrid_engine.backends.vllm.conftest import DECODED, Outcomes
+from tests.harness.launch import Call, Outcomes, Ranks
+from tests.hybrid_engine.backends.vllm.scenarios import serving
 from tests.hybrid_engine.backends.vllm.scenarios.serving import Memory, Quantised
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.fixture(scope="session")
-def quantised(outcomes: Outcomes) -> list[Quantised]:
+DECODED = ("gemma2", "deepseek_v2", "deepseek_v3")
+"""Families whose attention vLLM computes with other kernels than the rest; all are in the matrix."""
+
+
+@pytest.fixture(scope="module")
+def alone(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """On one rank."""
+    directory = str(tmp_path_factory.mktemp("alone"))
+    calls: dict[str, Call] = {"samplings": (serving.samplings, ()), "memory": (serving.memory, (directory,))}
+    return engines.launch_in_turn(1, calls, timeout=600)
+
+
+@pytest.fixture(scope="module")
+def together(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    """On two. Gaps first, for vLLM changes the classes of models that it takes from transformers."""
+    directory = str(tmp_path_factory.mktemp("together"))
+    calls: dict[str, Call] = {
+        "gaps": (serving.gaps_to_transformers, (directory, 2, DECODED)),
+        "quantised": (serving.quantised, (directory, 2)),
+    }
+    return engines.launch_in_turn(2, calls, timeout=600)
+
+
+@pytest.fixture
+def quantised(together: Outcomes) -> list[Quantised]:
     """By rank."""
-    return outcomes(2)["quantised"]
+    return together["quantised"]
 
 
-@pytest.fixture(scope="session")
-def memory(outcomes: Outcomes) -> Memory:
-    return outcomes(1)["memory"][0]
+@pytest.fixture
+def memory(alone: Outcomes) -> Memory:
+    return alone["memory"][0]
 
 
 def test_quantised_answers_are_those_of_vllms_own_quantisation(quantised: list[Quantised]) -> None:
@@ -63,14 +87,14 @@ def test_what_cannot_be_fed_is_refused(quantised: list[Quantised], attempt: str,
 
 
 @pytest.mark.parametrize("family", DECODED)
-def test_what_is_computed_while_decoding_is_what_transformers_computes(outcomes: Outcomes, family: str) -> None:
+def test_what_is_computed_while_decoding_is_what_transformers_computes(together: Outcomes, family: str) -> None:
     """Of prompts the matrix sees the same for all families."""
-    for gaps in outcomes(2)["gaps"]:
+    for gaps in together["gaps"]:
         assert gaps[family] < 5e-5  # float32; log-probabilities are around -5
 
 
-def test_vllm_takes_whatever_a_sampling_can_be(outcomes: Outcomes) -> None:
-    assert outcomes(1)["samplings"] == [1153]
+def test_vllm_takes_whatever_a_sampling_can_be(alone: Outcomes) -> None:
+    assert alone["samplings"] == [1153]
 
 
 def test_released_weights_leave_memory(memory: Memory) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hybrid_engine.backends.vllm.conftest import Outcomes
+from tests.harness.launch import Ranks
+from tests.hybrid_engine.backends.vllm.scenarios import cycles
 from tests.hybrid_engine.backends.vllm.scenarios.cycles import Cycles
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -12,10 +13,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 PLACES = ("adding", "step", "forward", "sampling", "bookkeeping", "Ctrl-C")
 
 
-@pytest.fixture(params=[1, 2])
-def by_rank(outcomes: Outcomes, request: pytest.FixtureRequest) -> list[Cycles]:
+@pytest.fixture(scope="module", params=[1, 2])
+def by_rank(engines: Ranks, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Cycles]:
     """What each rank of one, and of two, brought back."""
-    return outcomes(request.param)["cycles"]
+    return engines.launch(cycles.run, request.param, str(tmp_path_factory.mktemp("cycles")), request.param, timeout=600)
 
 
 def test_weights_are_bitwise_those_of_a_native_load(by_rank: list[Cycles]) -> None:

@@ -52,8 +52,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        sizes = f"tp{self.tp} pp{self.pp} dp{self.dp} ep{self.ep}"
-        return f"{self.family} {dict(self.config) or ''} {sizes} {self.order or ''}".replace("  ", " ").strip()
+        return f"{self.family} {dict(self.config) or ''} {self.layout}".replace("  ", " ")
 
     @property
     def model(self) -> dict[str, Any]:
@@ -71,8 +70,9 @@ class Case:
             max_num_seqs=8,
         )
 
-    def layout_key(self) -> tuple[Any, ...]:
-        return self.tp, self.pp, self.dp, self.ep, self.order
+    @property
+    def layout(self) -> str:
+        return f"tp{self.tp} pp{self.pp} dp{self.dp} ep{self.ep} {self.order or ''}".strip()
 
 
 @dataclass(frozen=True)
@@ -138,19 +138,16 @@ def vllm_groups(settings: InferenceSettings) -> Iterator[Host]:
 
 
 def run_cases(directory: str, cases: Sequence[Case]) -> dict[str, Outcome]:
-    """Every case filled by records and compared with vLLM's own load of the same checkpoint; by case name."""
-    dist.init_process_group("gloo")
+    """Cases of one layout, each filled by records and compared with vLLM's own load of the same checkpoint; by name."""
+    if not dist.is_initialized():  # the next layout's on the same ranks finds it
+        dist.init_process_group("gloo")
     base = Path(directory)
     # With experts, so that vLLM makes a group for them; 12 heads are a multiple of every size here.
     host_config = served_config("qwen3_moe", num_attention_heads=12, num_key_value_heads=12)
     host_model = support.write_config(base / "host", host_config)
-    results: dict[str, Outcome] = {}
-    for layout in dict.fromkeys(case.layout_key() for case in cases):
-        chosen = [case for case in cases if case.layout_key() == layout]
-        with vllm_groups(chosen[0].settings(host_model)) as host:
-            for case in chosen:
-                results[case.name] = _outcome_of(case, host, base / case.name.replace("/", "-"))
-    dist.destroy_process_group()
+    with vllm_groups(cases[0].settings(host_model)) as host:
+        results = {case.name: _outcome_of(case, host, base / case.name.replace("/", "-")) for case in cases}
+    dist.barrier()
     return results
 
 
