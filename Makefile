@@ -12,6 +12,8 @@ OUT    ?= runs/gpt_rl
 STOP_SECONDS ?= 600
 
 PYTEST_ARGS ?=
+# Two processes, each with whole files, whose tests share launches. One file at a time: PYTEST_ARGS="-n 0 FILE".
+BY_FILE     := --numprocesses 2 --dist loadfile
 FAULTS_JSON ?= runs/faults.jsonl
 MEGATRON    ?= $(lastword $(CORE_VERSIONS))
 UV          ?= uv
@@ -70,14 +72,14 @@ rl: $(ENV_READY) ## Train a GPT by RL, Megatron <-> vLLM (NPROC, CONFIG, OUT)
 	    --shutdown-timeout $(STOP_SECONDS) -m examples.gpt_rl.train --config $(CONFIG) --out $(OUT)
 
 test: lint ## Check style, formatting and types, then run the tests (but for test-faults)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest $(BY_FILE) $(PYTEST_ARGS)
 
 test-fast: $(ENV_READY) ## Run the tests that start no ranks and take seconds: the loop while writing code
-	$(PY) -m pytest -q -m 'not ranks and not slow' --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+	HYPOTHESIS_PROFILE=fast $(PY) -m pytest -q -m 'not ranks and not slow' $(BY_FILE) $(PYTEST_ARGS)
 
 test-faults: $(ENV_READY) ## Break real jobs on purpose: kills, stalls, full disks, random failures (FAULTS_JSON=file)
 	@mkdir -p '$(dir $(FAULTS_JSON))' && rm -f '$(FAULTS_JSON)'
-	FAULTS_JSON='$(FAULTS_JSON)' $(PY) -m pytest -m faults --numprocesses 2 --dist loadfile $(PYTEST_ARGS) \
+	FAULTS_JSON='$(FAULTS_JSON)' $(PY) -m pytest -m faults $(BY_FILE) $(PYTEST_ARGS) \
 	    tests/faults tests/hybrid_engine/ranks/test_failure_watch.py
 
 # The environment is the locked one with that megatron-core and without vLLM.

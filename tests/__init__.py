@@ -11,7 +11,7 @@ Marks:
     ranks     starts processes that form a group. Given by the fixtures `ranks` and `engines`; a test that starts
               programs (torchrun, `run_ranks`) is marked by hand, and fails if it is not
     engines   builds Megatron or vLLM on them. Given by the fixture `engines`; a rank that does so without it fails
-    slow      takes more than about half a minute
+    slow      takes more than a few seconds
     faults    left out unless asked for by `-m faults`
     gpu       needs a CUDA device
 
@@ -35,6 +35,8 @@ A test on ranks is a function that runs there and returns what it saw, and tests
     def test_the_total_is_the_same_everywhere(seen: list[Seen]) -> None:
         assert [found.total for found in seen] == [3, 3]
 
-One test has one reason to fail. Launches are shared (module scope, `launch_in_turn`), since starting ranks and building
-engines cost more than what is asked of them.
+One test has one reason to fail. Launches are shared (module scope, `launch_in_turn`), since starting ranks costs more
+than what is asked of them; a call that fails is the failure of its own tests only.
+
+`make test` runs two files at a time, so a test looks at its own processes, ports and names, not at the machine's.
 """

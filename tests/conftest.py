@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +36,7 @@ marks.install_guard()
 
 # Real engines share the cores with the property tests, so wall-clock deadlines only cause noise.
 hypothesis.settings.register_profile("dev", deadline=None, max_examples=50)
+hypothesis.settings.register_profile("fast", deadline=None, max_examples=12)  # make test-fast
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=50, derandomize=True)
 hypothesis.settings.register_profile("thorough", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE") or ("ci" if os.environ.get("CI") else "dev"))
@@ -75,6 +77,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("faults")]
 
 
+def pytest_collection_finish() -> None:
+    """Have no collection of garbage in a test go through all modules and tests, which takes most of a second."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     marks.running(item)
 
@@ -108,14 +116,20 @@ def is_mapped(path: Path) -> bool:
     return False
 
 
-@pytest.fixture(scope="session", autouse=True)
-def remove_shared_memory_leftovers() -> Iterator[None]:
+_BEFORE = pytest.StashKey[set[Path]]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[_BEFORE] = _shared_memory_files()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
     """Remove what killed ranks left in shared memory, or the next vLLM fails with "create shm … errno: 17".
 
-    Only files that appeared during this session, are this user's and are mapped by no live process.
+    Only files that appeared during this session, are this user's and are mapped by no live process. Not by one of
+    several processes of xdist: what another is about to map looks the same.
     """
-    before = _shared_memory_files()
-    yield
-    for path in _shared_memory_files() - before:
-        if not is_mapped(path):
-            path.unlink(missing_ok=True)
+    if not hasattr(session.config, "workerinput"):
+        for path in _shared_memory_files() - session.config.stash[_BEFORE]:
+            if not is_mapped(path):
+                path.unlink(missing_ok=True)

@@ -52,6 +52,7 @@ def first_cycle() -> None:
     assert snapshot.differences(torch_itself, snapshot.of_torch()) == set()
 
 
+@pytest.mark.slow  # imports Megatron
 def test_the_first_revert_gives_back_every_attribute() -> None:
     """In a process of its own: here, earlier cycles could have left behind what both pictures then show."""
     code = f"from {__name__} import first_cycle; first_cycle()"

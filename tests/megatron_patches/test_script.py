@@ -81,6 +81,7 @@ def patch_source(tree: Path) -> None:
         file.write("from megatron_patches import script as resharding\nresharding.prepare()\n")
 
 
+@pytest.mark.slow  # imports Megatron
 def test_without_the_flag_the_script_is_as_python_runs_it(tree: Path) -> None:
     """In a process of its own, from another directory."""
     found = last_line(python("-m", "megatron_patches", str(tree), "--train-iters", "3", cwd=tree.parents[1]))

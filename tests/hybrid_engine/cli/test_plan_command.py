@@ -286,6 +286,7 @@ def test_the_page_shows_who_holds_what(tmp_path: Path) -> None:
 # -- scale -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_deepseek_v3_on_2048_ranks_without_any_engine(tmp_path: Path) -> None:
     """Also where torch, Megatron and vLLM are not installed."""
     code = """

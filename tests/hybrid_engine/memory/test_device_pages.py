@@ -40,7 +40,7 @@ def test_any_dtype_and_a_size_that_is_no_whole_granule(rig: Rig, dtype: torch.dt
     assert rig.fake.taken_nbytes() == -(-12345 * dtype.itemsize // GRANULE) * GRANULE
 
 
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples // 2)
 @given(data=st.data(), nbytes=st.integers(1, 7 * CHUNK), is_exported=st.booleans())
 def test_any_sequence_of_releases_and_restores(data: st.DataObject, nbytes: int, is_exported: bool):
     with pytest.MonkeyPatch.context() as patch:

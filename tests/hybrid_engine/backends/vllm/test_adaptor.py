@@ -14,6 +14,8 @@ from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory
 from hybrid_engine.errors import StateError
 
+pytestmark = pytest.mark.slow  # imports vLLM
+
 SIZE = 64
 SHAPES = {"linear": (SIZE, SIZE), "norm": (SIZE,)}
 LINEAR_NBYTES, NORM_NBYTES = SIZE * SIZE * 4, SIZE * 4

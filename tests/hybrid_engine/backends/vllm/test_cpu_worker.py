@@ -7,6 +7,8 @@ import torch
 
 from hybrid_engine.backends.vllm import internals
 
+pytestmark = pytest.mark.slow  # imports vLLM
+
 HEADS, ELEMENTS, TOKENS = 3, 64, 5
 
 

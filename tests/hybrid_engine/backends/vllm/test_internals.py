@@ -18,6 +18,8 @@ import pytest
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.internals import READ, Internal, Patch
 
+pytestmark = pytest.mark.slow  # imports vLLM
+
 PACKAGE = Path(inspect.getfile(internals)).parent
 
 
