@@ -1,4 +1,5 @@
-"""Examples; each is a package of its own.
+"""Examples.
 
-gpt_rl/   GRPO on two-digit addition: a complete RL job, its checkpoints and its report (`make rl`)
+gpt_rl/          GRPO on two-digit addition: a complete RL job, its checkpoints and its report (`make rl`)
+fsdp_engine.py   an engine around a transformers model, FSDP2 and vLLM in turn, in one page
 """

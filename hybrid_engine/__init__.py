@@ -19,8 +19,9 @@
 A canonical tensor is a tensor of a Hugging Face checkpoint. Nothing but backends/ and layouts/ knows a parallel axis.
 
     worker.py          ActorHybridWorker: both engines from a configuration
-    hybrid_engine.py   HybridEngine: both engines given
+    hybrid_engine.py   HybridEngine: around a transformers model, or of two given engines
     assembly.py        an inference engine beside a live training model
+    model_parts.py     what a HybridEngine around a transformers model is made of
     ports.py           what the engine asks of a trainer, an inference engine and a transport, and who calls what
     errors.py          every exception
     switch/            the state machine: what is on the device when, and the order of a switch

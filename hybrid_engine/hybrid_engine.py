@@ -3,46 +3,82 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic, TypeVar
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+import torch
 
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.memory.offloader import Offloader
+from hybrid_engine.model_parts import build_parts
 from hybrid_engine.ports import InferenceWeights, Trainer
+from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.contexts import SwitchContexts
 from hybrid_engine.switch.sharding_manager import ShardingManager
+from hybrid_engine.switch.states import State
 
 if TYPE_CHECKING:
-    from hybrid_engine.backends.vllm import InferenceEngine
+    from hybrid_engine.backends.fsdp import ShardedModel
+    from hybrid_engine.backends.vllm import InferenceEngine, Sampling
+    from hybrid_engine.backends.vllm.prompts import Prompts
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 
 
 class HybridEngine(SwitchContexts, Generic[TrainerT]):
-    """Switches a trainer and a vLLM engine that share their devices.
+    """Trains and generates in turn with one set of weights. All methods are collective.
 
-    For teams that have built both. `ActorHybridWorker` builds them from a configuration and adds rollouts and updates.
+    Around a transformers model, which FSDP2 shards here (or the caller has, then without `train_config`):
+
+        engine = HybridEngine(model=model, rollout_config={"tp_size": 2}, train_config={"fsdp_config": {}})
+        optimizer = torch.optim.AdamW(model.parameters())
+        with engine.rollout_context():
+            sequences = engine.generate(prompts, Sampling(max_tokens=64))
+        with engine.train_context():
+            model(sequences, labels=labels).loss.backward()
+            optimizer.step()
+        engine.shutdown()
+
+    Of parts that the caller has built and ends: `HybridEngine(train, inference, config)`. `ActorHybridWorker` builds
+    Megatron and vLLM from a configuration and adds rollouts and updates.
 
     Args:
-        train: whoever trains: a `TrainEngine`, a `LiveModel` where somebody else's loop trains Megatron's model, or
-            another `ports.Trainer`.
+        model: a transformers causal LM; sharded in place, it stays the caller's, who trains it in his own loop.
+        rollout_config: `tp_size`, `pp_size`, `dp_type`, and the keys of `generate_config`; see `config.hugging_face`.
+        train_config: `fsdp_config`, see `config.hugging_face.FsdpConfig`; None: the model is sharded already.
+        enable_reshard: False is refused: there is no other way to bring the weights to vLLM.
+        compress_reshard: send weights in `compression_dtype`, which vLLM then computes in.
+        compression_dtype: a torch dtype or its name.
+
+        train: whoever trains: a `TrainEngine`, a `LiveModel` where somebody else's loop trains Megatron's model, a
+            `ShardedModel`, or another `ports.Trainer`.
         inference: an `InferenceEngine`; the switch is one of its job.
         config: the checked configuration.
         offloader: of the trainer's state; made here when there is none.
         weights: what is written at a switch; default: the inference engine's weights alone.
         training_layouts: of all ranks, where they are known (`rendezvous.gather_layouts`).
 
-    All methods are collective. Example, as an RL loop uses it:
-
-        with engine.rollout_context():
-            completions = engine.inference.generate(prompts, sampling)
-        with engine.train_context():
-            engine.train.train_step(batch, loss_function)
-
     Training and scoring outside these contexts, on memory that was given away, raise StateError.
     """
 
+    train: TrainerT
+    inference: InferenceEngine
+
+    @overload
+    def __init__(
+        self: HybridEngine[ShardedModel],
+        *,
+        model: torch.nn.Module,
+        rollout_config: Mapping[str, Any] | None = None,
+        train_config: Mapping[str, Any] | None = None,
+        enable_reshard: bool = True,
+        compress_reshard: bool = False,
+        compression_dtype: torch.dtype | str = torch.bfloat16,
+    ) -> None: ...
+
+    @overload
     def __init__(
         self,
         train: TrainerT,
@@ -52,18 +88,73 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         offloader: Offloader | None = None,
         weights: InferenceWeights | None = None,
         training_layouts: Sequence[Layout] | None = None,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        train: Any = None,
+        inference: Any = None,
+        config: Any = None,
+        *,
+        offloader: Offloader | None = None,
+        weights: InferenceWeights | None = None,
+        training_layouts: Sequence[Layout] | None = None,
+        model: torch.nn.Module | None = None,
+        **settings: Any,
     ) -> None:
-        self.train = train
-        self.inference = inference
-        self.sharding = ShardingManager(
-            trainer=train,
-            inference=weights or inference.adaptor,
-            caches=inference,
-            offloader=offloader or Offloader(train.offload_items, reachable=train.reachable_tensors),
-            config=config.generate_config,
-            job=inference.job,
-            training_layouts=training_layouts,
-        )
+        with ExitStack() as undo:
+            if model is not None:
+                parts = build_parts(model, undo, **settings)
+                train, inference, config = parts.train, parts.inference, parts.config
+                offloader, training_layouts = parts.offloader, parts.training_layouts
+            elif settings:
+                raise TypeError(f"only with a model: {', '.join(settings)}")
+            self.train, self.inference, self.config = train, inference, config
+            self.sharding = ShardingManager(
+                trainer=train,
+                inference=weights or inference.adaptor,
+                caches=inference,
+                offloader=offloader or Offloader(train.offload_items, reachable=train.reachable_tensors),
+                config=config.generate_config,
+                job=inference.job,
+                training_layouts=training_layouts,
+            )
+            if model is not None:
+                undo.callback(self.sharding.close)
+            self._ends = undo.pop_all()
         # weak: the switch refers to the model, whose hooks in autograd Python's collector does not see through
         require_kinds = weakref.WeakMethod(self.sharding.require_kinds)
         train.guard = lambda kinds: (require := require_kinds()) and require(kinds)
+
+    @property
+    def job(self) -> Job:
+        """Of all ranks."""
+        return self.inference.job
+
+    def generate(
+        self, prompts: Prompts, sampling: Sampling | None = None, attention_mask: torch.Tensor | None = None
+    ) -> Any:
+        """Completions of all prompts, spread over the inference replicas; the same on every rank. In `rollout_context`.
+
+        Args:
+            prompts: the same on every rank: token ids [B, S] int64, which are answered by a tensor [B * n, S + longest]
+                of prompts and completions, padded on the right; texts, by n texts each; or lists of token ids, by n
+                `Completion`s each.
+            sampling: how; default: `Sampling()`.
+            attention_mask: [B, S], 0 where a prompt of a tensor is padded.
+
+        Raises StateError outside the context, ConfigError for prompts that cannot be.
+        """
+        from hybrid_engine.backends.vllm import Sampling
+        from hybrid_engine.backends.vllm.prompts import complete
+
+        self.sharding.require(State.INFER)
+        hf_config = self.config.hf_config()
+        ends = (hf_config.get("pad_token_id"), hf_config.get("eos_token_id"))
+        pad = next((token for token in ends if isinstance(token, int)), 0)
+        generate = self.inference.generate_over_replicas
+        return complete(prompts, sampling or Sampling(), generate, str(self.config.model), pad, attention_mask)
+
+    def shutdown(self) -> None:
+        """End vLLM and the job, where this engine made them; idempotent. Model and optimizer stay, on the device."""
+        self._ends.close()

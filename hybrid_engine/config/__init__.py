@@ -5,6 +5,7 @@
     training_rules.py   rules of `actor_config` and the model
     inference_rules.py  rules of `generate_config`
     constraints.py      all rules, and what breaks them
+    hugging_face.py     rollout_config and train_config of an engine around a transformers model
     loading.py          load_config: YAML or a mapping -> HybridConfig, or every violation at once
 
 To change: a key: keys.py, then `make docs`. A parallel size is a key too, but begins in layouts/parallelism.py, which

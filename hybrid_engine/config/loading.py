@@ -37,7 +37,7 @@ def load_config(source: str | Path | Mapping[str, Any], world_size: int, *, weig
     try:
         config = HybridConfig.model_validate(values)
     except pydantic.ValidationError as error:
-        found += [_violation_of(item) for item in error.errors(include_url=False, include_context=False)]
+        found += violations_of(error, HybridConfig)
     violations = found or find_violations(config, world_size, weights_only=weights_only)
     if violations:
         raise ConfigError(violations)
@@ -57,11 +57,16 @@ def find_violations(config: HybridConfig, world_size: int, *, weights_only: bool
     return broken_rules(context, weights_only=weights_only)
 
 
-def _violation_of(item: Mapping[str, Any]) -> Violation:
-    key = clipped(".".join(str(part) for part in item["loc"]) or "configuration")
+def violations_of(error: pydantic.ValidationError, root: type[Section], prefix: str = "") -> list[Violation]:
+    """What pydantic found in values of `root`; keys begin with `prefix`."""
+    return [_violation_of(item, root, prefix) for item in error.errors(include_url=False, include_context=False)]
+
+
+def _violation_of(item: Mapping[str, Any], root: type[Section], prefix: str) -> Violation:
+    key = clipped(prefix + ".".join(str(part) for part in item["loc"]) or "configuration")
     if item["type"] != "extra_forbidden":
         return Violation(key, f"{item['msg']}, found {shortened(item.get('input'))}", "Correct the value")
-    section: type[Section] = HybridConfig
+    section = root
     for part in item["loc"][:-1]:
         annotation = section.model_fields[part].annotation
         options = (annotation, *get_args(annotation))  # a section may be left out

@@ -3,6 +3,7 @@
     sharding_manager.py   ShardingManager: the states, the order of a switch, the way back after a failure
       states.py             the states, and what each needs on the device
       contexts.py           `rollout_context` and the like, for HybridEngine and ActorHybridWorker
+      hooks.py              how users' hooks are called
       report.py             ReshardReport, and the tally that it is made from
     rendezvous.py         set-up: layouts are exchanged, the plan is made, transports are connected
     weight_container.py   the inference weights: empty -> filled bucket by bucket -> released

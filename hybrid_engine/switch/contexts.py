@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 from hybrid_engine.memory.offload_items import KINDS, Kind
-from hybrid_engine.switch.report import ReshardReport
+from hybrid_engine.switch.hooks import Hook
 from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.switch.states import State
 
@@ -32,10 +32,10 @@ class SwitchContexts:
         """In a rollout: begin to bring training state back; see `ShardingManager.prefetch`."""
         self.sharding.prefetch(kinds)
 
-    def on_reshard_start(self, hook: Callable[[State, State], None]) -> Callable[[State, State], None]:
-        """Decorator: call `hook(from_state, to_state)` before every switch."""
+    def on_reshard_start(self, hook: Hook) -> Hook:
+        """Decorator: call `hook(from_state, to_state)` before every switch, or `hook()` if it takes no argument."""
         return self.sharding.on_reshard_start(hook)
 
-    def on_reshard_end(self, hook: Callable[[ReshardReport], None]) -> Callable[[ReshardReport], None]:
-        """Decorator: call `hook(report)` after every successful switch."""
+    def on_reshard_end(self, hook: Hook) -> Hook:
+        """Decorator: call `hook(report)` after every successful switch, or `hook()` if it takes no argument."""
         return self.sharding.on_reshard_end(hook)

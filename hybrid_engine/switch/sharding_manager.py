@@ -31,6 +31,7 @@ from hybrid_engine.ports import BucketFollower, InferenceCaches, InferenceWeight
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
+from hybrid_engine.switch.hooks import Hook, call_hook
 from hybrid_engine.switch.release_fence import ReleaseFence
 from hybrid_engine.switch.rendezvous import Connection, connect
 from hybrid_engine.switch.report import ReshardReport, SwitchTally
@@ -79,8 +80,8 @@ class ShardingManager:
         self.job = job
         self.state = State.TRAIN
         self.last_report: ReshardReport | None = None
-        self._start_hooks: list[Callable[[State, State], None]] = []
-        self._end_hooks: list[Callable[[ReshardReport], None]] = []
+        self._start_hooks: list[Callable[..., object]] = []
+        self._end_hooks: list[Callable[..., object]] = []
         self._context_state: State | None = None
         self._tally = SwitchTally()
         self._num_prefetched = 0  # bytes, for the report of the next switch
@@ -118,13 +119,13 @@ class ShardingManager:
         """The inference weights, as the switch fills them."""
         return self._require_open().container
 
-    def on_reshard_start(self, hook: Callable[[State, State], None]) -> Callable[[State, State], None]:
-        """Call `hook(from_state, to_state)` before every switch; usable as a decorator."""
+    def on_reshard_start(self, hook: Hook) -> Hook:
+        """Call `hook(from_state, to_state)` before every switch, or `hook()`; usable as a decorator."""
         self._start_hooks.append(hook)
         return hook
 
-    def on_reshard_end(self, hook: Callable[[ReshardReport], None]) -> Callable[[ReshardReport], None]:
-        """Call `hook(report)` after every successful switch; usable as a decorator."""
+    def on_reshard_end(self, hook: Hook) -> Hook:
+        """Call `hook(report)` after every successful switch, or `hook()`; usable as a decorator."""
         self._end_hooks.append(hook)
         return hook
 
@@ -161,7 +162,7 @@ class ShardingManager:
         self._num_prefetched = 0
         with self._phase("start hooks"):
             for start_hook in self._start_hooks:
-                start_hook(before, target)
+                call_hook(start_hook, before, target)
         try:
             self._switch(before, target)
         except LostRankError:
@@ -177,7 +178,7 @@ class ShardingManager:
         logger.info("%s", report)
         with self._phase("end hooks"):
             for end_hook in self._end_hooks:
-                end_hook(report)
+                call_hook(end_hook, report)
         return report
 
     def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:

@@ -26,7 +26,9 @@ FLOORS = (
     ("layouts", "ports"),
     ("config", "advisor", "transports"),
     ("backends", "switch"),
-    ("assembly", "hybrid_engine"),
+    ("assembly",),
+    ("model_parts",),
+    ("hybrid_engine",),
     ("worker", "megatron_script"),
     ("verification",),
     ("cli",),
@@ -56,6 +58,8 @@ OUTSIDE = {
     "switch.states": set(),
     "backends": {"megatron", "megatron_patches", "numpy", "pydantic", "safetensors", "torch", "transformers", "vllm"},
     "backends.vllm.engine_settings": set(),
+    "model_parts": {"torch"},
+    "hybrid_engine": {"torch"},
     "worker": {"megatron_patches", "torch"},
     "megatron_script": {"megatron_patches", "torch"},
     "verification": {"numpy", "safetensors", "torch", "transformers"},
@@ -69,7 +73,6 @@ SAME_MEANING = {
     "__init__": "the package",
     "adaptor": "the WeightAdaptor of a backend",
     "internals": "private names of a foreign library, each with its reason",
-    "train_engine": "the trainer's own loop",
     "training_state": "what of a trainer's state is offloaded",
 }
 # Who may import it: the one backend, and the top floor, which applies the patches.

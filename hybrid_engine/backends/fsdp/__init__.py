@@ -1,11 +1,11 @@
 """Training with FSDP2: a transformers model that `torch.distributed.fsdp.fully_shard` has sharded.
 
+    sharding.py          applies `fully_shard` as a configuration says
     canonical_names.py   where each tensor of a checkpoint lies in the model's parameters: transformers' own conversion
     sharded_tensors.py   what of each parameter this rank holds, and the flat buffer it lies in
     adaptor.py           the two together: records of this rank (port `TrainingWeights`)
     training_state.py    gradients, optimizer state, and what else refers to memory
     sharded_model.py     `ShardedModel`: the model as the switch sees it (port `Trainer`)
-    train_engine.py      `FsdpTrainEngine`: a sharded model with a loop of its own
     internals.py         names of torch and transformers that are not documented
 
 Nothing of Megatron is imported. The model stays the user's: its forward, its optimizer and its loop.

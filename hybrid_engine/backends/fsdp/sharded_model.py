@@ -35,6 +35,9 @@ class ShardedModel:
     Raises ModelError, with all faults, for a model or an optimizer that cannot be driven.
     """
 
+    weights: FsdpAdaptor
+    guard: Callable[[Iterable[str]], None]
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -47,7 +50,7 @@ class ShardedModel:
         self.optimizers = list(optimizers)
         self.table = table
         self.weights = FsdpAdaptor(model, table, rank)
-        self.guard: Callable[[Iterable[str]], None] = lambda kinds: None
+        self.guard = lambda kinds: None
         self._state = TrainingState(model, self.weights.tensors, self.optimizers)
         self._num_steps = 0
         self._watch()

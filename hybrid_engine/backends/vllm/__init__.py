@@ -3,6 +3,7 @@
     engine_settings.py  InferenceSettings, LoraSettings, Sampling, Completion: plain data
     engine.py           InferenceEngine: vLLM in the processes that train
     arguments.py        settings -> vLLM's arguments, checked by vLLM before anything is built
+    prompts.py          tensors, texts or lists of ids, and the same as an answer
     requests.py         requests to vLLM; none outlives the call that made it
     native_load.py      what vLLM itself loads from a checkpoint, for comparison
     internals.py        every private name of vLLM and torch that is used or replaced here, with the reason

@@ -1,0 +1,57 @@
+"""Shards a transformers model as a configuration says: each of its layers, then the rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from hybrid_engine.config.hugging_face import FsdpConfig
+from hybrid_engine.errors import ModelError
+
+_COMPUTES_IN = {"no": None, "amp": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether `fully_shard` was applied to it or to a part of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def shard_model(model: torch.nn.Module, config: FsdpConfig, device: torch.device, world_size: int) -> None:
+    """Apply `fully_shard`, in place. Collective.
+
+    Args:
+        model: a transformers model on any device but meta; its parameters move to `device`.
+        config: how.
+        device: of this rank.
+        world_size: number of ranks.
+
+    Raises ModelError for a model that is sharded already, or that does not say what its layers are.
+    """
+    if is_sharded(model):
+        raise ModelError("the model is sharded already: leave train_config out, or pass the model as it was")
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} does not say what its layers are (_no_split_modules): call fully_shard on them "
+            "and on the model, and leave train_config out"
+        )
+    computes_in = _COMPUTES_IN[config.mixed_precision]
+    options: dict[str, Any] = {
+        "mesh": _mesh(config, device, world_size),
+        "reshard_after_forward": config.sharding_strategy != "SHARD_GRAD_OP",
+        "mp_policy": MixedPrecisionPolicy(computes_in, torch.float32 if computes_in else None),
+    }
+    for layer in layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+
+
+def _mesh(config: FsdpConfig, device: torch.device, world_size: int) -> DeviceMesh:
+    if config.replicas == 1:
+        return init_device_mesh(device.type, (world_size,))
+    shape = (config.replicas, world_size // config.replicas)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicas", "shards"))

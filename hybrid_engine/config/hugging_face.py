@@ -1,0 +1,80 @@
+"""Configuration of an engine around a Hugging Face model: how it is sharded, and how vLLM serves it.
+
+    rollout_config = {"tp_size": 4, "pp_size": 2, "dp_type": "none", "max_model_len": 2048}
+    train_config = {"fsdp_config": {"mixed_precision": "amp", "sharding_strategy": "FULL_SHARD"}}
+
+`rollout_config` takes the keys of `generate_config` too, and short ones for the parallel sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import pydantic
+
+from hybrid_engine.config.keys import Count, Section
+from hybrid_engine.config.loading import violations_of
+from hybrid_engine.errors import ConfigError, Violation
+
+SHORT_KEYS = {
+    "tp_size": "infer_tensor_parallel_size",
+    "pp_size": "infer_pipeline_parallel_size",
+    "dp_size": "infer_data_parallel_size",
+    "ep_size": "infer_expert_parallel_size",
+}
+"""Of `rollout_config` -> of `generate_config`."""
+
+
+class FsdpConfig(Section):
+    """`train_config.fsdp_config`: how `torch.distributed.fsdp.fully_shard` splits the model."""
+
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"] = "FULL_SHARD"
+    """FULL_SHARD gathers a layer's parameters for its forward and again for its backward pass; SHARD_GRAD_OP keeps them
+    in between; HYBRID_SHARD is FULL_SHARD within each of `replicas` groups of ranks."""
+    replicas: Count = 1
+    """Groups of ranks that have a copy each; more than 1 with HYBRID_SHARD alone."""
+    mixed_precision: Literal["no", "amp", "bf16", "fp16"] = "no"
+    """What layers compute in; parameters and reduced gradients stay in their own dtype. amp is bf16."""
+
+
+class TrainConfig(Section):
+    """`train_config`."""
+
+    fsdp_config: FsdpConfig = FsdpConfig()
+    """See `FsdpConfig`."""
+
+
+def read_train_config(values: Mapping[str, Any], world_size: int) -> FsdpConfig:
+    """Check `train_config`. Raises ConfigError with every violation."""
+    try:
+        fsdp = TrainConfig.model_validate(values).fsdp_config
+    except pydantic.ValidationError as error:
+        raise ConfigError(violations_of(error, TrainConfig, "train_config.")) from None
+    key, found = "train_config.fsdp_config.replicas", []
+    if world_size % fsdp.replicas:
+        found.append(Violation(key, f"{fsdp.replicas} do not divide {world_size} ranks", "Use a divisor"))
+    if (fsdp.replicas > 1) != (fsdp.sharding_strategy == "HYBRID_SHARD"):
+        problem = f"{fsdp.replicas} with sharding_strategy {fsdp.sharding_strategy}"
+        found.append(Violation(key, problem, "Use HYBRID_SHARD and 2 or more, or neither"))
+    if found:
+        raise ConfigError(found)
+    return fsdp
+
+
+def generate_values(rollout_config: Mapping[str, Any]) -> dict[str, Any]:
+    """`generate_config` from `rollout_config`. Raises ConfigError for a size given twice, or an unknown `dp_type`."""
+    found = [
+        Violation(f"rollout_config.{short}", f"{long} says the same", "Use one of them")
+        for short, long in SHORT_KEYS.items()
+        if short in rollout_config and long in rollout_config
+    ]
+    dp_type = rollout_config.get("dp_type", "auto")
+    if dp_type not in ("auto", "none"):
+        found.append(
+            Violation("rollout_config.dp_type", f"{dp_type!r}", "Use 'auto' (replicas fill the job) or 'none'")
+        )
+    if found:
+        raise ConfigError(found)
+    values = {SHORT_KEYS.get(key, key): value for key, value in rollout_config.items() if key != "dp_type"}
+    return values | ({"infer_data_parallel_size": 1} if dp_type == "none" else {})

@@ -1,0 +1,104 @@
+"""What a `HybridEngine` around a transformers model is made of: a job, the model sharded, and vLLM beside it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybrid_engine.assembly import build_inference_engine
+from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
+from hybrid_engine.config.hugging_face import generate_values, read_train_config
+from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.memory.offloader import Offloader
+from hybrid_engine.models import table_for
+from hybrid_engine.ranks.agreement import SHORT_PATIENCE
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.layout import Layout
+from hybrid_engine.switch.rendezvous import gather_layouts
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.fsdp import ShardedModel
+    from hybrid_engine.backends.vllm import InferenceEngine
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """Arguments of `HybridEngine`."""
+
+    train: ShardedModel
+    inference: InferenceEngine
+    config: HybridConfig
+    offloader: Offloader
+    training_layouts: Sequence[Layout]
+
+
+def build_parts(
+    model: torch.nn.Module,
+    owner: ExitStack,
+    *,
+    rollout_config: Mapping[str, Any] | None = None,
+    train_config: Mapping[str, Any] | None = None,
+    enable_reshard: bool = True,
+    compress_reshard: bool = False,
+    compression_dtype: torch.dtype | str = torch.bfloat16,
+) -> ModelParts:
+    """Shard the model, unless it is, and build vLLM for it. Collective.
+
+    `owner` ends what is made here; the other arguments are `HybridEngine`'s. Raises, on all ranks: ConfigError,
+    UnknownModelError, ModelError, each with everything that is wrong.
+    """
+    from hybrid_engine.backends.fsdp import ShardedModel
+    from hybrid_engine.backends.fsdp.sharding import is_sharded, shard_model
+
+    if not enable_reshard:
+        remedy = "Leave it out: vLLM's weights come by resharding alone"
+        raise ConfigError([Violation("enable_reshard", "False", remedy)])
+    values = generate_values(rollout_config or {})
+    if compress_reshard:
+        values |= {"compress_reshard": True, "compression_dtype": str(compression_dtype).removeprefix("torch.")}
+    job = owner.enter_context(closing(Job.join(values.get("timeout_seconds", GenerateConfig().timeout_seconds))))
+    with job.agreement.building():
+        with job.agreement.phase("checking the configuration"):
+            fsdp = read_train_config(train_config or {}, job.world_size)
+            directory = _model_directory(model, values.pop("model", None), owner)
+            dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+            # of Megatron's keys those that vLLM's side is checked against
+            actor = {"params_dtype": dtype, "seq_length": 1}
+            settings = {"model": str(directory), "actor_config": actor, "generate_config": values}
+            config = load_config(settings, job.world_size)
+            table = table_for(config.hf_config())
+        with job.agreement.phase("sharding the model", SHORT_PATIENCE):
+            if train_config is not None or not is_sharded(model):
+                shard_model(model, fsdp, job.device, job.world_size)
+            train = ShardedModel(model, table, job.rank)
+            offloader = Offloader(train.offload_items, reachable=train.reachable_tensors)
+            owner.callback(_give_back, train, offloader)
+            offloader.offload()  # vLLM looks at the memory that is free while it starts
+        layouts = gather_layouts(job, train.weights)
+        inference = build_inference_engine(config, table, layouts, job)
+        owner.callback(inference.shutdown)
+    return ModelParts(train, inference, config, offloader, layouts)
+
+
+def _give_back(train: ShardedModel, offloader: Offloader) -> None:
+    """The model is its owner's again, all of it on the device."""
+    offloader.onload()
+    train.guard = lambda kinds: None
+
+
+def _model_directory(model: Any, given: str | None, owner: ExitStack) -> Path:
+    """Where vLLM finds config.json: what is given, where the model was loaded from, or a directory made for it."""
+    for directory in (given, model.config.name_or_path):
+        if directory and (Path(directory) / "config.json").is_file():
+            return Path(directory)
+    made = Path(owner.enter_context(tempfile.TemporaryDirectory(prefix="hybrid-engine-")))
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(made)
+    return made

@@ -1,0 +1,206 @@
+"""`HybridEngine(model=...)`: a transformers model, the caller's own loop, and an engine for the rest; two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from hybrid_engine import HybridEngine, ReshardReport, Sampling
+from hybrid_engine.errors import HybridEngineError
+from tests.harness.launch import Ranks
+from tests.zoo import sharded_models
+from tests.zoo.families import served_config, write_config
+
+GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
+SEED_ROLLOUT = {"tp_size": 2, "pp_size": 1, "dp_type": "none", "max_model_len": 64, "max_num_seqs": 8}
+SEED_TRAIN = {"fsdp_config": {"mixed_precision": "amp", "sharding_strategy": "FULL_SHARD"}}
+
+
+def the_seed(directory: str) -> dict[str, Any]:
+    """The flow of the source document: roll out, train on what came, again."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    engine = HybridEngine(
+        model=model,
+        rollout_config=SEED_ROLLOUT,
+        train_config=SEED_TRAIN,
+        enable_reshard=True,
+        compress_reshard=True,
+        compression_dtype=torch.bfloat16,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    lines: list[str] = []
+
+    @engine.on_reshard_start
+    def log_reshard_start() -> None:
+        lines.append("resharding begins")
+
+    @engine.on_reshard_end
+    def log_reshard_end(report: ReshardReport) -> None:
+        lines.append(report.direction)
+
+    prompts = torch.arange(2, 18).reshape(2, 8)
+    losses, received, responses = [], [], []
+    for _ in range(3):
+        with engine.rollout_context(), engine.rollout_context():  # one inside the other switches once
+            responses.append(engine.generate(prompts, GREEDY))
+        assert engine.sharding.last_report is not None
+        received.append(engine.sharding.last_report.bytes_received - engine.sharding.last_report.bytes_least)
+        with engine.train_context():
+            optimizer.zero_grad()
+            loss = model(input_ids=responses[0], labels=responses[0]).loss
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    engine.shutdown()
+    return {"lines": lines, "losses": losses, "surplus": received, "responses": responses}
+
+
+def refusals(directory: str) -> dict[str, str]:
+    """What each call below raised on this rank."""
+    dist.init_process_group("gloo")
+    model = sharded_models.from_config(Path(directory))
+    found = {name: _error(partial(HybridEngine, model=model, **settings)) for name, settings in REFUSED.items()}
+    sharded = sharded_models.shard(sharded_models.from_config(Path(directory)))
+    found["sharded twice"] = _error(lambda: HybridEngine(model=sharded, train_config=SEED_TRAIN))
+    return found
+
+
+def forms(directory: str) -> dict[str, Any]:
+    """A model that is sharded already, prompts in all forms, and what is refused between the contexts."""
+    dist.init_process_group("gloo")
+    path = Path(directory)
+    model = sharded_models.shard(sharded_models.from_config(path))
+    engine = HybridEngine(model=model, rollout_config={"model": directory, "max_model_len": 64, "max_num_seqs": 8})
+    padded = torch.tensor([[9, 9, 5, 6, 7], [3, 4, 5, 6, 7]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    found = {"outside": _error(lambda: engine.generate(padded, GREEDY))}
+    with engine.rollout_context():
+        found["ids"] = [
+            [one.token_ids for one in each] for each in engine.generate([[5, 6, 7], [3, 4, 5, 6, 7]], GREEDY)
+        ]
+        found["rows"] = engine.generate(padded, GREEDY, mask)
+        found["texts"] = engine.generate(["5 6 7", "3 4 5 6 7"], GREEDY)
+        found["training"] = _error(lambda: model(padded))
+        found["mask"] = _error(lambda: engine.generate(padded, GREEDY, mask[:1]))
+        found["floats"] = _error(lambda: engine.generate(padded.float(), GREEDY))
+    try:
+        with engine.train_context():
+            raise RuntimeError("in the caller's loop")
+    except RuntimeError:
+        pass
+    with engine.rollout_context():
+        found["after an error"] = engine.generate(padded, GREEDY, mask)
+    engine.shutdown()
+    model(padded)  # the caller's, as before
+    return found
+
+
+def _error(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except HybridEngineError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+REFUSED: Mapping[str, dict[str, Any]] = {
+    "not resharded": {"enable_reshard": False},
+    "an unknown key": {"rollout_config": {"tp_sise": 2}},
+    "a size twice": {"rollout_config": {"tp_size": 2, "infer_tensor_parallel_size": 2}},
+    "an unknown dp_type": {"rollout_config": {"dp_type": "some"}},
+    "more ranks than there are": {"rollout_config": {"tp_size": 4}},
+    "a wrong strategy": {"train_config": {"fsdp_config": {"sharding_strategy": "ZERO", "mixed_precission": "amp"}}},
+    "replicas without HYBRID_SHARD": {"train_config": {"fsdp_config": {"replicas": 2}}},
+    "nothing narrower": {"compress_reshard": True, "compression_dtype": torch.float32},
+}
+MESSAGES = {
+    "not resharded": ["enable_reshard: False"],
+    "an unknown key": ["tp_sise: unknown key"],
+    "a size twice": ["rollout_config.tp_size: infer_tensor_parallel_size says the same"],
+    "an unknown dp_type": ["rollout_config.dp_type: 'some'"],
+    "more ranks than there are": ["infer_tensor_parallel_size"],
+    "a wrong strategy": ["train_config.fsdp_config.sharding_strategy", "Did you mean mixed_precision"],
+    "replicas without HYBRID_SHARD": ["train_config.fsdp_config.replicas: 2 with sharding_strategy FULL_SHARD"],
+    "nothing narrower": ["float32 is not narrower than the training dtype float32"],
+    "sharded twice": ["ModelError", "the model is sharded already: leave train_config out"],
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model directory with weights and a tokenizer for which a number is a token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    path = write_config(tmp_path_factory.mktemp("model"), served_config("qwen2", torch_dtype="float32"))
+    config = (path / "config.json").read_text()
+    sharded_models.from_config(path).save_pretrained(path)
+    (path / "config.json").write_text(config)
+    words = Tokenizer(models.WordLevel({str(number): number for number in range(130)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def of_the_seed(engines: Ranks, directory: str) -> list[dict[str, Any]]:
+    return engines.launch(the_seed, 2, directory)
+
+
+@pytest.fixture(scope="module")
+def of_forms(engines: Ranks, directory: str) -> list[dict[str, Any]]:
+    return engines.launch(forms, 2, directory)
+
+
+@pytest.fixture(scope="module")
+def errors(engines: Ranks, directory: str) -> list[dict[str, str]]:
+    return engines.launch(refusals, 2, directory)
+
+
+def test_the_seed_learns_what_it_generated(of_the_seed: list[dict[str, Any]]) -> None:
+    for found in of_the_seed:
+        assert found["losses"][2] < found["losses"][1] < found["losses"][0]
+        assert found["surplus"] == [0, 0, 0]
+        assert found["responses"][0].shape == (2, 12)
+        assert torch.equal(found["responses"][0][:, :8], torch.arange(2, 18).reshape(2, 8))
+        assert torch.equal(found["responses"][0], of_the_seed[0]["responses"][0])
+
+
+def test_hooks_may_take_no_argument(of_the_seed: list[dict[str, Any]]) -> None:
+    once = ["resharding begins", "train->infer", "resharding begins", "infer->train"]
+    assert all(found["lines"] == 3 * once for found in of_the_seed)
+
+
+def test_prompts_are_answered_in_their_own_form(of_forms: list[dict[str, Any]]) -> None:
+    for found in of_forms:
+        ids = [list(one) for (one,) in found["ids"]]
+        assert [row[5:].tolist() for row in found["rows"]] == ids
+        assert found["rows"][:, :5].tolist() == [[9, 9, 5, 6, 7], [3, 4, 5, 6, 7]]
+        spelled = ["".join(map(str, one)) for one in ids]  # this tokenizer's words are numbers, without spaces
+        assert [text.replace(" ", "") for (text,) in found["texts"]] == spelled
+        assert torch.equal(found["after an error"], found["rows"])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ("outside", "StateError: "),
+        ("training", "StateError: "),
+        ("mask", "prompts: torch.int64 of shape (2, 5) with a mask of shape (1, 5)"),
+        ("floats", "prompts: torch.float32 of shape (2, 5)"),
+    ],
+)
+def test_calls_in_the_wrong_place_are_refused(of_forms: list[dict[str, Any]], call: str, message: str) -> None:
+    assert all(message in found[call] for found in of_forms)
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_what_cannot_be_built_is_refused_on_every_rank(errors: list[dict[str, str]], name: str) -> None:
+    for found in errors:
+        assert all(message in found[name] for message in MESSAGES[name]), found[name]
