@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
+from benchmarks.resharding.loading import Engines
 from benchmarks.resharding.measuring import Clock, Digests, gather
 from hybrid_engine.memory.elastic import export_tensor, map_peer
-from hybrid_engine.worker import ActorHybridWorker
 
 
 class Floor:
@@ -20,7 +20,7 @@ class Floor:
     next rank holds fewer bytes, its memory is read again from the start.
     """
 
-    def __init__(self, worker: ActorHybridWorker) -> None:
+    def __init__(self, worker: Engines) -> None:
         buffers = [flat for flat in worker.train.weights.buffers().values() if export_tensor(flat) is not None]
         handles = gather([export_tensor(flat) for flat in buffers])
         peer = (dist.get_rank() + 1) % dist.get_world_size()

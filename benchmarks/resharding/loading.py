@@ -5,11 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from benchmarks.resharding.measuring import ALLOCATE, COMMIT, Clock, Digests, digesting_vllm
+from hybrid_engine import HybridEngine
+from hybrid_engine.backends.vllm.weights.commit import bind_group
 from hybrid_engine.worker import ActorHybridWorker
+
+Engines = ActorHybridWorker | HybridEngine[Any]
+"""Who trains and who generates, with the switch between them."""
 
 
 class LoaderTarget:
@@ -18,14 +24,14 @@ class LoaderTarget:
     Uses the adaptor's own means to get there, also private ones, so that all contenders write into the same memory.
     """
 
-    def __init__(self, worker: ActorHybridWorker, keeps_memory: bool = False) -> None:
+    def __init__(self, worker: Engines, keeps_memory: bool = False) -> None:
         """`keeps_memory`: from one fill to the next."""
         self._keeps_memory = keeps_memory
         self._adaptor = worker.inference.adaptor
         if self._adaptor.staged:
             raise ValueError(f"{len(self._adaptor.staged)} tensors only go through vLLM's own loader")
         self.layout = self._adaptor.layout()
-        self.rank = worker.rank
+        self.rank = worker.job.rank
         self._groups = list(dict.fromkeys(buffer.group for buffer in self.layout.buffers.values()))
 
     @property
@@ -44,7 +50,7 @@ class LoaderTarget:
         with clock.phase(ALLOCATE):
             flats = dict(self._adaptor.allocate(self._groups))
             for group, tensors in self._adaptor._filling.items():
-                self._adaptor._commits[group].bind(tensors)
+                bind_group(self._adaptor._processed, self._adaptor._traced.groups[group], tensors)
         return flats
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 import torch
 import torch.distributed as dist
 
-from benchmarks.resharding.loading import LoaderTarget
+from benchmarks.resharding.loading import Engines, LoaderTarget
 from benchmarks.resharding.measuring import Clock, Digests, digesting_vllm
 from hybrid_engine.ports import InferenceWeights, TrainingWeights
 from hybrid_engine.switch import rendezvous
@@ -33,7 +33,7 @@ def connect(worker: ActorHybridWorker, destination: InferenceWeights, owner: Exi
 class Ours:
     """Training weights to vLLM's parameters, bucket by bucket, in state TRAIN."""
 
-    def __init__(self, worker: ActorHybridWorker) -> None:
+    def __init__(self, worker: Engines) -> None:
         self._training = worker.sharding.training
         self._container = worker.sharding.container
         self._adaptor = worker.inference.adaptor

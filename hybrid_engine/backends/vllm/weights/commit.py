@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import cast
 
 import torch
@@ -30,9 +30,7 @@ def commit_group(
 
     Memory: loader layout and what is made of it, module by module.
     """
-    for name in group.storages:
-        for binding in model.traced.storages[name].bindings:
-            binding.put(model.modules, tensors[name])
+    bind_group(model, group, tensors)
     if group.staged:
         staged = [(name, tensors.pop(STAGED + name)) for name in group.staged]
         cast(LoadWeights, model.traced.model.load_weights)(iter(staged))
@@ -44,6 +42,13 @@ def commit_group(
     for name in group.attention:
         process = cast(Callable[[torch.dtype], None], model.modules[name].process_weights_after_loading)
         process(model.act_dtype)
+
+
+def bind_group(model: ProcessedModel, group: CommitGroup, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Make tensors in loader layout, by buffer, the modules' parameters and buffers, as at load."""
+    for name in group.storages:
+        for binding in model.traced.storages[name].bindings:
+            binding.put(model.modules, tensors[name])
 
 
 def drop_group(model: ProcessedModel, group: CommitGroup) -> None:
