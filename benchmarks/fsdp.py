@@ -1,0 +1,177 @@
+"""FSDP2 -> vLLM beside what verl and TRL do, and beside the floor of the machine.
+
+    python benchmarks/fsdp.py --json FILE [--runs 5] [--only TEXT]
+
+ours          the engine's fill: from released memory to all parameters in vLLM's loader layout
+full_tensor   every parameter gathered whole on every rank (`DTensor.full_tensor()`), cast, and put through vLLM's
+              `load_weights`; packed experts are cut by views known beforehand, to its advantage
+floor         a plain copy of as many bytes between the processes
+
+Both write the same bits, which is checked. vLLM's repacking is left out of both. Parameters are fp32, vLLM's bf16, on
+CPU and gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from benchmarks.resharding.cases import MODELS  # noqa: E402
+from benchmarks.resharding.floor import Floor  # noqa: E402
+from benchmarks.resharding.loading import LoaderTarget, timed  # noqa: E402
+from benchmarks.resharding.measuring import Clock, Contender, Digests, gather, measure  # noqa: E402
+from benchmarks.resharding.ours import Ours  # noqa: E402
+from hybrid_engine import HybridEngine  # noqa: E402
+from hybrid_engine.backends.fsdp import ShardedModel  # noqa: E402
+from hybrid_engine.ranks.launching import run_ranks  # noqa: E402
+from hybrid_engine.switch.states import State  # noqa: E402
+
+BUDGET = 60.0
+"""Seconds for all runs of one contender."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how many ranks shard it, and vLLM's sizes."""
+
+    model: str
+    ranks: int
+    infer: dict[str, int]
+
+    @property
+    def name(self) -> str:
+        sizes = ",".join(f"{key.removesuffix('_size')}={value}" for key, value in self.infer.items())
+        return f"{self.model}: fsdp={self.ranks} -> {sizes} on {self.ranks}"
+
+
+CASES = (
+    Case("qwen2.5-0.5b", 2, {"tp_size": 2}),
+    Case("qwen2.5-0.5b", 4, {"tp_size": 2, "dp_size": 2}),
+    Case("qwen3-moe-2304", 2, {"tp_size": 2}),
+)
+TINY_CASE = Case("tiny", 2, {"tp_size": 2})
+"""For trying the script: `--only tiny`."""
+
+
+class FullTensor:
+    """Every parameter whole on every rank, one after the other."""
+
+    def __init__(self, engine: HybridEngine[ShardedModel]) -> None:
+        self._target = LoaderTarget(engine)
+        weights = engine.train.weights
+        self._tensors = weights.tensors.tensors
+        self._views: dict[str, list[str]] = {name: [] for name in self._tensors}
+        for name, packed in weights.packed.items():
+            self._views[packed.parameter].append(name)
+        self._packed = weights.packed
+
+    def prepare(self) -> None:
+        self._target.release()
+
+    def run(self, clock: Clock) -> None:
+        self._target.allocate(clock)
+        with clock.phase("load_weights"):
+            self._target.load(timed(self._weights(), clock, "full_tensor"))
+        self._target.commit(clock)
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for parameter, names in self._views.items():
+            tensor: Any = self._tensors[parameter].detach()
+            whole = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).to(torch.bfloat16)
+            for name in names:
+                view = self._packed[name].view
+                yield name, whole.as_strided(view.shape, view.strides, view.offset)
+
+    def digesting(self) -> AbstractContextManager[Digests]:
+        return self._target.digesting()
+
+    def close(self) -> None:
+        self._target.release()
+
+
+def main() -> int:
+    """Run the cases; print and write their figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--runs", type=int, default=5, help="timed runs of each contender (default: 5)")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    arguments = parser.parse_args()
+    rows = []
+    cases = [case for case in (*CASES, TINY_CASE) if arguments.only in case.name and (arguments.only or case in CASES)]
+    if not cases:
+        sys.exit(f"no case's name contains {arguments.only!r}")
+    for case in cases:
+        with tempfile.TemporaryDirectory(prefix="fsdp-") as directory:
+            out = Path(directory) / "figures.json"
+            job = json.dumps({**asdict(case), "runs": arguments.runs, "out": str(out)})
+            environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+            ended = run_ranks(["-m", "benchmarks.fsdp", job], case.ranks, timeout=900, environment=environment)
+            if ended.status != 0:
+                sys.exit(f"{case.name} failed:\n{ended.output}")
+            rows.append(json.loads(out.read_text()))
+        print(case.name, {key: value for key, value in rows[-1].items() if key != "case"}, flush=True)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=2))
+    return 0
+
+
+def run_rank(job: str) -> None:
+    """One case on one rank; rank 0 writes its figures."""
+    values = json.loads(job)
+    case = Case(values["model"], values["ranks"], values["infer"])
+    engine = HybridEngine(
+        model=_random_model(MODELS[case.model]),
+        rollout_config={**case.infer, "max_model_len": 64, "max_num_seqs": 4},
+        train_config={"fsdp_config": {}},
+        compress_reshard=True,
+    )
+    report = [engine.sharding.enter(state) for state in (State.INFER, State.TRAIN, State.INFER, State.TRAIN)][2]
+    assert report is not None
+    contenders: dict[str, Contender] = {"ours": Ours(engine), "full_tensor": FullTensor(engine), "floor": Floor(engine)}
+    row: dict[str, Any] = {"case": case.name}
+    digests: dict[str, Digests] = {}
+    for name, contender in contenders.items():
+        timing, digests[name] = measure(contender, values["runs"], BUDGET)
+        row |= {f"{name}_seconds": timing.seconds, f"{name}_runs": timing.num_runs}
+        contender.close()
+    same = gather(len(digests["ours"]) > 0 and digests["ours"] == digests["full_tensor"])
+    row |= {
+        "same_bits": all(same),
+        "full_tensor_ratio": row["full_tensor_seconds"] / row["ours_seconds"],
+        "floor_ratio": row["ours_seconds"] / row["floor_seconds"],
+        "bytes_received": sum(gather(report.bytes_received)),
+        "bytes_least": sum(gather(report.bytes_least)),
+    }
+    if dist.get_rank() == 0:
+        Path(values["out"]).write_text(json.dumps(row))
+    engine.shutdown()
+
+
+def _random_model(config: dict[str, Any]) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    kind = AutoConfig.for_model(**{key: value for key, value in config.items() if key != "torch_dtype"})
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(kind, dtype=torch.float32)
+    return model.requires_grad_(False)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1].startswith("{"):
+        torch.set_num_threads(1)
+        run_rank(sys.argv[1])
+    else:
+        sys.exit(main())
