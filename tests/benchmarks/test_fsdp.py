@@ -27,6 +27,7 @@ def test_the_tiniest_case(tmp_path: Path) -> None:
     assert row["floor_ratio"] == row["ours_seconds"] / row["floor_seconds"]
 
 
+@pytest.mark.slow
 def test_an_unknown_case_is_refused() -> None:
     run = subprocess.run(
         [sys.executable, str(SCRIPT), "--only", "nothing"], capture_output=True, text=True, timeout=300

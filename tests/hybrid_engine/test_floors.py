@@ -258,6 +258,7 @@ def test_patches_do_not_know_the_engine() -> None:
     assert [str(found) for found in all_imports(PATCHES) if found.package in (ENGINE, "vllm", "examples")] == []
 
 
+@pytest.mark.slow
 def test_all_but_the_backends_loads_without_megatron_and_vllm() -> None:
     code = "\n".join(
         [

@@ -185,6 +185,7 @@ def test_functions_taken_over_by_name_are_replaced_there_too() -> None:
     assert optimizer.clip_grad_by_total_norm_fp32 is clip_grads.clip_grad_by_total_norm_fp32 is not original
 
 
+@pytest.mark.slow
 def test_importing_the_package_needs_neither_megatron_nor_hybrid_engine() -> None:
     code = (
         "import sys, megatron_patches\n"

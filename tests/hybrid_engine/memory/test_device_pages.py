@@ -76,6 +76,7 @@ def test_any_sequence_of_releases_and_restores(data: st.DataObject, nbytes: int,
         rig.assert_nothing_is_left()
 
 
+@pytest.mark.slow
 def test_released_range_must_not_be_touched():
     """The model ends the process, as CUDA ends its context."""
     code = """
@@ -92,6 +93,7 @@ buffer.tensor[CHUNK:].sum()
     assert done.returncode == -signal.SIGSEGV
 
 
+@pytest.mark.slow
 def test_process_that_ends_with_live_tensors_ends_well():
     code = """
 import pytest, torch

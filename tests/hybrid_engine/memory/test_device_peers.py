@@ -124,6 +124,7 @@ def read_in_a_process(connection) -> None:
             connection.send(answer)
 
 
+@pytest.mark.slow
 def test_another_process_follows_the_owner(rig: Rig):
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()

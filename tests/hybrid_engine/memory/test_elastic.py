@@ -209,6 +209,7 @@ def read_in_a_process(connection) -> None:
     connection.send(peer.sum().item())
 
 
+@pytest.mark.slow
 def test_another_process_sees_writes_and_outlives_the_owner():
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()

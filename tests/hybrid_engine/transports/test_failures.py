@@ -206,6 +206,7 @@ def export_from_a_process(connection) -> None:
     connection.send(export_handles(0, {"src": allocate_elastic(NUMEL, torch.float32, "cpu", "param")}))
 
 
+@pytest.mark.slow
 def test_shared_memory_names_peer_bucket_and_phase_when_the_peer_ended():
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)

@@ -40,6 +40,7 @@ def test_the_tested_version_passes(monkeypatch: pytest.MonkeyPatch, name: str, v
     assert require_vllm() == version
 
 
+@pytest.mark.slow
 def test_importing_the_backend_does_not_import_vllm() -> None:
     program = "import hybrid_engine.backends.vllm, sys; sys.exit('vllm' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
