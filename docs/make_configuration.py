@@ -11,13 +11,13 @@ from typing import Literal, get_args, get_origin
 
 import pydantic
 
-from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig, LoraConfig, OptimizerConfig
+from hybrid_engine.config import ActorConfig, FsdpConfig, GenerateConfig, HybridConfig, LoraConfig, OptimizerConfig
 from hybrid_engine.config.constraints import CONSTRAINTS
 
 
 def page() -> str:
     """The whole page."""
-    sections = (HybridConfig, ActorConfig, OptimizerConfig, LoraConfig, GenerateConfig)
+    sections = (HybridConfig, ActorConfig, OptimizerConfig, LoraConfig, FsdpConfig, GenerateConfig)
     return "# Configuration\n\n" + "\n".join(_section(section) for section in sections)
 
 

@@ -47,7 +47,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
     Args:
         model: a transformers causal LM; sharded in place, it stays the caller's, who trains it in his own loop.
         rollout_config: `tp_size`, `pp_size`, `dp_type`, and the keys of `generate_config`; see `config.hugging_face`.
-        train_config: `fsdp_config`, see `config.hugging_face.FsdpConfig`; None: the model is sharded already.
+        train_config: `fsdp_config`, see `config.FsdpConfig`; None: the model is sharded already.
         enable_reshard: False is refused: there is no other way to bring the weights to vLLM.
         compress_reshard: send weights in `compression_dtype`, which vLLM then computes in.
         compression_dtype: a torch dtype or its name.

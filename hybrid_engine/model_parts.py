@@ -68,10 +68,9 @@ def build_parts(
             fsdp = read_train_config(train_config or {}, job.world_size)
             directory = _model_directory(model, values.pop("model", None), owner)
             dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-            # of Megatron's keys those that vLLM's side is checked against
-            actor = {"params_dtype": dtype, "seq_length": 1}
+            actor = {"params_dtype": dtype, "seq_length": 1, "fsdp": fsdp}
             settings = {"model": str(directory), "actor_config": actor, "generate_config": values}
-            config = load_config(settings, job.world_size)
+            config = load_config(settings, job.world_size, weights_only=True)  # the loop is the caller's
             table = table_for(config.hf_config())
         with job.agreement.phase("sharding the model", SHORT_PATIENCE):
             if train_config is not None or not is_sharded(model):

@@ -172,7 +172,7 @@ def _violation_of(item: Mapping[str, Any]) -> Violation:
 def _violations(engine: HybridConfig, rl: RLConfig, world_size: int) -> Iterator[Violation]:
     """What cannot go together."""
     actor = engine.actor_config
-    data = actor.sizes(world_size).data
+    data = engine.train_sizes(world_size).data
     multiple = actor.micro_batch_size * data
     reason = f"no multiple of micro_batch_size {actor.micro_batch_size} x {data} data parallel ranks"
     if rl.warm_up.batch_size % multiple:

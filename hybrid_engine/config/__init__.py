@@ -2,22 +2,31 @@
 
     keys.py             `actor_config`, `generate_config` and their sections, as pydantic models
     rules.py            what a rule is and what it looks at
-    training_rules.py   rules of `actor_config` and the model
+    training_rules.py   rules of `actor_config` and the model: of any trainer, and of Megatron
+    fsdp_rules.py       rules of `actor_config` where FSDP2 trains
     inference_rules.py  rules of `generate_config`
     constraints.py      all rules, and what breaks them
     hugging_face.py     rollout_config and train_config of an engine around a transformers model
     loading.py          load_config: YAML or a mapping -> HybridConfig, or every violation at once
 
 To change: a key: keys.py, then `make docs`. A parallel size is a key too, but begins in layouts/parallelism.py, which
-has its other names, and its rule is in layouts/size_rules.py. Any other rule: one of the two files of rules. Each rule
+has its other names, and its rule is in layouts/size_rules.py. Any other rule: one of the files of rules. Each rule
 has a case that breaks it in tests/hybrid_engine/config/test_constraints.py.
 """
 
-from hybrid_engine.config.keys import ActorConfig, GenerateConfig, HybridConfig, LoraConfig, OptimizerConfig
+from hybrid_engine.config.keys import (
+    ActorConfig,
+    FsdpConfig,
+    GenerateConfig,
+    HybridConfig,
+    LoraConfig,
+    OptimizerConfig,
+)
 from hybrid_engine.config.loading import find_violations, load_config
 
 __all__ = [
     "ActorConfig",
+    "FsdpConfig",
     "GenerateConfig",
     "HybridConfig",
     "LoraConfig",

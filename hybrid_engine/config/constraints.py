@@ -6,12 +6,18 @@ from these tables (`make docs`), and every rule has a test that breaks it.
 
 from __future__ import annotations
 
+from hybrid_engine.config.fsdp_rules import FSDP
 from hybrid_engine.config.inference_rules import INFERENCE
-from hybrid_engine.config.rules import JobContext, TrainingContext
-from hybrid_engine.config.training_rules import TRAINING
+from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext
+from hybrid_engine.config.training_rules import MEGATRON, TRAINING
 from hybrid_engine.errors import Violation
 
-CONSTRAINTS = (*TRAINING, *INFERENCE)
+CONSTRAINTS = (*TRAINING, *MEGATRON, *FSDP, *INFERENCE)
+
+
+def training_rules(context: TrainingContext) -> list[Constraint[TrainingContext]]:
+    """Those of the trainer that is configured."""
+    return [*TRAINING, *(MEGATRON if context.actor.fsdp is None else FSDP)]
 
 
 def broken_rules(context: TrainingContext, *, weights_only: bool = False) -> list[Violation]:
@@ -19,7 +25,7 @@ def broken_rules(context: TrainingContext, *, weights_only: bool = False) -> lis
 
     `weights_only`: training need not compute.
     """
-    rules = [rule for rule in TRAINING if not (weights_only and rule.computing)]
+    rules = [rule for rule in training_rules(context) if not (weights_only and rule.computing)]
     found = [found for rule in rules for found in rule.find(context)]
     if isinstance(context, JobContext):
         found += [found for rule in INFERENCE for found in rule.find(context)]

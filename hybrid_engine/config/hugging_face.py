@@ -9,11 +9,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import pydantic
 
-from hybrid_engine.config.keys import Count, Section
+from hybrid_engine.config.fsdp_rules import replica_findings
+from hybrid_engine.config.keys import FsdpConfig, Section
 from hybrid_engine.config.loading import violations_of
 from hybrid_engine.errors import ConfigError, Violation
 
@@ -24,18 +25,6 @@ SHORT_KEYS = {
     "ep_size": "infer_expert_parallel_size",
 }
 """Of `rollout_config` -> of `generate_config`."""
-
-
-class FsdpConfig(Section):
-    """`train_config.fsdp_config`: how `torch.distributed.fsdp.fully_shard` splits the model."""
-
-    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"] = "FULL_SHARD"
-    """FULL_SHARD gathers a layer's parameters for its forward and again for its backward pass; SHARD_GRAD_OP keeps them
-    in between; HYBRID_SHARD is FULL_SHARD within each of `replicas` groups of ranks."""
-    replicas: Count = 1
-    """Groups of ranks that have a copy each; more than 1 with HYBRID_SHARD alone."""
-    mixed_precision: Literal["no", "amp", "bf16", "fp16"] = "no"
-    """What layers compute in; parameters and reduced gradients stay in their own dtype. amp is bf16."""
 
 
 class TrainConfig(Section):
@@ -51,12 +40,8 @@ def read_train_config(values: Mapping[str, Any], world_size: int) -> FsdpConfig:
         fsdp = TrainConfig.model_validate(values).fsdp_config
     except pydantic.ValidationError as error:
         raise ConfigError(violations_of(error, TrainConfig, "train_config.")) from None
-    key, found = "train_config.fsdp_config.replicas", []
-    if world_size % fsdp.replicas:
-        found.append(Violation(key, f"{fsdp.replicas} do not divide {world_size} ranks", "Use a divisor"))
-    if (fsdp.replicas > 1) != (fsdp.sharding_strategy == "HYBRID_SHARD"):
-        problem = f"{fsdp.replicas} with sharding_strategy {fsdp.sharding_strategy}"
-        found.append(Violation(key, problem, "Use HYBRID_SHARD and 2 or more, or neither"))
+    key = "train_config.fsdp_config.replicas"
+    found = [Violation(key, *finding) for finding in replica_findings(fsdp, world_size)]
     if found:
         raise ConfigError(found)
     return fsdp

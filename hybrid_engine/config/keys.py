@@ -17,6 +17,7 @@ from hybrid_engine.layouts.parallelism import (
     LARGEST_SIZE,
     InferenceParallelism,
     Parallelism,
+    ShardedParallelism,
     TrainParallelism,
     sizes_of,
 )
@@ -86,6 +87,22 @@ class LoraConfig(Section):
     """Megatron's names of the linear layers that get one."""
 
 
+class FsdpConfig(Section):
+    """`actor_config.fsdp`, or `train_config.fsdp_config`: how `torch.distributed.fsdp.fully_shard` splits the model."""
+
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"] = "FULL_SHARD"
+    """FULL_SHARD gathers a layer's parameters for its forward and again for its backward pass; SHARD_GRAD_OP keeps them
+    in between; HYBRID_SHARD is FULL_SHARD within each of `replicas` groups of ranks."""
+    replicas: Count = 1
+    """Groups of ranks that have a copy each; more than 1 with HYBRID_SHARD alone."""
+    mixed_precision: Literal["no", "amp", "bf16", "fp16"] = "no"
+    """What layers compute in; parameters and reduced gradients stay in their own dtype. amp is bf16."""
+
+    def sizes(self, world_size: int) -> ShardedParallelism:
+        """The sizes on `world_size` ranks."""
+        return ShardedParallelism(world_size, self.replicas)
+
+
 def _values_of(section: Section, side: type[Parallelism]) -> dict[str, Any]:
     """The sizes that a section has the keys of, by attribute."""
     return {size.name: getattr(section, size.key) for size in sizes_of(side)}
@@ -142,9 +159,11 @@ class ActorConfig(Section):
     """Train adapters instead of the weights; see below."""
     frozen_parameters: Names = ()
     """Patterns (`*`, `?`) of Megatron's parameter names that are not trained, e.g. `embedding.*`."""
+    fsdp: FsdpConfig | None = None
+    """Train with FSDP2 in place of Megatron, whose own keys are then left out; see below."""
 
     def sizes(self, world_size: int, *, cuts_whole_projections: bool = False) -> TrainParallelism:
-        """The parallel sizes on `world_size` ranks; `cuts_whole_projections` as in `TrainParallelism`."""
+        """Megatron's sizes on `world_size` ranks; `cuts_whole_projections` as in `TrainParallelism`."""
         values = _values_of(self, TrainParallelism)
         return TrainParallelism(world_size, **values, cuts_whole_projections=cuts_whole_projections)
 
@@ -226,6 +245,11 @@ class HybridConfig(Section):
     def wire_dtype(self) -> Dtype:
         """In which weights arrive at vLLM."""
         return self.generate_config.wire_dtype(self.actor_config.params_dtype)
+
+    def train_sizes(self, world_size: int) -> TrainParallelism | ShardedParallelism:
+        """The training side's sizes on `world_size` ranks, whoever trains."""
+        actor = self.actor_config
+        return actor.sizes(world_size) if actor.fsdp is None else actor.fsdp.sizes(world_size)
 
     def hf_config(self) -> dict[str, Any]:
         """The contents of config.json."""

@@ -1,4 +1,4 @@
-"""Rules of `actor_config` and the model."""
+"""Rules of `actor_config` and the model: of any trainer, and of Megatron."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from hybrid_engine.layouts.stages import chunks_of, split_violations
 from hybrid_engine.models.table import ModelTable
 
 TRAINING: list[Constraint[TrainingContext]] = []
+"""Whoever trains."""
+MEGATRON: list[Constraint[TrainingContext]] = []
+"""Where Megatron does."""
 
 
-@constraint(TRAINING, "model", "build_model() implements everything that config.json asks for.", computing=True)
+@constraint(MEGATRON, "model", "build_model() implements everything that config.json asks for.", computing=True)
 def _model_is_built(context: TrainingContext) -> Iterator[Finding]:
     for what in context.table.not_built:
         yield f"{what} is not implemented by build_model()", "Pass your own Megatron model"
 
 
-TRAINING += size_constraints("actor_config", TrainParallelism, TRAIN_RULES, lambda context: context.train_sizes)
+MEGATRON += size_constraints("actor_config", TrainParallelism, TRAIN_RULES, lambda context: context.train_sizes)
 
 
 @constraint(
-    TRAINING,
+    MEGATRON,
     "actor_config.expert_tensor_parallel_size",
     "ETP is TP where EP is 1: megatron-core 0.16.1 would sum gradients of experts over the wrong ranks.",
     computing=True,
@@ -39,7 +42,7 @@ def _expert_tensor_alone(context: TrainingContext) -> Iterator[Finding]:
 
 
 @constraint(
-    TRAINING,
+    MEGATRON,
     "actor_config.pipeline_model_parallel_layout",
     "With tied embeddings, MTP layers must be on the last pipeline stage: Megatron keeps only two copies equal.",
 )
@@ -55,7 +58,7 @@ def _tied_mtp_layers(context: TrainingContext) -> Iterator[Finding]:
 
 
 @constraint(
-    TRAINING,
+    MEGATRON,
     "actor_config.context_parallel_size",
     "CP is 1 where TrainEngine trains; Megatron's own training loop may use more.",
     computing=True,
@@ -65,14 +68,14 @@ def _context_parallel(context: TrainingContext) -> Iterator[Finding]:
         yield f"{cp}: TrainEngine does not split sequences over ranks", "Use 1, or train with Megatron's own loop"
 
 
-@constraint(TRAINING, "actor_config.sequence_parallel", "Sequence parallelism needs TP > 1.")
+@constraint(MEGATRON, "actor_config.sequence_parallel", "Sequence parallelism needs TP > 1.")
 def _sequence_parallel(context: TrainingContext) -> Iterator[Finding]:
     if context.actor.sequence_parallel and context.train_sizes.tensor == 1:
         yield "needs tensor parallelism", "Set it to false or raise TP"
 
 
 @constraint(
-    TRAINING,
+    MEGATRON,
     "actor_config.sequence_parallel",
     "Training experts with TP > 1 needs sequence parallelism.",
     computing=True,
@@ -84,7 +87,7 @@ def _sequence_parallel_of_experts(context: TrainingContext) -> Iterator[Finding]
         yield problem, "Set it to true, or TP to 1"
 
 
-@constraint(TRAINING, "actor_config.seq_length", "With sequence parallelism, seq_length % TP == 0.")
+@constraint(MEGATRON, "actor_config.seq_length", "With sequence parallelism, seq_length % TP == 0.")
 def _sequence_length(context: TrainingContext) -> Iterator[Finding]:
     if context.actor.sequence_parallel:
         tp, length = context.train_sizes.tensor, context.actor.seq_length
@@ -100,7 +103,7 @@ def _learned_positions(context: TrainingContext) -> Iterator[Finding]:
 
 
 @constraint(
-    TRAINING,
+    MEGATRON,
     "actor_config.frozen_parameters",
     "Every pattern matches a parameter, by one of its names in megatron-core's layer specs.",
 )
@@ -112,7 +115,7 @@ def _frozen_parameters(context: TrainingContext) -> Iterator[Finding]:
         yield f"no parameter matches {', '.join(unknown)}", f"Names look like {names[0]}, {names[-1]}"
 
 
-@constraint(TRAINING, "actor_config.frozen_parameters", "At least one trained parameter is not frozen.", computing=True)
+@constraint(MEGATRON, "actor_config.frozen_parameters", "At least one trained parameter is not frozen.", computing=True)
 def _frozen_all(context: TrainingContext) -> Iterator[Finding]:
     if not (patterns := context.actor.frozen_parameters):
         return
@@ -142,20 +145,20 @@ def _with_adapters(name: str, lora: LoraConfig | None) -> list[str]:
     return [f"{module}.{part}.weight" for part in ("to_wrap", "adapter.linear_in", "adapter.linear_out")]
 
 
-@constraint(TRAINING, "actor_config.overlap_param_gather", "overlap_param_gather needs use_distributed_optimizer.")
+@constraint(MEGATRON, "actor_config.overlap_param_gather", "overlap_param_gather needs use_distributed_optimizer.")
 def _gather_needs_distributed_optimizer(context: TrainingContext) -> Iterator[Finding]:
     if context.actor.overlap_param_gather and not context.actor.use_distributed_optimizer:
         yield "only the distributed optimizer gathers parameters", "Set use_distributed_optimizer to true"
 
 
-@constraint(TRAINING, "actor_config.overlap_param_gather", "overlap_param_gather needs overlap_grad_reduce.")
+@constraint(MEGATRON, "actor_config.overlap_param_gather", "overlap_param_gather needs overlap_grad_reduce.")
 def _gather_needs_overlapped_reduction(context: TrainingContext) -> Iterator[Finding]:
     if context.actor.overlap_param_gather and not context.actor.overlap_grad_reduce:
         problem = "Megatron overlaps the gather only if it overlaps the gradient reduction too"
         yield problem, "Set overlap_grad_reduce to true"
 
 
-@constraint(TRAINING, "actor_config.lora", "target_modules are linear layers of the model, none of experts.")
+@constraint(MEGATRON, "actor_config.lora", "target_modules are linear layers of the model, none of experts.")
 def _lora_targets(context: TrainingContext) -> Iterator[Finding]:
     if context.actor.lora is None:
         return

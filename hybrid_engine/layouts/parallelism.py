@@ -146,6 +146,29 @@ class TrainParallelism:
         return -(-size // multiple) * multiple
 
 
+@dataclass(frozen=True)
+class ShardedParallelism:
+    """Sizes of a training side that FSDP2 shards: consecutive ranks shard every parameter, each group of them a copy.
+
+    Attributes:
+        world_size: number of ranks.
+        replicas: number of copies (HSDP).
+    """
+
+    world_size: int
+    replicas: int = 1
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that shard one copy."""
+        return self.world_size // self.replicas
+
+    @property
+    def data(self) -> int:
+        """Data parallel size: every rank trains on sequences of its own."""
+        return self.world_size
+
+
 VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this and cuts the padded one."""
 

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from hybrid_engine.config.hugging_face import FsdpConfig
+from hybrid_engine.config import FsdpConfig
 from hybrid_engine.errors import ModelError
 
 _COMPUTES_IN = {"no": None, "amp": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -6,14 +6,16 @@ import json
 import runpy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from hybrid_engine.config import ActorConfig, HybridConfig, find_violations, load_config
-from hybrid_engine.config.constraints import CONSTRAINTS, broken_rules
+from hybrid_engine.config.constraints import CONSTRAINTS, broken_rules, training_rules
+from hybrid_engine.config.inference_rules import INFERENCE
 from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext
 from hybrid_engine.errors import ConfigError
+from hybrid_engine.layouts.parallelism import ShardedParallelism
 from hybrid_engine.models import table_for
 from hybrid_engine.verification.small_model import reduced_config
 from tests.zoo import published_configs
@@ -49,6 +51,8 @@ ETP1, FIRST1 = {"expert_tensor_parallel_size": 1}, {"num_layers_in_first_pipelin
 ODD_WIDTH, TOKENS = {"intermediate_size": 97}, {"vocab_size": 60}
 
 TP3, SP = {"tensor_model_parallel_size": 3}, {"sequence_parallel": True}
+FSDP = {"fsdp": {}, "params_dtype": "float32"}
+HYBRID3 = {"sharding_strategy": "HYBRID_SHARD", "replicas": 3}
 INFER_TP3 = {"infer_tensor_parallel_size": 3}
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
 WORLD = "TP x PP x CP and, with experts, ETP x EP x PP divide"
@@ -203,6 +207,19 @@ BREAKS = (
         {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Etttt|m|L"},
         model={**reduced_config(published_configs.DEEPSEEK_V3, 4), "tie_word_embeddings": True},
     ),
+    Break(
+        "Beside fsdp, keys that only Megatron has",
+        "actor_config.tensor_model_parallel_size: 2, but this key is Megatron's",
+        actor={**FSDP, **TP2},
+    ),
+    Break("replicas divides the number of ranks", "3 do not divide 4 ranks", actor={**FSDP, "fsdp": {**HYBRID3}}),
+    Break(
+        "replicas divides the number of ranks",
+        "2 with sharding_strategy FULL_SHARD",
+        actor={**FSDP, "fsdp": {"replicas": 2}},
+    ),
+    Break("With fsdp, params_dtype is float32", "bfloat16 would round", actor={"fsdp": {}}),
+    Break("mixed_precision is not fp16", "fp16: gradients", actor={**FSDP, "fsdp": {"mixed_precision": "fp16"}}),
     Break("adapter needs actor_config.lora", "no adapters are trained", generate={"lora_delivery": "adapter"}),
 )
 
@@ -211,7 +228,8 @@ def broken_by(case: Break, directory: Path) -> list[tuple[Constraint, str]]:
     (directory / "config.json").write_text(json.dumps(case.model))
     config = HybridConfig(model=directory, actor_config=case.actor, generate_config=case.generate)
     context = JobContext(config.actor_config, table_for(config.hf_config()), case.world_size, config.generate_config)
-    return [(rule, str(found)) for rule in CONSTRAINTS for found in rule.find(context)]
+    rules = (*training_rules(context), *INFERENCE)
+    return [(rule, str(found)) for rule in rules for found in rule.find(context)]
 
 
 @pytest.mark.parametrize("case", BREAKS, ids=lambda case: f"{case.rule}: {case.says}")
@@ -230,9 +248,11 @@ def test_every_rule_is_broken_here(constraint: Constraint) -> None:
 
 def test_rules_have_sections_that_exist() -> None:
     for constraint in CONSTRAINTS:
-        section, _, key = constraint.key.partition(".")
-        assert section in HybridConfig.model_fields
-        assert not key or key in HybridConfig.model_fields[section].annotation.model_fields
+        section: Any = HybridConfig
+        for key in constraint.key.split("."):
+            assert key in section.model_fields, constraint.key
+            annotation = section.model_fields[key].annotation
+            section = next(one for one in (*get_args(annotation), annotation) if one is not type(None))
 
 
 def test_weights_alone_need_not_compute(tmp_path: Path) -> None:
@@ -255,6 +275,23 @@ def test_a_training_model_alone_keeps_the_rules_of_training() -> None:
         ["actor_config.noop_layers", "actor_config.context_parallel_size", "actor_config.sequence_parallel"],
         ["actor_config.noop_layers"],
     ]
+
+
+def test_fsdp_and_megatrons_keys_exclude_each_other(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
+    set_too = {
+        "tensor_model_parallel_size": 3,  # of Megatron's own rules none applies
+        "use_distributed_optimizer": False,
+        "make_vocab_size_divisible_by": 8,
+        "noop_layers": [9],
+        "frozen_parameters": ["nothing.*"],
+        "lora": {},
+    }
+    with pytest.raises(ConfigError) as caught:
+        load_config({"model": tmp_path, "actor_config": {**FSDP, **set_too}}, 4)
+    assert {violation.key for violation in caught.value.findings} == {f"actor_config.{key}" for key in set_too}
+    config = load_config({"model": tmp_path, "actor_config": {**FSDP, "tensor_model_parallel_size": 1}}, 4)
+    assert config.train_sizes(4) == ShardedParallelism(4)
 
 
 @pytest.mark.parametrize(
