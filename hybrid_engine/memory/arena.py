@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import torch
@@ -53,37 +55,80 @@ class Arena:
 class Copier:
     """Copies bytes between a device and an arena.
 
-    On the CPU a copy is done when the call returns. On CUDA it is queued, in chunks, on a stream of its direction, so
-    that both directions overlap with each other and with the device's other work; `finish` waits for it. The CUDA half
-    has never been run.
+    On CUDA copies are queued, in chunks, on streams: one for each direction, so that both overlap with each other and
+    with the device's other work, and one more for what is to go on in the background. On the CPU a copy is done when
+    the call returns, in the background by a thread. The CUDA half has never been run.
     """
 
     def __init__(self) -> None:
-        self._streams: dict[tuple[torch.device, Direction], torch.cuda.Stream] = {}
+        self._streams: dict[tuple[torch.device, Direction, bool], torch.cuda.Stream] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._in_background: dict[Direction, list[Callable[[], float]]] = {"to host": [], "to device": []}
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction) -> None:
-        """Copy flat bytes; neither side may be freed or written before `finish`."""
+    def copy(
+        self, destination: torch.Tensor, source: torch.Tensor, direction: Direction, *, background: bool = False
+    ) -> None:
+        """Copy flat bytes; neither side may be freed or written before `finish`, or `finish_background`."""
         device = source.device if direction == "to host" else destination.device
-        if device.type != "cuda":
+        if device.type == "cuda":
+            stream = self._stream(device, direction, background)
+            if not background:
+                _queue_copy(destination, source, stream)
+                return
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(stream)
+            _queue_copy(destination, source, stream)
+            end.record(stream)
+            self._in_background[direction].append(lambda: _seconds_between(begin, end))
+        elif background:
+            self._thread = self._thread or ThreadPoolExecutor(1, "offload")
+            self._in_background[direction].append(self._thread.submit(_timed_copy, destination, source).result)
+        else:
             destination.copy_(source)
-            return
-        stream = self._stream(device, direction)
-        stream.wait_stream(torch.cuda.current_stream(device))  # what is computed there, and memory just taken
-        with torch.cuda.stream(stream):
-            for start in range(0, source.numel(), _CHUNK):
-                part = slice(start, start + _CHUNK)
-                destination[part].copy_(source[part], non_blocking=True)
 
     def finish(self, direction: Direction) -> None:
-        """Wait until every copy in this direction is done."""
-        for (_, queued), stream in self._streams.items():
-            if queued == direction:
+        """Wait until every copy in this direction is done, but for those in the background."""
+        for (_, queued, background), stream in self._streams.items():
+            if queued == direction and not background:
                 stream.synchronize()
 
-    def _stream(self, device: torch.device, direction: Direction) -> torch.cuda.Stream:
-        if (device, direction) not in self._streams:
-            self._streams[device, direction] = torch.cuda.Stream(device)
-        return self._streams[device, direction]
+    def finish_background(self, direction: Direction) -> float:
+        """Wait for those in the background; return the seconds that they took, less the wait here."""
+        started, seconds, copies = time.perf_counter(), 0.0, self._in_background[direction]
+        while copies:
+            try:
+                seconds += copies[0]()
+            except Exception:
+                copies.pop(0)
+                raise
+            copies.pop(0)  # only now: an interrupted wait goes on with the next call
+        return max(0.0, seconds - (time.perf_counter() - started))
+
+    def _stream(self, device: torch.device, direction: Direction, background: bool) -> torch.cuda.Stream:
+        key = (device, direction, background)
+        if key not in self._streams:
+            self._streams[key] = torch.cuda.Stream(device)
+        return self._streams[key]
+
+
+def _queue_copy(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    stream.wait_stream(torch.cuda.current_stream(stream.device))  # what is computed there, and memory just taken
+    with torch.cuda.stream(stream):
+        for start in range(0, source.numel(), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            destination[part].copy_(source[part], non_blocking=True)
+
+
+def _seconds_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    """Waits for the second."""
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000
+
+
+def _timed_copy(destination: torch.Tensor, source: torch.Tensor) -> float:
+    started = time.perf_counter()
+    destination.copy_(source)
+    return time.perf_counter() - started
 
 
 def _pin(memory: torch.Tensor, owner: object) -> Callable[[], object]:

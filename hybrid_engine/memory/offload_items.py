@@ -23,6 +23,8 @@ Action = Literal["copy", "drop", "rebuild"]
 KINDS: tuple[Kind, ...] = ("param", "grad", "optimizer")
 ACTIONS: tuple[Action, ...] = ("copy", "drop", "rebuild")
 
+_ALIGNMENT = 16  # bytes, of a storage's place in the arena; no element is larger
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OffloadItem:
@@ -121,7 +123,7 @@ class Storage:
         owner, kind, action: of the first item that lists it, see `survey`.
         buffer: the elastic buffer it lies in, if any.
         arena_offset: where its contents go in the arena, in bytes.
-        in_arena: its contents are in the arena already.
+        in_arena: its contents are in the arena already, or on their way.
         done: byte ranges that may be released: saved, or not to be kept.
         released: byte ranges without memory.
     """
@@ -141,6 +143,10 @@ class Storage:
     @property
     def device(self) -> torch.device:
         return self.storage.device
+
+    @property
+    def arena_stop(self) -> int:
+        return self.arena_offset + self.nbytes
 
     def bytes_view(self) -> torch.Tensor:
         """Return all of its bytes as a flat tensor."""
@@ -250,6 +256,29 @@ def survey(items: Iterable[OffloadItem], device_type: str) -> Survey:
         if key not in covered:
             found_storage.action = "copy"  # parts that no item covers must not be lost
     return Survey(list(found.values()), [item for key, item in caches.items() if key not in found])
+
+
+def forget(caches: Iterable[OffloadItem], moved: Moved) -> None:
+    """Make the owners of these caches drop them."""
+    for item in caches:
+        if item.kind in moved.nbytes:
+            moved.nbytes[item.kind] += item.tensor.untyped_storage().nbytes()
+        if item.forget is not None:
+            item.forget()
+
+
+def lay_out(placed: Iterable[Storage], new: Iterable[Storage]) -> None:
+    """Assign every new copied storage its place in the arena, after those that have one."""
+    end = max((storage.arena_stop for storage in placed if storage.action == "copy"), default=0)
+    for storage in new:
+        if storage.action == "copy":
+            storage.arena_offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+            end = storage.arena_stop
+
+
+def names_of(storages: Iterable[Storage]) -> str:
+    """Owners and sizes, for messages."""
+    return ", ".join(f"{storage.owner} ({storage.nbytes} bytes)" for storage in storages) or "nothing"
 
 
 def storage_of(owner: str, tensor: torch.Tensor) -> tuple[torch.UntypedStorage, int, ElasticBuffer | None]:

@@ -5,8 +5,10 @@
     onload:   memory comes back under the same storage object: contents from the arena | zeros
 
     offload_parts(kind, parts)     parts of elastic storages go early, page by page; offload({kind}) does the rest
+    begin_offload(kinds)           copies go on in the background; offload(kinds) waits for them and frees
     onload(..., read_only=True)    contents in the arena stay valid: the next offload of the kind copies nothing
-    onload(..., wait=False)        copies are queued; wait() completes them
+    onload(..., wait=False)        copies go on in the background; wait() completes them
+    onload(..., limit=nbytes)      only what fits; the next onload brings the rest
     residual()                     training bytes that are still on the device, by owner
 
 Memory is freed in one of two ways: a storage in an elastic buffer releases its pages and keeps its address; any other
@@ -20,13 +22,13 @@ memory: offloading then saves only what is dropped, and exists because the mecha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
 
 from hybrid_engine.errors import HybridEngineError, OffloadError
-from hybrid_engine.memory.arena import Arena, Copier
+from hybrid_engine.memory.arena import Arena, Copier, Direction
 from hybrid_engine.memory.offload_items import (
     KINDS,
     Kind,
@@ -36,13 +38,14 @@ from hybrid_engine.memory.offload_items import (
     Part,
     Reached,
     Storage,
+    forget,
+    lay_out,
+    names_of,
     storage_of,
     survey,
 )
 from hybrid_engine.memory.residual import Residual
 from hybrid_engine.memory.spans import Spans
-
-_ALIGNMENT = 16  # bytes; no element is larger
 
 
 class Offloader:
@@ -77,21 +80,22 @@ class Offloader:
         self._leaving: dict[Kind, list[Storage]] = {}  # from their first part on, until they are away or back
         self._away: dict[Kind, list[Storage]] = {}
         self._unchanged: dict[Kind, list[Storage]] = {}  # on the device, and by promise the same as in the arena
-        self._pending: set[Kind] = set()  # kinds whose copies to the device are queued
+        self._pending: dict[Direction, set[Kind]] = {"to host": set(), "to device": set()}  # copies may be under way
+        self._hidden_seconds = 0.0
 
     def is_offloaded(self, kind: Kind) -> bool:
         """Return True from a successful offload until a complete onload; False while only parts are offloaded."""
         return _checked(kind) in self._away
 
     def offload(self, kinds: Iterable[Kind] = KINDS) -> OffloadReport:
-        """Move these kinds off the device; kinds that are off already are left alone.
+        """Move these kinds off the device, all that is there of them; kinds that are off already are left alone.
 
         Raises:
             OffloadError: a storage cannot be freed, before anything was moved; or moving failed, and everything that
                 this call or `offload_parts` moved was put back.
         """
         requested = set(map(_checked, kinds))
-        to_move = requested - self._away.keys()
+        to_move = self._on_device(requested)
         moved = Moved(to_move)
         self._wait_for(to_move)
         found = survey(self._inventory(), self._device_type)
@@ -110,13 +114,35 @@ class Offloader:
         for kind in to_move:
             del self._leaving[kind]
         listed = found.keys()
-        _forget([item for item in found.caches if item.kind in requested], moved)
+        forget([item for item in found.caches if item.kind in requested], moved)
         found.caches.clear()  # the last references to them
         if self._device_type == "cuda":
             torch.cuda.empty_cache()  # to the device, where the inference engine's own allocator finds it
         offloaded = [storage for storages in self._away.values() for storage in storages]
         self._residual.warn(found.storages, offloaded, listed)
         return moved.report()
+
+    def begin_offload(self, kinds: Iterable[Kind] = KINDS) -> None:
+        """Begin to copy these kinds to the arena, in the background; `offload` waits for it and frees the device.
+
+        Until then everything stays on the device, and must not be written. `onload` calls it off.
+
+        Raises:
+            OffloadError: as `offload`.
+        """
+        begun = self._on_device(set(map(_checked, kinds)))
+        self._wait_for(begun)
+        self._begin(begun, survey(self._inventory(), self._device_type).storages)
+        self._pending["to host"] |= begun
+        try:
+            self._reserve_arenas(begun)
+            for storage in [storage for kind in KINDS if kind in begun for storage in self._leaving[kind]]:
+                if not (storage.action == "drop" or storage.in_arena or storage.done.nbytes):
+                    self._copier.copy(self._slot(storage), storage.bytes_view(), "to host", background=True)
+                    storage.in_arena = True
+        except Exception as error:
+            self.onload(begun)
+            raise OffloadError(f"offload could not begin, nothing was moved: {error}") from error
 
     def offload_parts(self, kind: Kind, parts: Iterable[Part]) -> int:
         """Move parts of elastic storages off the device ahead of `offload({kind})`, which then does the rest.
@@ -154,15 +180,24 @@ class Offloader:
                 f"offload of parts of {kind} failed: {error}. Nothing is lost; onload {kind} to restore it"
             ) from error
 
-    def onload(self, kinds: Iterable[Kind] = KINDS, *, read_only: bool = False, wait: bool = True) -> OffloadReport:
-        """Move these kinds back to the device, whole or in parts; kinds that are there are left alone.
+    def onload(
+        self,
+        kinds: Iterable[Kind] = KINDS,
+        *,
+        read_only: bool = False,
+        wait: bool = True,
+        limit: int | None = None,
+    ) -> OffloadReport:
+        """Move these kinds back to the device, what is off it of each; kinds that are there are left alone.
 
         Args:
             kinds: what to move back.
             read_only: the caller promises that contents do not change until the next offload of the kind, which then
                 copies nothing. A call without it revokes the promise, also for kinds that are there already.
-            wait: False: on CUDA the copies are queued on a side stream and `wait` completes them; until then the
-                arena and the kinds must not be touched. On the CPU copies are always done when the call returns.
+            wait: False: the copies go on in the background, on CUDA on a side stream, on the CPU in a thread, and
+                `wait` completes them; until then the kinds must not be touched.
+            limit: most bytes of device memory to take. Of a kind that does not fit whole, storages that fit come, in
+                order; the kind must not be written before an onload has brought the rest.
 
         Raises:
             OffloadError: it failed, for example for lack of memory. What was restored stays on the device and the rest
@@ -170,15 +205,18 @@ class Offloader:
         """
         requested = dict.fromkeys(map(_checked, kinds))
         moved = Moved(kind for kind in requested if kind in self._away or kind in self._leaving)
+        if self._pending["to host"] & requested.keys():
+            self._finish("to host")
         for kind in requested:
             if not read_only:
                 self._unchanged.pop(kind, None)
             where = self._away if kind in self._away else self._leaving
             if kind in where:
-                storages = list(where[kind])
-                self._onload_kind(kind, where[kind], moved)
-                del where[kind]
-                self._pending.add(kind)
+                self._pending["to device"].add(kind)
+                is_whole = self._onload_kind(where[kind], moved, limit, background=not wait)
+                if not is_whole:
+                    continue
+                storages = where.pop(kind)
                 if read_only and all(storage.in_arena or storage.action == "drop" for storage in storages):
                     self._unchanged[kind] = storages
         if wait:
@@ -186,9 +224,17 @@ class Offloader:
         return moved.report()
 
     def wait(self) -> None:
-        """Complete the copies that `onload(wait=False)` queued; call it before the contents are used."""
-        self._copier.finish("to device")
-        self._pending.clear()
+        """Complete the copies that `onload(wait=False)` began; call it before the contents are used."""
+        self._finish("to device")
+
+    def take_hidden_seconds(self) -> float:
+        """Return how long copies went on in the background, less the waits for them, since the last call."""
+        seconds, self._hidden_seconds = self._hidden_seconds, 0.0
+        return seconds
+
+    def away_nbytes(self, kinds: Iterable[Kind] = KINDS) -> dict[Kind, int]:
+        """Return the device memory that an onload would take, by kind."""
+        return {kind: sum(s.released.nbytes for s in self._away.get(kind, ())) for kind in map(_checked, kinds)}
 
     def resident_nbytes(self) -> dict[str, dict[str, int]]:
         """Return the bytes on the device by kind and owner; a storage counts once, under its first owner."""
@@ -203,6 +249,13 @@ class Offloader:
     def host_nbytes(self) -> int:
         """Return the bytes of host memory that the arenas hold."""
         return sum(arena.memory.numel() for arena in self._arenas.values())
+
+    def _on_device(self, kinds: set[Kind]) -> set[Kind]:
+        """Return those of these kinds that are on the device, at least partly; the latter may leave again."""
+        for kind in kinds & self._away.keys():
+            if any(not storage.released.nbytes for storage in self._away[kind]):
+                self._leaving[kind] = self._away.pop(kind)
+        return kinds - self._away.keys()
 
     def _begin(self, kinds: set[Kind], storages: Iterable[Storage]) -> None:
         """List what leaves with these kinds: what `offload_parts` has begun, and everything else of them."""
@@ -219,7 +272,7 @@ class Offloader:
             leaving = self._leaving.setdefault(kind, [])
             new = [storage for storage in fresh if storage.kind == kind]
             if leaving or not self._reuse_arena(kind, new):
-                _lay_out(leaving, new)
+                lay_out(leaving, new)
             leaving.extend(new)
 
     def _reuse_arena(self, kind: Kind, storages: Iterable[Storage]) -> bool:
@@ -236,8 +289,8 @@ class Offloader:
         """Make room for everything of these kinds; what `offload_parts` has saved there is kept."""
         for kind in kinds:
             slots = [storage for storage in self._leaving[kind] if storage.action == "copy"]
-            kept = [_end(storage) for storage in slots if storage.in_arena or storage.done.nbytes]
-            end = max(map(_end, slots), default=0)
+            kept = [storage.arena_stop for storage in slots if storage.in_arena or storage.done.nbytes]
+            end = max((storage.arena_stop for storage in slots), default=0)
             self._arenas[kind].reserve(end, pinned=self._device_type == "cuda", keep=max(kept, default=0))
 
     def _elastic_ranges(self, kind: Kind, parts: Iterable[Part]) -> list[tuple[Storage, Spans]]:
@@ -271,22 +324,25 @@ class Offloader:
         self._copier.copy(self._slot(storage)[start:stop], storage.bytes_view()[start:stop], "to host")
         return stop - start
 
-    def _onload_kind(self, kind: Kind, away: list[Storage], moved: Moved) -> None:
-        """Restore these storages, removing each from `away`, so that a failed onload can be continued."""
-        back: list[Storage] = []
-        try:
-            while away:
-                self._put_back(away[0], moved)
-                back.append(away.pop(0))
-        except Exception as error:
-            self._copier.finish("to device")
-            raise OffloadError(
-                f"onload of {away[0].owner} ({kind}, {away[0].nbytes} bytes) failed: {error}. "
-                f"On the device: {_names(back)}. Still in host memory: {_names(away)}. "
-                "Free device memory and onload again"
-            ) from error
+    def _onload_kind(self, storages: Sequence[Storage], moved: Moved, limit: int | None, *, background: bool) -> bool:
+        """Restore those of these storages that fit; return whether all are back. What is back stays in the list."""
+        is_whole = True
+        for index, storage in enumerate(storages):
+            if limit is not None and storage.released.nbytes > limit - sum(moved.nbytes.values()):
+                is_whole = False
+                continue
+            try:
+                self._put_back(storage, moved, background=background)
+            except Exception as error:
+                self._finish("to device")
+                raise OffloadError(
+                    f"onload of {storage.owner} ({storage.kind}, {storage.nbytes} bytes) failed: {error}. "
+                    f"On the device: {names_of(storages[:index])}. Still in host memory: {names_of(storages[index:])}. "
+                    "Free device memory and onload again"
+                ) from error
+        return is_whole
 
-    def _put_back(self, storage: Storage, moved: Moved) -> None:
+    def _put_back(self, storage: Storage, moved: Moved, *, background: bool) -> None:
         """Restore memory and contents wherever they were released."""
         if not storage.released.nbytes:
             storage.forget_departure()
@@ -295,14 +351,15 @@ class Offloader:
         if storage.action == "copy":
             contents = storage.bytes_view()
             for start, stop in storage.released:
-                self._copier.copy(contents[start:stop], self._slot(storage)[start:stop], "to device")
+                slot = self._slot(storage)[start:stop]
+                self._copier.copy(contents[start:stop], slot, "to device", background=background)
                 moved.copied[storage.kind] += stop - start
         moved.nbytes[storage.kind] += storage.released.nbytes
         storage.forget_departure()
 
     def _slot(self, storage: Storage) -> torch.Tensor:
         """Return the storage's part of the arena."""
-        return self._arenas[storage.kind].memory[storage.arena_offset : _end(storage)]
+        return self._arenas[storage.kind].memory[storage.arena_offset : storage.arena_stop]
 
     def _undo(self, away: Mapping[Kind, list[Storage]], error: Exception) -> NoReturn:
         """Put back what a failed offload moved, then raise; what cannot be put back stays offloaded and is named."""
@@ -313,46 +370,26 @@ class Offloader:
             self.onload(away)
         except HybridEngineError as second:
             raise OffloadError(f"offload failed: {error}; and putting back failed: {second}") from error
-        lost = f" (dropped, hence zero: {_names(zeroed)})" if zeroed else ""
+        lost = f" (dropped, hence zero: {names_of(zeroed)})" if zeroed else ""
         raise OffloadError(f"offload failed, everything was put back{lost}: {error}") from error
 
+    def _finish(self, direction: Direction) -> None:
+        self._copier.finish(direction)
+        self._hidden_seconds += self._copier.finish_background(direction)
+        self._pending[direction].clear()
+
     def _wait_for(self, kinds: set[Kind]) -> None:
-        """Complete queued copies of these kinds before they are touched."""
-        if self._pending & kinds:
-            self.wait()
+        """Complete copies of these kinds before they are touched."""
+        for direction, pending in self._pending.items():
+            if pending & kinds:
+                self._finish(direction)
 
 
 MegatronOffloader = Offloader
 """Its name in programs of others: Megatron's was the first trainer."""
 
 
-def _forget(caches: Iterable[OffloadItem], moved: Moved) -> None:
-    """Make the owners of these caches drop them."""
-    for item in caches:
-        if item.kind in moved.nbytes:
-            moved.nbytes[item.kind] += item.tensor.untyped_storage().nbytes()
-        if item.forget is not None:
-            item.forget()
-
-
-def _lay_out(placed: Iterable[Storage], new: Iterable[Storage]) -> None:
-    """Assign every new copied storage its place in the arena, after those that have one."""
-    end = max((_end(storage) for storage in placed if storage.action == "copy"), default=0)
-    for storage in new:
-        if storage.action == "copy":
-            storage.arena_offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = _end(storage)
-
-
-def _end(storage: Storage) -> int:
-    return storage.arena_offset + storage.nbytes
-
-
 def _checked(kind: Kind) -> Kind:
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r} is not one of {', '.join(KINDS)}")
     return kind
-
-
-def _names(storages: Iterable[Storage]) -> str:
-    return ", ".join(f"{storage.owner} ({storage.nbytes} bytes)" for storage in storages) or "nothing"

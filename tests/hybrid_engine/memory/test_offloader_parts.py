@@ -244,10 +244,10 @@ def fail(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, after: int) 
     """Make one call fail, after `after` good ones, as running out of memory would."""
     original, calls = getattr(owner, method), iter(range(after + 1))
 
-    def failing(self, *arguments):
+    def failing(self, *arguments, **options):
         if next(calls, None) == after:
             raise RuntimeError("out of memory")
-        return original(self, *arguments)
+        return original(self, *arguments, **options)
 
     monkeypatch.setattr(owner, method, failing)
 

@@ -1,0 +1,174 @@
+"""Copies in the background: state that begins to leave, and state that comes back as far as it fits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine.errors import OffloadError
+from hybrid_engine.memory import arena
+from hybrid_engine.memory import offload_items as inventory_module
+from hybrid_engine.memory.elastic import allocate_elastic
+from hybrid_engine.memory.offload_items import OffloadItem
+from hybrid_engine.memory.offloader import Offloader
+
+NUMEL = 4096
+NBYTES = 4 * NUMEL
+
+
+class Rig:
+    """Four tensors of one size in each kind that is copied, and what they must hold."""
+
+    def __init__(self, *, elastic: bool = False) -> None:
+        make: Callable[[], torch.Tensor] = (
+            (lambda: allocate_elastic(NUMEL, torch.float32, "cpu", "param")) if elastic else lambda: torch.zeros(NUMEL)
+        )
+        self.tensors = {kind: [make() for _ in range(4)] for kind in ("param", "optimizer")}
+        self.offloader = Offloader(self.inventory, "cpu")
+        self.write(0)
+
+    def inventory(self) -> list[OffloadItem]:
+        return [OffloadItem(f"{kind} {n}", kind, t) for kind in self.tensors for n, t in enumerate(self.tensors[kind])]
+
+    def write(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in self.all():
+            tensor.normal_(generator=generator)
+        self.expected = [tensor.clone() for tensor in self.all()]
+
+    def all(self) -> list[torch.Tensor]:
+        return [tensor for tensors in self.tensors.values() for tensor in tensors]
+
+    def on_device(self, kind: str) -> list[bool]:
+        resident = self.offloader.resident_nbytes()[kind]
+        return [resident[f"{kind} {n}"] > 0 for n in range(4)]
+
+    def assert_back(self) -> None:
+        assert all(map(torch.equal, self.all(), self.expected))
+
+
+@pytest.fixture(params=[False, True], ids=["resized", "elastic"])
+def rig(request: pytest.FixtureRequest) -> Rig:
+    return Rig(elastic=request.param)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Background copies wait until it is set."""
+    event, copy = threading.Event(), arena._timed_copy
+
+    def waiting(*tensors: torch.Tensor) -> float:
+        assert event.wait(60)
+        return copy(*tensors)
+
+    monkeypatch.setattr(arena, "_timed_copy", waiting)
+    yield event
+    event.set()
+
+
+def test_storages_come_back_as_far_as_they_fit(rig: Rig):
+    rig.offloader.offload()
+    assert rig.offloader.onload(["param", "optimizer"], read_only=True, limit=6 * NBYTES + 1).nbytes == {
+        "param": 4 * NBYTES,
+        "optimizer": 2 * NBYTES,
+    }
+    assert rig.on_device("optimizer") == [True, True, False, False]
+    assert rig.offloader.is_offloaded("optimizer")
+    assert rig.offloader.away_nbytes() == {"param": 0, "grad": 0, "optimizer": 2 * NBYTES}
+    assert rig.offloader.onload(["optimizer"], limit=NBYTES - 1).nbytes == {"optimizer": 0}
+    assert rig.offloader.onload(["optimizer"]).nbytes == {"optimizer": 2 * NBYTES}
+    rig.assert_back()
+
+
+def test_what_came_in_part_leaves_again_without_a_copy(rig: Rig):
+    rig.offloader.offload()
+    rig.offloader.onload(["optimizer"], read_only=True, wait=False, limit=3 * NBYTES)
+    moved = rig.offloader.offload()
+    assert moved.nbytes == {"optimizer": 3 * NBYTES}
+    assert moved.copied_nbytes == {"optimizer": 0}
+    assert rig.on_device("optimizer") == [False] * 4
+    rig.offloader.onload()
+    rig.assert_back()
+    rig.write(1)
+    assert rig.offloader.offload().copied_nbytes["optimizer"] == 4 * NBYTES
+    rig.offloader.onload()
+    rig.assert_back()
+
+
+def test_an_onload_that_failed_half_way_can_be_taken_back(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    take_back = inventory_module.Storage.take_back
+
+    def failing(storage: Any) -> None:
+        if storage.owner == "optimizer 2":
+            raise RuntimeError("out of memory")
+        take_back(storage)
+
+    rig.offloader.offload()
+    monkeypatch.setattr(inventory_module.Storage, "take_back", failing)
+    with pytest.raises(OffloadError, match=r"onload of optimizer 2 .* out of memory"):
+        rig.offloader.onload(["optimizer"], read_only=True, wait=False)
+    assert rig.on_device("optimizer") == [True, True, False, False]
+    monkeypatch.undo()
+    rig.offloader.offload()
+    assert rig.on_device("optimizer") == [False] * 4
+    rig.offloader.onload()
+    rig.assert_back()
+
+
+def test_an_onload_does_not_wait_unless_asked(gate: threading.Event):
+    rig = Rig(elastic=True)  # memory that is taken again holds zeros
+    rig.offloader.offload()
+    rig.offloader.onload(["optimizer"], read_only=True, wait=False)
+    assert not any(map(torch.equal, rig.tensors["optimizer"], rig.expected[4:]))
+    gate.set()
+    rig.offloader.onload()
+    rig.assert_back()
+
+
+def test_an_offload_that_began_frees_nothing_before_it_is_asked_to(rig: Rig, gate: threading.Event):
+    rig.offloader.begin_offload(["optimizer"])
+    assert rig.offloader.offload(["param"]).nbytes == {"param": 4 * NBYTES}  # waits for copies of its own alone
+    assert rig.on_device("optimizer") == [True] * 4
+    gate.set()
+    assert rig.offloader.offload().nbytes == {"grad": 0, "optimizer": 4 * NBYTES}
+    assert rig.on_device("optimizer") == [False] * 4
+    rig.offloader.onload()
+    rig.assert_back()
+
+
+def test_an_offload_that_began_can_be_called_off(rig: Rig, gate: threading.Event):
+    rig.offloader.begin_offload()
+    gate.set()
+    rig.offloader.onload()
+    assert not any(map(rig.offloader.is_offloaded, rig.tensors))
+    rig.assert_back()
+    rig.write(1)  # the arena holds older values now
+    assert rig.offloader.offload().copied_nbytes == {"param": 4 * NBYTES, "grad": 0, "optimizer": 4 * NBYTES}
+    rig.offloader.onload()
+    rig.assert_back()
+
+
+def test_an_offload_that_cannot_begin_moves_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    def full(*_arguments: Any, **_options: Any) -> None:
+        raise MemoryError("no host memory")
+
+    monkeypatch.setattr(arena.Arena, "reserve", full)
+    with pytest.raises(OffloadError, match="offload could not begin, nothing was moved: no host memory"):
+        rig.offloader.begin_offload()
+    monkeypatch.undo()
+    rig.write(1)
+    rig.offloader.offload()
+    rig.offloader.onload()
+    rig.assert_back()
+
+
+def test_seconds_in_the_background_are_counted_once(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(arena, "_timed_copy", lambda *_tensors: 10.0)
+    rig.offloader.begin_offload(["optimizer"])
+    rig.offloader.offload()
+    assert rig.offloader.take_hidden_seconds() == pytest.approx(40, abs=1)
+    assert rig.offloader.take_hidden_seconds() == 0
