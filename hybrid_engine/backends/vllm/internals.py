@@ -115,6 +115,7 @@ MISSING_LAYERS = Internal(
     "vllm.model_executor.models.utils:_model_to_pp_missing_layer_names",
     "remembers layers that a model lacks by its address in memory, where another model may come to lie",
 )
+CUSTOM_OPS = Internal("vllm._custom_ops", "exchanges the addresses of buffers in captured graphs")
 PARALLEL_STATE = Internal("vllm.distributed.parallel_state", "its own shutdown would end the caller's groups too")
 DISABLE_ENVS_CACHE = Internal("vllm.envs:disable_envs_cache", "lets the next engine have another environment")
 LOADERS = Internal(f"{_LOADING}:_LOAD_FORMAT_TO_MODEL_LOADER", "tells whether our load format is registered already")
@@ -201,6 +202,9 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.core.sched.scheduler:Scheduler": ("shutdown",),
         PARALLEL_STATE.target: ("_WORLD", "_NODE_COUNT", "destroy_model_parallel"),
     },
+    "exchange the addresses of buffers in captured graphs": {
+        CUSTOM_OPS.target: ("get_graph_buffer_ipc_meta", "register_graph_buffers"),
+    },
     "say what a process group of vLLM's is": {
         f"{PARALLEL_STATE.target}:GroupCoordinator": ("ranks", "rank_in_group", "device_group", "destroy"),
         "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": ("group_name",),
@@ -246,6 +250,11 @@ NEW_GROUP = Patch(
     "counts the members of vLLM's process groups as listed; torch sorts them, and gathers come in that order",
     keywords=("sort_ranks",),
     remove_when="vLLM passes sort_ranks=False",
+)
+REGISTER_GRAPH_BUFFERS = Patch(
+    "vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce.register_graph_buffers",
+    "receives the addresses in captured graphs in the group's own order; vLLM's receives them in that of sorted ranks",
+    remove_when="vLLM does not sort the group's ranks there",
 )
 SHARE_MEMORY = Patch(
     "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed._init_cpu_shm",

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import internals
@@ -57,5 +58,25 @@ def building_groups(settings: InferenceSettings, rank: int, agreement: Agreement
 
         return make_ordered_group
 
-    with unnamed_shared_memory(agreement), rank_in_instance(settings, rank), internals.MAKE_GROUP.replaced(build):
+    with (
+        unnamed_shared_memory(agreement),
+        rank_in_instance(settings, rank),
+        internals.MAKE_GROUP.replaced(build),
+        internals.REGISTER_GRAPH_BUFFERS.replaced(lambda original: register_graph_buffers),
+    ):
         yield
+
+
+def register_graph_buffers(communicator: Any) -> None:
+    """Tell vLLM's custom all-reduce, for each rank of its group in the group's order, what captured graphs reduce.
+
+    Collective. On CUDA, at the end of each graph's capture.
+    """
+    ops = internals.CUSTOM_OPS.load()
+    ranks = dist.get_process_group_ranks(communicator.group)
+    of_all: list[list[Any]] = [[None, None] for _ in ranks]
+    of_all[communicator.rank] = list(ops.get_graph_buffer_ipc_meta(communicator._ptr))
+    for of_rank, rank in zip(of_all, ranks, strict=True):  # gloo gathers no objects while graphs are captured
+        dist.broadcast_object_list(of_rank, src=rank, group=communicator.group, device=torch.device("cpu"))
+    handles, offsets = zip(*of_all, strict=True)
+    ops.register_graph_buffers(communicator._ptr, list(handles), list(offsets))
