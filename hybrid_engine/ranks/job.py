@@ -22,7 +22,7 @@ from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.hosts import host_id
 from hybrid_engine.ranks.process_groups import end_groups
-from hybrid_engine.ranks.start_up import join_process_group
+from hybrid_engine.ranks.start_up import join_process_group, own_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +55,7 @@ class Job:
 
         Raises ConfigError where there is neither a process group nor torchrun, LostRankError when a rank is missing.
         """
+        device = device or own_device()  # before NCCL, which takes the current one
         with ExitStack() as undo:
             if join_process_group(timeout_seconds):
                 undo.callback(_end_process_group)
@@ -62,7 +63,7 @@ class Job:
             agreement = Agreement(rank, dist.get_world_size(), timeout_seconds)
             undo.callback(agreement.close)
             hosts = agreement.gather(host or host_id(), "exchange of hosts")
-            return cls(rank, tuple(hosts), device or _own_device(), timeout_seconds, agreement, undo.pop_all())
+            return cls(rank, tuple(hosts), device, timeout_seconds, agreement, undo.pop_all())
 
     @property
     def world_size(self) -> int:
@@ -71,8 +72,14 @@ class Job:
 
     def new_group(self, backend: str, owner: ExitStack) -> dist.ProcessGroup:
         """A group of all ranks, for one purpose only: after a timeout it is dead. It ends with `owner`. Collective."""
-        group = dist.new_group(backend=backend, timeout=timedelta(seconds=self.timeout_seconds))
-        owner.callback(end_groups, group)
+        with self.agreement.phase(f"connecting a {backend} group"):
+            # NCCL's watchdog ends the process at a group's timeout: whoever waits for a peer is to say so before
+            seconds = self.timeout_seconds * (2 if backend == "nccl" else 1)
+            group = dist.new_group(backend=backend, timeout=timedelta(seconds=seconds))
+            owner.callback(end_groups, group)
+            # A group's connections are made at first use, NCCL's by all ranks together: they would wait for one that
+            # has nothing to send in the first bucket.
+            dist.all_reduce(torch.zeros(1, device=self.device if backend == "nccl" else "cpu"), group=group)
         return group
 
     def require_timeout(self, seconds: float) -> None:
@@ -84,10 +91,6 @@ class Job:
     def close(self) -> None:
         """End what `join` made, the last first; idempotent. Close what uses the job before."""
         self._ends.close()
-
-
-def _own_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _end_process_group() -> None:

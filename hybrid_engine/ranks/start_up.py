@@ -23,9 +23,6 @@ def join_process_group(timeout_seconds: float) -> bool:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise ConfigError([Violation("environment", f"{', '.join(missing)} not set", "Start the script with torchrun")])
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     start_up = max(timeout_seconds, SECONDS_TO_BUILD)
     try:
         store, rank, world_size = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=start_up)))
@@ -39,9 +36,26 @@ def join_process_group(timeout_seconds: float) -> bool:
             "missing, or raise generate_config.timeout_seconds"
         ) from error
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    dist.init_process_group(backend, store=own_store, rank=rank, world_size=world_size, timeout=timeout)
+    dist.init_process_group(default_backend(), store=own_store, rank=rank, world_size=world_size, timeout=timeout)
     return True
+
+
+def own_device() -> torch.device:
+    """The GPU of this process, made the current one, which Megatron and vLLM take; the CPU where there is none.
+
+    Ranks of a host take the GPUs in order of LOCAL_RANK, and a process that sees one GPU takes that. A current device
+    that the caller chose stays; device 0 is current where nobody chose, so it counts as not chosen.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    index = torch.cuda.current_device() or int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def default_backend() -> str:
+    """Of the job's process group."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _meet(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:

@@ -60,8 +60,11 @@ def main(job: str, out: str) -> None:
     """Run on one rank the cases in file `job`; rank 0 writes the verdicts over all ranks to file `out`."""
     import torch.distributed as dist
 
+    from hybrid_engine.ranks.start_up import default_backend, own_device
+
     timeout = timedelta(seconds=_SECONDS_TO_WAIT)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if _on_gpu() else "gloo", timeout=timeout)
+    own_device()
+    dist.init_process_group(default_backend(), timeout=timeout)
     directory = Path(job).parent
     cases = [Case(**case) for case in json.loads(Path(job).read_text())]
     verdicts = []
@@ -78,12 +81,6 @@ def main(job: str, out: str) -> None:
                 shutil.rmtree(scratch, ignore_errors=True)
             dist.barrier()
     dist.destroy_process_group()
-
-
-def _on_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _verdict_of_rank(case: Case, reference: Reference, scratch: Path) -> Verdict:

@@ -291,7 +291,7 @@ class InferenceEngine:
                     )
             return traced
 
-        with building_groups(self.settings, self.rank, self._agreement), self._stance():
+        with building_groups(self.settings, self.job), self._stance():
             from vllm import LLM
 
             with capturing(trace) as capture:

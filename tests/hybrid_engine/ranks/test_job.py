@@ -39,6 +39,20 @@ def test_groups_end_with_their_owner(job: None) -> None:
     assert num_groups() == before
 
 
+def test_all_ranks_meet_in_a_new_group(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first operation of an NCCL group must be everybody's, and a bucket may have messages of some ranks only."""
+    met: list[object] = []
+    all_reduce = dist.all_reduce
+
+    def recorded(tensor: torch.Tensor, **arguments: object) -> None:
+        met.append(arguments["group"])
+        all_reduce(tensor, **arguments)
+
+    monkeypatch.setattr(dist, "all_reduce", recorded)
+    with ExitStack() as owner:
+        assert met.count(Job.join(30).new_group("gloo", owner)) == 1
+
+
 def test_nothing_is_left_of_a_job_that_cannot_be_joined(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> str:
         raise OSError("no /proc")

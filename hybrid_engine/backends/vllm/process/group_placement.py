@@ -20,7 +20,7 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.process.shm_cleanup import unnamed_shared_memory
 from hybrid_engine.errors import StateError
-from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ranks.job import Job
 
 
 @contextlib.contextmanager
@@ -29,18 +29,32 @@ def rank_in_instance(settings: InferenceSettings, rank: int) -> Iterator[None]:
 
     Needed wherever vLLM makes groups or a configuration.
     """
-    before = os.environ["RANK"]
-    os.environ["RANK"] = str(settings.sizes.place_of(rank).position % settings.sizes.ranks_per_instance)
-    try:
+    position = settings.sizes.place_of(rank).position % settings.sizes.ranks_per_instance
+    with _in_environment(RANK=str(position)):
         yield
-    finally:
-        os.environ["RANK"] = before
 
 
 @contextlib.contextmanager
-def building_groups(settings: InferenceSettings, rank: int, agreement: Agreement) -> Iterator[None]:
+def _in_environment(**values: str) -> Iterator[None]:
+    """Within this context these variables have these values."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def building_groups(settings: InferenceSettings, job: Job) -> Iterator[None]:
     """Within this context vLLM's groups are those of this rank's place, and keep their order afterwards; what they
-    share in memory has no name. Collective."""
+    share in memory has no name; its device is the job's. Collective."""
+    # vLLM takes the GPU of this number, which need not be torchrun's: a process may see its own GPU only
+    device = {} if job.device.index is None else {"LOCAL_RANK": str(job.device.index)}
     order = settings.sizes.ranks.ravel().tolist()
 
     def build(make_group: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,8 +73,9 @@ def building_groups(settings: InferenceSettings, rank: int, agreement: Agreement
         return make_ordered_group
 
     with (
-        unnamed_shared_memory(agreement),
-        rank_in_instance(settings, rank),
+        unnamed_shared_memory(job.agreement),
+        rank_in_instance(settings, job.rank),
+        _in_environment(**device),
         internals.MAKE_GROUP.replaced(build),
         internals.REGISTER_GRAPH_BUFFERS.replaced(lambda original: register_graph_buffers),
     ):

@@ -123,9 +123,9 @@ def vllm_groups(settings: InferenceSettings) -> Iterator[Host]:
     register_model_class(settings.model_dir)
     arguments = llm_arguments(settings, "cpu")
     del arguments["worker_cls"], arguments["load_format"]
-    agreement = Job.join(120).agreement
+    job = Job.join(120)
     try:
-        with building_groups(settings, rank, agreement):
+        with building_groups(settings, job):
             config = EngineArgs(**arguments).create_engine_config()
             os.environ["VLLM_DIST_IDENT"] = os.environ[ENGINE_TOKEN]
             with set_current_vllm_config(config):
@@ -134,7 +134,7 @@ def vllm_groups(settings: InferenceSettings) -> Iterator[Host]:
         yield Host(settings, rank)
     finally:
         destroy_groups()
-        agreement.close()
+        job.close()
 
 
 def run_cases(directory: str, cases: Sequence[Case]) -> dict[str, Outcome]:

@@ -1,14 +1,22 @@
-"""Addresses in CUDA graphs reach vLLM's custom all-reduce in the order of the group; its kernels are recorded, not run."""
+"""What vLLM is told while its groups are built, of what matters on GPUs only.
+
+Its device is the job's, and addresses in CUDA graphs reach its custom all-reduce in the order of the group; kernels are
+recorded, not run.
+"""
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.process.group_placement import register_graph_buffers
+from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
+from hybrid_engine.backends.vllm.process.group_placement import building_groups, register_graph_buffers
+from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
 
 ORDER = [0, 2, 1, 3]
@@ -35,3 +43,18 @@ def registered() -> tuple[list[list[int]], list[list[int]]]:
     dist.destroy_process_group()
     (once,) = given
     return once
+
+
+@pytest.mark.ranks
+@pytest.mark.engines
+def test_vllm_takes_the_device_of_the_job(engines: Ranks) -> None:
+    assert engines.launch(local_ranks, 1) == [("5", "0")]
+
+
+def local_ranks() -> tuple[str, str]:
+    """LOCAL_RANK while vLLM is built for a job on GPU 5, and afterwards."""
+    job = Job.join(60, device=torch.device("cuda", 5))
+    with building_groups(InferenceSettings("model"), job):
+        inside = os.environ["LOCAL_RANK"]
+    job.close()
+    return inside, os.environ["LOCAL_RANK"]
