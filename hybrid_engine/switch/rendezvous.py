@@ -1,7 +1,8 @@
 """Set-up: the ranks tell each other what they hold, make the plan, and connect.
 
     1  gather_layouts   the training layouts of all ranks, once: by assembly.py, for the order of ranks, or here
-    2  gather           inference layouts, handles of exported buffers, and who can relay
+    2  peer_access      which hosts' ranks can read each other's memory
+       gather           inference layouts, handles of exported buffers, and who can relay
     3  plan             on every rank from the same records; each keeps its own part
     4  gather           digests of the plans, which must be one; handles of relay buffers
     5  connect          process groups, transports, the container to be filled
@@ -29,6 +30,7 @@ from hybrid_engine.planning.release_schedule import Releases, release_schedule
 from hybrid_engine.ports import InferenceWeights, TrainingWeights, WeightAdaptor
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import BufferId, Layout
+from hybrid_engine.switch.peer_access import hosts_without_access
 from hybrid_engine.switch.weight_container import WeightContainer
 from hybrid_engine.transports.relay_buffers import RelayBuffers
 from hybrid_engine.transports.router import TransportSet, export_handles
@@ -113,8 +115,11 @@ def connect(
             job.require_timeout(config.timeout_seconds)
             buffers = source.buffers()
             _require_device(job, buffers)
-            handles = export_handles(job.rank, buffers)
-            own = _Offer(destination.layout(), handles, config.transport == "auto" and is_elastic(job.device))
+        shares_memory = job.hosts[job.rank] not in hosts_without_access(job, config)
+        with job.agreement.phase("layout"):
+            handles = export_handles(job.rank, buffers) if shares_memory else {}
+            can_relay = shares_memory and config.transport == "auto" and is_elastic(job.device)
+            own = _Offer(destination.layout(), handles, can_relay)
         if source_layouts is None:
             source_layouts = gather_layouts(job, source)
         offers: Sequence[_Offer] = job.agreement.gather(own, "exchange of layouts")
