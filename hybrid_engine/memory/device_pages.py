@@ -12,10 +12,15 @@ chunks only while it reads them (device_peers.py): during that time their memory
 releases.
 
 Touching a released range on the device is an illegal access, which ends the process's CUDA context.
+
+A child that is forked (a DataLoader's worker) inherits the descriptors, and memory is freed only when none is open in
+any process: the child closes them at once. It can use the memory for nothing; CUDA does not work in it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
 import resource
 import weakref
@@ -29,6 +34,7 @@ from hybrid_engine.errors import DeviceMemoryError, StateError
 from hybrid_engine.memory.borrowed import tensor_over
 from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.host_pages import BufferHandle, HostMemory
+from hybrid_engine.memory.libc import libc
 
 CHUNK_NBYTES = 32 * 2**20
 """Approximate size of a chunk: release works in whole chunks, and mapping takes time for each. Not tuned on a GPU."""
@@ -39,6 +45,8 @@ SERIAL, DESCRIPTOR = 0, 1
 """Columns of the table."""
 AWAY = 0
 """Serial number of a chunk without memory."""
+
+_PR_SET_PTRACER, _PR_SET_PTRACER_ANY = 0x59616D61, ctypes.c_ulong(-1)  # <linux/prctl.h>
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +173,9 @@ class _Chunks:
         self._table = table_of(self._table_memory.tensor())
         self._table[:, DESCRIPTOR] = -1
         self.address = driver.reserve(reserved_nbytes)
+        self._descriptors: dict[int, int] = {}  # of exported chunks; the table is shared, and changes under a child
+        self._is_inherited = False
+        _all_chunks.add(self)
 
     def within(self, first: int, last: int) -> range:
         """Numbers of the chunks of bytes [first, last)."""
@@ -201,14 +212,23 @@ class _Chunks:
 
     def export(self) -> BufferHandle:
         """Publish every chunk, now and whenever it comes back. Returns where peers find the table."""
+        _allow_reading()
         for index in range(len(self._handles)):
             if self.is_resident(index) and self._table[index, SERIAL] == AWAY:
                 self._publish(index)
         self._is_exported = True
         return self._table_memory.handle(0, self._table.size, torch.int64)
 
+    def disown(self) -> None:
+        """In a forked child: close what it inherited; table and memory are the parent's."""
+        self._is_inherited = True
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+
     def withdraw(self) -> None:
         """Nothing is exported any more."""
+        if self._is_inherited:
+            return
         self._is_exported = False
         for index in range(len(self._handles)):
             self._withdraw(index)
@@ -216,6 +236,8 @@ class _Chunks:
 
     def end(self) -> None:
         """Give everything back; the range must not be used any more."""
+        if self._is_inherited:
+            return
         self.driver.synchronize()
         self.withdraw()
         for index in range(len(self._handles)):
@@ -231,14 +253,15 @@ class _Chunks:
                 f"chunk {index} of {len(self._handles)} ({self._nbytes(index)} bytes) cannot be exported: {error}. "
                 f"{_num_descriptors()} Raise the limit (`ulimit -n`) if it is reached"
             ) from error
-        self._table[index, DESCRIPTOR] = descriptor
+        os.set_inheritable(descriptor, False)  # not by programs that are started either
+        self._descriptors[index] = self._table[index, DESCRIPTOR] = descriptor
         self._table[index, SERIAL] = self._next_serial
         self._next_serial += 1
 
     def _withdraw(self, index: int) -> None:
         self._table[index, SERIAL] = AWAY
-        descriptor, self._table[index, DESCRIPTOR] = int(self._table[index, DESCRIPTOR]), -1
-        if descriptor != -1:
+        self._table[index, DESCRIPTOR] = -1
+        if (descriptor := self._descriptors.pop(index, None)) is not None:
             os.close(descriptor)
 
     def _address(self, index: int) -> int:
@@ -246,6 +269,29 @@ class _Chunks:
 
     def _nbytes(self, index: int) -> int:
         return min(self._chunk_nbytes, self._reserved_nbytes - index * self._chunk_nbytes)
+
+
+_all_chunks: weakref.WeakSet[_Chunks] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for chunks in _all_chunks:
+        chunks.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
+
+
+@functools.cache
+def _allow_reading() -> None:
+    """Let peers copy this process's descriptors where only the system's caution forbids it, and have enough of them.
+
+    Yama (kernel.yama.ptrace_scope=1, the default of many systems) wants the owner's consent; a kernel without it
+    refuses the call, and needs none. It is given to all processes of the same user.
+    """
+    libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _num_descriptors() -> str:

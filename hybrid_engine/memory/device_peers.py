@@ -9,8 +9,9 @@
 
 Descriptors of device memory are not files, so /proc/<pid>/fd cannot reopen them. pidfd_getfd(2) copies them (Linux 5.6)
 without a thread or socket of the owner. The kernel allows it where it would allow a debugger to attach: same
-user, and either kernel.yama.ptrace_scope 0, or CAP_SYS_PTRACE, or the owner's consent by prctl(PR_SET_PTRACER). A
-container's seccomp profile can forbid it too (Docker's does without CAP_SYS_PTRACE).
+user, and either kernel.yama.ptrace_scope 0, or CAP_SYS_PTRACE, or the owner's consent by prctl(PR_SET_PTRACER), which
+it gives when it exports. A container's seccomp profile can forbid it too (Docker's does without CAP_SYS_PTRACE); at
+set-up the ranks try it, and send messages where it is forbidden (switch/peer_access.py).
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def _copy_descriptor(pidfd: int, pid: int, descriptor: int) -> int:
     if copied >= 0:
         return copied
     remedies = {
-        errno.EPERM: "not permitted. Run the ranks of a host as one user with kernel.yama.ptrace_scope=0 or "
+        errno.EPERM: "not permitted. Run the ranks of a host as one user with kernel.yama.ptrace_scope 0 or 1, or "
         "CAP_SYS_PTRACE (docker: --cap-add SYS_PTRACE), or choose the collective transport",
         errno.ENOSYS: "Linux before 5.6 cannot; choose the collective transport",
         errno.EBADF: "the owner released the chunk meanwhile; fence the switch",

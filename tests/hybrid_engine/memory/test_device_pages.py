@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -91,6 +93,38 @@ buffer.tensor[CHUNK:].sum()
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == 2 * [str(GARBAGE * CHUNK)], done.stderr
     assert done.returncode == -signal.SIGSEGV
+
+
+def chunk_descriptors() -> list[int]:
+    """Of this process: those of memory files, in the model of the driver."""
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found += [int(name)] * ("fake_cuda" in os.readlink(f"/proc/self/fd/{name}"))
+    return found
+
+
+def test_a_forked_child_keeps_no_descriptor_and_leaves_the_parents_alone(rig: Rig):
+    before = len(chunk_descriptors())
+    buffer = rig.buffer(4 * CHUNK)
+    of_the_driver = len(chunk_descriptors()) - before
+    peer = open_peer(buffer.export())
+    if not (child := os.fork()):
+        kept = len(chunk_descriptors()) - before - of_the_driver
+        buffer.close()  # what a collection does, with all that refers to it
+        os._exit(kept)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert len(chunk_descriptors()) - before - of_the_driver == 4
+    with peer.mapped() as flat:
+        assert bool((flat == GARBAGE).all())
+
+
+def test_programs_that_are_started_inherit_no_descriptor(rig: Rig):
+    buffer = rig.buffer(CHUNK)
+    buffer.export()
+    assert chunk_descriptors()
+    assert not any(os.get_inheritable(each) for each in chunk_descriptors())
 
 
 @pytest.mark.slow

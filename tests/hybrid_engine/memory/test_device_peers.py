@@ -97,7 +97,7 @@ def test_closed_buffer_cannot_be_read(rig: Rig):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        (1, r"not permitted\..*ptrace_scope=0.*SYS_PTRACE.*collective transport"),
+        (1, r"not permitted\..*ptrace_scope 0 or 1.*SYS_PTRACE.*collective transport"),
         (9, "the owner released the chunk meanwhile"),
         (12, "Cannot allocate memory"),
     ],
