@@ -235,6 +235,8 @@ class ShardingManager:
         # where gathers overlap, the others wait in one for a rank that fails here
         with self._phase("prepare", SHORT_PATIENCE):
             self.training.prepare()
+            if self.job.device.type == "cuda":  # peers read without waiting for what is queued on this device
+                torch.cuda.synchronize(self.job.device)
 
     def _follower(self, buffers: Mapping[str, torch.Tensor]) -> BucketFollower | None:
         """Lets parameters go bucket by bucket during a fill, and notes the peak; None where they are to stay."""

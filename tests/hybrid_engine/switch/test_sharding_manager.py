@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -80,6 +81,15 @@ def test_order_of_a_switch_and_back(rig: Rig):
     calls = rig.script.take()
     assert calls[0] == "release"
     assert sorted(calls[1:]) == ["onload grad", "onload optimizer", "onload param"]
+
+
+def test_weights_are_read_once_the_device_has_finished_them(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """Another process that reads them does not wait for what this one has queued; CUDA's call is recorded."""
+    rig.manager.job = dataclasses.replace(rig.job, device=torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: rig.script.reach(f"synchronize {device}"))
+    rig.manager.enter(INFER)
+    calls = rig.script.take()
+    assert calls[calls.index("prepare") :][:3] == ["prepare", "synchronize cuda:1", "check"]
 
 
 def test_no_gradients_and_optimizer_on_the_device_when_idle_goes_to_infer(rig: Rig):
