@@ -251,7 +251,8 @@ class InferenceEngine:
         """End vLLM and its process groups, not the caller's; idempotent. Another engine may be built afterwards."""
         if self._llm is None:
             return
-        llm, self._llm, self._adaptor, self._loras, self._sleep_mode = self._llm, None, None, None, None
+        llm, memory = self._llm, self._sleep_mode
+        self._llm = self._adaptor = self._loras = self._sleep_mode = None
         with self._ends:
             core = internals.core_of(llm)
             core.structured_output_manager.clear_backend()
@@ -260,6 +261,8 @@ class InferenceEngine:
         del core, llm
         gc.unfreeze()  # vLLM froze the collector's generations at start-up
         gc.collect()
+        if memory is not None:
+            memory.after_shutdown()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 

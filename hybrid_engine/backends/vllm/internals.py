@@ -115,6 +115,10 @@ MISSING_LAYERS = Internal(
     "vllm.model_executor.models.utils:_model_to_pp_missing_layer_names",
     "remembers layers that a model lacks by its address in memory, where another model may come to lie",
 )
+UNMAP = Internal(
+    "vllm.device_allocator.cumem:unmap_and_release",
+    "takes away the error that vLLM's allocator keeps after the end of an engine that was asleep",
+)
 CUSTOM_OPS = Internal("vllm._custom_ops", "exchanges the addresses of buffers in captured graphs")
 PARALLEL_STATE = Internal("vllm.distributed.parallel_state", "its own shutdown would end the caller's groups too")
 DISABLE_ENVS_CACHE = Internal("vllm.envs:disable_envs_cache", "lets the next engine have another environment")
@@ -202,6 +206,9 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.core.sched.scheduler:Scheduler": ("shutdown",),
         PARALLEL_STATE.target: ("_WORLD", "_NODE_COUNT", "destroy_model_parallel"),
     },
+    "put back to sleep what a failed wake-up left awake": {
+        f"{_V1}.worker.gpu_worker:Worker": ("sleep_mode_backend",),
+    },
     "exchange the addresses of buffers in captured graphs": {
         CUSTOM_OPS.target: ("get_graph_buffer_ipc_meta", "register_graph_buffers"),
     },
@@ -278,6 +285,11 @@ def core_of(llm: Any) -> Any:
     return llm.llm_engine.engine_core.engine_core
 
 
+def worker_of(llm: Any) -> Any:
+    """This rank's worker."""
+    return core_of(llm).model_executor.driver_worker.worker
+
+
 def model_runner_of(llm: Any) -> Any:
     """What holds the model and the requests in it."""
-    return core_of(llm).model_executor.driver_worker.worker.model_runner
+    return worker_of(llm).model_runner

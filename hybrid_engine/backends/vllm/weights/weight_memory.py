@@ -5,12 +5,14 @@ Live tensors keep their identity and every view of them; what changes is whether
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.weights.storages import WeightStorage
 from hybrid_engine.memory import heap
 from hybrid_engine.memory.staging_pool import StagingPool
@@ -81,23 +83,40 @@ class SleepMode(WeightMemory):
         """`llm`: called for the `vllm.LLM`, which others keep."""
         self._llm = llm
         self._is_asleep = False
+        self._is_partly_awake = False  # a wake-up ran out of memory half-way
         self.is_kv_cache_asleep = False
 
     def free(self, live: Live) -> None:
         if not self._is_asleep:
             self._llm().sleep(level=2)
             self._is_asleep = self.is_kv_cache_asleep = True
+        elif self._is_partly_awake:
+            # For vLLM the weights sleep still, and its worker would first read buffers that have no memory: only what
+            # gives the memory back is called, which passes over what sleeps.
+            internals.worker_of(self._llm()).sleep_mode_backend.suspend(level=2)
+            self._is_partly_awake = False
 
     def restore(self, live: Live, storages: Sequence[WeightStorage]) -> None:
         if self._is_asleep:
+            self._is_partly_awake = True
             self._llm().wake_up(tags=["weights"])
-            self._is_asleep = False
+            self._is_asleep = self._is_partly_awake = False
 
     def wake_kv_cache(self) -> None:
         """Take the KV cache's memory again, if it was given back."""
         if self.is_kv_cache_asleep:
             self._llm().wake_up(tags=["kv_cache"])
             self.is_kv_cache_asleep = False
+
+    def after_shutdown(self) -> None:
+        """Let another engine have memory in this process; vLLM's memory has been freed.
+
+        What sleeps has been unmapped already when its pool ends. The driver's error about the second time stays in
+        vLLM's allocator, which gives no memory until another call has raised it: this one, which cannot succeed.
+        """
+        if self._is_asleep:
+            with contextlib.suppress(RuntimeError):
+                internals.UNMAP.load()((0, 0, 0, 0))
 
     def nbytes(self, live: Live) -> int:
         return 0 if self._is_asleep else super().nbytes(live)
