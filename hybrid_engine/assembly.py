@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.layouts.differences import differences
 from hybrid_engine.layouts.inference import inference_side
-from hybrid_engine.models import table_for
-from hybrid_engine.models.lora_tensors import VLLM_LORA_RANKS, adapted_modules, adapter_shapes
+from hybrid_engine.models.lora_tensors import VLLM_LORA_RANKS, ActorLora, LoraSettings, adapted_modules, adapter_shapes
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.rank_order import rank_order
+from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.holdings import holdings_of
@@ -29,14 +29,18 @@ logger = logging.getLogger("hybrid_engine")
 
 
 def build_inference_engine(
-    config: HybridConfig, table: ModelTable, training_layouts: Sequence[Layout], job: Job
+    config: HybridConfig,
+    table: ModelTable,
+    training_layouts: Sequence[Layout],
+    job: Job,
+    lora: ActorLora | None = None,
 ) -> InferenceEngine:
     """vLLM in the ranks that train, each with the shard that suits what it holds for training. Collective.
 
     vLLM looks at the memory that is free while it starts: training state is best off the device meanwhile.
     `training_layouts`: of all ranks (`rendezvous.gather_layouts`). Which rank takes which shard follows from them and
-    from what vLLM is computed to hold; with the engine there, that is compared with the truth. A failure on any rank is
-    raised on all, and leaves no engine.
+    from what vLLM is computed to hold; with the engine there, that is compared with the truth. `lora`: what is
+    delivered by itself. A failure on any rank is raised on all, and leaves no engine.
     """
     generate, sizes = config.generate_config, config.generate_config.sizes(job.world_size)
     with job.agreement.phase("choosing the order of ranks"):
@@ -49,7 +53,7 @@ def build_inference_engine(
         with job.agreement.phase("building the inference engine", SHORT_PATIENCE):
             from hybrid_engine.backends.vllm import InferenceEngine
 
-            settings = inference_settings(config, job.world_size, order)
+            settings = inference_settings(config, job.world_size, order, lora)
             engine = InferenceEngine(settings, table.shapes, job, dtypes=table.dtypes)
             undo.callback(engine.shutdown)  # where another rank fails, too
             if positions is not None:
@@ -73,11 +77,15 @@ def warn_of_differences(computed: Layout, traced: Layout, rank: int) -> None:
 
 
 def inference_settings(
-    config: HybridConfig, world_size: int, rank_order: tuple[int, ...] | None = None
+    config: HybridConfig,
+    world_size: int,
+    rank_order: tuple[int, ...] | None = None,
+    lora: ActorLora | None = None,
 ) -> InferenceSettings:
     """vLLM's settings from a checked configuration.
 
-    `rank_order`: global rank at each inference position; None counts them in order.
+    `rank_order`: global rank at each inference position; None counts them in order. `lora`: what is delivered by
+    itself.
     """
     from hybrid_engine.backends.vllm import InferenceSettings
 
@@ -88,7 +96,7 @@ def inference_settings(
         dtype=config.wire_dtype,
         release_weights=generate.release_weights,
         quantization=generate.quantization,
-        **_adapter_settings(config),
+        **({} if lora is None else _lora_settings(lora)),
         max_model_len=generate.max_model_len,
         max_num_seqs=generate.max_num_seqs,
         seed=generate.seed,
@@ -99,14 +107,28 @@ def inference_settings(
     )
 
 
-def _adapter_settings(config: HybridConfig) -> dict[str, Any]:
-    """vLLM's settings for adapters, where they are delivered by themselves."""
-    lora = config.actor_config.lora
-    if config.generate_config.lora_delivery != "adapter" or lora is None:
-        return {}
-    shapes = adapter_shapes(table_for(config.hf_config()), lora.target_modules, lora.rank)
+def _lora_settings(lora: ActorLora) -> dict[str, Any]:
+    """vLLM's settings for a LoRA that is delivered by itself."""
     return {
         "max_loras": 1,
-        "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= lora.rank),
-        "lora_target_modules": adapted_modules(shapes),
+        "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= lora.settings.largest_rank),
+        "lora_target_modules": lora.settings.target_modules,
     }
+
+
+def megatron_lora(config: HybridConfig, table: ModelTable) -> ActorLora | None:
+    """What is delivered by itself of the adapters that `actor_config.lora` describes; None where they are merged."""
+    lora = config.actor_config.lora
+    if config.generate_config.lora_delivery != "adapter" or lora is None:
+        return None
+    shapes = adapter_shapes(table, lora.target_modules, lora.rank)
+    return ActorLora(LoraSettings(lora.rank, lora.alpha, adapted_modules(shapes)), shapes)
+
+
+def served_weights(engine: InferenceEngine, config: HybridConfig, lora: ActorLora | None) -> InferenceWeights:
+    """What a switch writes: the weights of an engine that was built with this `lora`, and that beside them."""
+    if lora is None:
+        return engine.adaptor
+    from hybrid_engine.backends.vllm.lora.weights_with_lora import WeightsWithLora
+
+    return WeightsWithLora(engine.adaptor, engine.loras, lora, config.wire_dtype)

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 import megatron_patches
-from hybrid_engine.assembly import build_inference_engine
-from hybrid_engine.config import HybridConfig, LoraConfig
+from hybrid_engine.assembly import build_inference_engine, megatron_lora, served_weights
+from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import DependencyError
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
-from hybrid_engine.models.lora_tensors import adapted_modules, adapter_shapes
-from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.contexts import SwitchContexts
@@ -79,27 +77,17 @@ class ActorHybridWorker(SwitchContexts):
             offloader = Offloader(self.train.offload_items, reachable=self.train.reachable_tensors)
             offloader.offload()  # vLLM looks at the memory that is free while it starts
         layouts = gather_layouts(job, self.train.weights)
-        self.inference: InferenceEngine = build_inference_engine(self.config, self.table, layouts, job)
+        lora = megatron_lora(self.config, self.table)
+        self.adapter = lora.name if lora is not None else None
+        self.inference: InferenceEngine = build_inference_engine(self.config, self.table, layouts, job, lora)
         undo.callback(self.inference.shutdown)
         with job.agreement.phase("delivering adapters"):
-            lora = actor_config.lora if separate_lora else None
-            weights = self.inference.adaptor if lora is None else self._weights_with_adapter(lora)
+            weights = served_weights(self.inference, self.config, lora)
         self.engine = HybridEngine(
             self.train, self.inference, self.config, offloader=offloader, weights=weights, training_layouts=layouts
         )
         self.sharding = self.engine.sharding
         undo.callback(self.sharding.close)
-
-    def _weights_with_adapter(self, lora: LoraConfig) -> InferenceWeights:
-        """vLLM's weights and the adapter beside them; completions use it from then on."""
-        from hybrid_engine.backends.vllm.engine_settings import LoraSettings
-        from hybrid_engine.backends.vllm.lora.weights_with_lora import ACTOR_LORA, WeightsWithLora
-
-        shapes = adapter_shapes(self.table, lora.target_modules, lora.rank)
-        settings = LoraSettings(lora.rank, lora.alpha, adapted_modules(shapes))
-        self.adapter = ACTOR_LORA
-        dtype = getattr(torch, self.config.wire_dtype)
-        return WeightsWithLora(self.inference.adaptor, self.inference.loras, shapes, settings, dtype)
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks are here. Raises RemoteError with what failed on another; `phase` names the place."""

@@ -9,7 +9,7 @@ row-parallel (dim 1)         sharded along its columns           replicated
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from hybrid_engine.models.packing import Packing, Replicated, Shape, Span, Split
@@ -17,6 +17,43 @@ from hybrid_engine.models.table import ModelTable
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM 0.32 accepts for `max_lora_rank`; an adapter's own rank may be smaller."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """What a LoRA's tensors mean: W + alpha / rank * B A.
+
+    Attributes:
+        rank, alpha: as in the formula.
+        target_modules: last parts of the changed modules' Hugging Face names, e.g. "q_proj".
+        ranks, alphas: Hugging Face name of a module -> its own, where they are not the above.
+    """
+
+    rank: int
+    alpha: float
+    target_modules: tuple[str, ...]
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    alphas: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def largest_rank(self) -> int:
+        """Of all modules."""
+        return max([self.rank, *self.ranks.values()])
+
+
+@dataclass(frozen=True)
+class ActorLora:
+    """The LoRA that is trained, where it is delivered by itself.
+
+    Attributes:
+        settings: what its tensors mean.
+        shapes: its canonical tensors.
+        name: to generate with.
+    """
+
+    settings: LoraSettings
+    shapes: Mapping[str, Shape]
+    name: str = "actor"
 
 
 @dataclass(frozen=True)
@@ -37,6 +74,11 @@ def b_name(weight: str) -> str:
     return f"base_model.model.{weight.removesuffix('.weight')}.lora_B.weight"
 
 
+def module_of(tensor: str) -> str:
+    """Hugging Face name of the module that a matrix A or B, by its canonical name, is on."""
+    return tensor.removeprefix("base_model.model.").rpartition(".lora_")[0]
+
+
 def adapter_packings(packing: Packing) -> AdapterPackings:
     """Return how an adapter on a weight with this rule is packed. Raises ValueError for weights stored transposed."""
     if packing.transposed:
@@ -52,12 +94,12 @@ def adapter_packings(packing: Packing) -> AdapterPackings:
 def _renamed(packing: Packing) -> Packing:
     """The same rule for the matrices B of its tensors."""
     changes: dict[str, Any] = {}  # of fields that each kind of packing has of its own
-    for field in fields(packing):
-        value = getattr(packing, field.name)
+    for each in fields(packing):
+        value = getattr(packing, each.name)
         if isinstance(value, Span):
-            changes[field.name] = Span(b_name(value.tensor), value.start)
-        elif field.name == "name":
-            changes[field.name] = b_name(value)
+            changes[each.name] = Span(b_name(value.tensor), value.start)
+        elif each.name == "name":
+            changes[each.name] = b_name(value)
     return replace(packing, **changes)
 
 
@@ -82,6 +124,4 @@ def adapter_shapes(table: ModelTable, target_modules: Collection[str], rank: int
 
 def adapted_modules(shapes: Mapping[str, Shape]) -> tuple[str, ...]:
     """Last parts of the Hugging Face names of the modules that have adapters, e.g. "q_proj"."""
-    return tuple(
-        sorted({name.removesuffix(".lora_A.weight").rpartition(".")[2] for name in shapes if ".lora_A." in name})
-    )
+    return tuple(sorted({module_of(name).rpartition(".")[2] for name in shapes}))

@@ -1,6 +1,6 @@
 """vLLM as the inference side; the only package that imports vLLM, and only when an engine is built.
 
-    engine_settings.py  InferenceSettings, LoraSettings, Sampling, Completion: plain data
+    engine_settings.py  InferenceSettings, Sampling, Completion: plain data
     engine.py           InferenceEngine: vLLM in the processes that train
     arguments.py        settings -> vLLM's arguments, checked by vLLM before anything is built
     prompts.py          tensors, texts or lists of ids, and the same as an answer
@@ -33,9 +33,10 @@ What happens, and what is in this rank's memory after it:
 """
 
 from hybrid_engine.backends.vllm.engine import InferenceEngine
-from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, LoraSettings, Sampling
+from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, Sampling
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
+from hybrid_engine.models.lora_tensors import LoraSettings
 
 __all__ = [
     "TESTED_VERSION",

@@ -25,7 +25,7 @@ import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.arguments import check_arguments, is_eager, is_sleepy, llm_arguments
-from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, LoraSettings, Sampling
+from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, Sampling
 from hybrid_engine.backends.vllm.lora.delivered_loras import DeliveredLoras
 from hybrid_engine.backends.vllm.process.group_placement import building_groups
 from hybrid_engine.backends.vllm.process.isolation import (
@@ -50,6 +50,7 @@ from hybrid_engine.backends.vllm.weights.loader import capturing
 from hybrid_engine.backends.vllm.weights.traced_model import ProcessedModel, TracedModel, trace_model
 from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory, SleepMode, WeightMemory
 from hybrid_engine.errors import ConfigError, ModelError, StateError, Violation
+from hybrid_engine.models.lora_tensors import LoraSettings
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 

@@ -73,20 +73,6 @@ class InferenceSettings:
             raise ConfigError(violations)
 
 
-@dataclass(frozen=True, slots=True)
-class LoraSettings:
-    """What a LoRA's tensors mean: W + alpha / rank * B A.
-
-    Attributes:
-        rank, alpha: as in the formula.
-        target_modules: last parts of the changed modules' Hugging Face names, e.g. "q_proj".
-    """
-
-    rank: int
-    alpha: float
-    target_modules: tuple[str, ...]
-
-
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn; temperature 0 is greedy. Raises ConfigError with every value that cannot be.

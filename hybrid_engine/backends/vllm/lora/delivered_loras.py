@@ -8,6 +8,7 @@ LoRAs. A LoRA that was evicted, or dropped with the weights, comes back with the
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,9 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.engine_settings import LoraSettings
 from hybrid_engine.backends.vllm.requests import reset_prefix_cache
 from hybrid_engine.errors import ConfigError, StateError, Violation
+from hybrid_engine.models.lora_tensors import LoraSettings, module_of
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,13 @@ class DeliveredLoras:
         lora = self._get(request.lora_name)
         manager, settings = self._manager, lora.settings
         peft = internals.PEFT_HELPER.load()(
-            {"r": settings.rank, "lora_alpha": settings.alpha, "target_modules": list(settings.target_modules)}
+            {
+                "r": settings.rank,
+                "lora_alpha": settings.alpha,
+                "target_modules": list(settings.target_modules),
+                "rank_pattern": _as_patterns(settings.ranks),
+                "alpha_pattern": _as_patterns(settings.alphas),
+            }
         )
         peft.validate_legal(manager.lora_config)
         return internals.LORA_MODEL.load()(
@@ -99,8 +106,8 @@ class DeliveredLoras:
 
     def _violations(self, settings: LoraSettings, tensors: Mapping[str, torch.Tensor]) -> list[Violation]:
         limit, violations = self._manager.lora_config.max_lora_rank, []
-        if settings.rank > limit:
-            problem = f"{settings.rank} is more than max_lora_rank {limit}"
+        if settings.largest_rank > limit:
+            problem = f"{settings.largest_rank} is more than max_lora_rank {limit}"
             violations.append(Violation("LoRA rank", problem, "Raise max_lora_rank"))
         if not tensors:
             violations.append(Violation("LoRA", "it has no tensors", "Give its lora_A and lora_B weights"))
@@ -116,14 +123,15 @@ class DeliveredLoras:
         kinds = [kind for kind in ("lora_A", "lora_B") if name.endswith(f".{kind}.weight")]
         if not kinds or not name.startswith("base_model.model."):
             return "not a base_model.model.….lora_A.weight or lora_B.weight"
-        module = name.removesuffix(f".{kinds[0]}.weight").rpartition(".")[2]
+        path = module_of(name)
+        module, rank = path.rpartition(".")[2], settings.ranks.get(path, settings.rank)
         if module not in settings.target_modules:
             return f"{module} is not in target_modules {', '.join(settings.target_modules)}"
         if module not in self._supported():
             return f"vLLM was built for LoRA on {', '.join(sorted(self._supported()))} (lora_target_modules)"
         size = tensor.shape[0 if kinds[0] == "lora_A" else -1]
-        if tensor.dim() != 2 or size != settings.rank:
-            return f"shape {tuple(tensor.shape)} is not of rank {settings.rank}"
+        if tensor.dim() != 2 or size != rank:
+            return f"shape {tuple(tensor.shape)} is not of rank {rank}"
         other = name.replace(f".{kinds[0]}.", ".lora_B." if kinds[0] == "lora_A" else ".lora_A.")
         return None if other in tensors else f"{other} is missing"
 
@@ -133,3 +141,8 @@ class DeliveredLoras:
         packed = manager.packed_modules_mapping
         parts = {part for module in manager.supported_lora_modules for part in packed.get(module, [module])}
         return parts & set(self._manager.lora_config.target_modules)
+
+
+def _as_patterns(by_module: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM takes its keys, as PEFT does, for regular expressions of the end of a module's name."""
+    return {re.escape(module): value for module, value in by_module.items()}

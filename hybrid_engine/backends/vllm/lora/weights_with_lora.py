@@ -7,14 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hybrid_engine.backends.vllm.engine_settings import LoraSettings
 from hybrid_engine.backends.vllm.lora.delivered_loras import DeliveredLoras
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
+from hybrid_engine.models.lora_tensors import ActorLora
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
-
-ACTOR_LORA = "actor"
-"""Name of the LoRA, to generate with."""
 
 GROUP = "lora"
 """The commit group of all its tensors."""
@@ -26,9 +23,8 @@ class WeightsWithLora:
     Args:
         weights: the engine's.
         loras: of the same engine.
-        shapes: the LoRA's tensors by PEFT's names; every rank takes all of them, vLLM cuts them itself.
-        settings: rank, alpha and modules.
-        dtype: of the LoRA, e.g. torch.bfloat16.
+        lora: what is trained; every rank takes all of its tensors, vLLM cuts them itself.
+        dtype: of the LoRA, e.g. "bfloat16".
 
     Memory: the whole LoRA on every rank while it arrives, and vLLM's copy of it on the host.
     """
@@ -37,41 +33,40 @@ class WeightsWithLora:
         self,
         weights: VllmAdaptor,
         loras: DeliveredLoras,
-        shapes: Mapping[str, tuple[int, ...]],
-        settings: LoraSettings,
-        dtype: torch.dtype,
+        lora: ActorLora,
+        dtype: str,
     ) -> None:
         self._weights, self._loras = weights, loras
-        self._shapes, self._settings, self._dtype = dict(shapes), settings, dtype
+        self._lora, self._dtype = lora, dtype
         self._arriving: dict[str, torch.Tensor] = {}
 
     def layout(self) -> Layout:
         """The weights' records and one for each tensor of the LoRA."""
-        rank, dtype = self._weights.rank, str(self._dtype).removeprefix("torch.")
-        buffers = {BufferId(rank, name): Buffer(math.prod(shape), dtype, GROUP) for name, shape in self._shapes.items()}
+        rank, shapes = self._weights.rank, self._lora.shapes
+        buffers = {BufferId(rank, name): Buffer(math.prod(shape), self._dtype, GROUP) for name, shape in shapes.items()}
         shards = tuple(
             Shard(Region(name, (0,) * len(shape), shape), Place(BufferId(rank, name), 0, contiguous_strides(shape)))
-            for name, shape in self._shapes.items()
+            for name, shape in shapes.items()
         )
-        return Layout.merge([self._weights.layout(), Layout(self._shapes, buffers, shards)])
+        return Layout.merge([self._weights.layout(), Layout(shapes, buffers, shards)])
 
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
         """As the port says; the LoRA's tensors are new."""
         buffers = dict(self._weights.allocate([group for group in groups if group != GROUP]))
         if GROUP in groups:
             self._arriving = {
-                name: torch.empty(math.prod(shape), dtype=self._dtype, device=self._weights.device)
-                for name, shape in self._shapes.items()
+                name: torch.empty(math.prod(shape), dtype=getattr(torch, self._dtype), device=self._weights.device)
+                for name, shape in self._lora.shapes.items()
             }
             buffers |= self._arriving
         return buffers
 
     def commit(self, groups: Sequence[str]) -> None:
-        """As the port says; the LoRA becomes vLLM's `ACTOR_LORA`, in place of the version before."""
+        """As the port says; the LoRA takes the place of the version before."""
         self._weights.commit([group for group in groups if group != GROUP])
         if GROUP in groups:
-            tensors = {name: flat.view(self._shapes[name]) for name, flat in self._arriving.items()}
-            self._loras.deliver(ACTOR_LORA, self._settings, tensors)
+            tensors = {name: flat.view(self._lora.shapes[name]) for name, flat in self._arriving.items()}
+            self._loras.deliver(self._lora.name, self._lora.settings, tensors)
             self._arriving = {}
 
     def finish_fill(self) -> None:
