@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
@@ -45,7 +46,8 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
     Megatron and vLLM from a configuration and adds rollouts and updates.
 
     Args:
-        model: a transformers causal LM; sharded in place, it stays the caller's, who trains it in his own loop.
+        model: a transformers causal LM, or PEFT's around one; sharded in place, it stays the caller's, who trains it in
+            his own loop. LoRA is added to the weights on their way, or delivered apart (`lora_delivery: adapter`).
         rollout_config: `tp_size`, `pp_size`, `dp_type`, and the keys of `generate_config`; see `config.hugging_face`.
         train_config: `fsdp_config`, see `config.FsdpConfig`; None: the model is sharded already.
         enable_reshard: False is refused: there is no other way to bring the weights to vLLM.
@@ -102,11 +104,13 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         model: torch.nn.Module | None = None,
         **settings: Any,
     ) -> None:
+        self._lora: str | None = None  # what completions are drawn with, where it is delivered by itself
         with ExitStack() as undo:
             if model is not None:
                 parts = build_parts(model, undo, **settings)
                 train, inference, config = parts.train, parts.inference, parts.config
                 offloader, training_layouts = parts.offloader, parts.training_layouts
+                weights, self._lora = parts.weights, parts.lora
             elif settings:
                 raise TypeError(f"only with a model: {', '.join(settings)}")
             self.train, self.inference, self.config = train, inference, config
@@ -152,7 +156,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         hf_config = self.config.hf_config()
         ends = (hf_config.get("pad_token_id"), hf_config.get("eos_token_id"))
         pad = next((token for token in ends if isinstance(token, int)), 0)
-        generate = self.inference.generate_over_replicas
+        generate = partial(self.inference.generate_over_replicas, lora=self._lora)
         return complete(prompts, sampling or Sampling(), generate, str(self.config.model), pad, attention_mask)
 
     def shutdown(self) -> None:

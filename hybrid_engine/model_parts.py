@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_engine.assembly import build_inference_engine
-from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
+from hybrid_engine.assembly import build_inference_engine, served_weights
+from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig, load_config
 from hybrid_engine.config.hugging_face import generate_values, read_train_config
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
+from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
@@ -29,13 +30,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelParts:
-    """Arguments of `HybridEngine`."""
+    """Arguments of `HybridEngine`, and the name of the LoRA to generate with."""
 
     train: ShardedModel
     inference: InferenceEngine
     config: HybridConfig
     offloader: Offloader
     training_layouts: Sequence[Layout]
+    weights: InferenceWeights
+    lora: str | None
 
 
 def build_parts(
@@ -66,29 +69,48 @@ def build_parts(
     with job.agreement.building():
         with job.agreement.phase("checking the configuration"):
             fsdp = read_train_config(train_config or {}, job.world_size)
-            directory = _model_directory(model, values.pop("model", None), owner)
-            dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-            actor = {"params_dtype": dtype, "seq_length": 1, "fsdp": fsdp}
-            settings = {"model": str(directory), "actor_config": actor, "generate_config": values}
-            config = load_config(settings, job.world_size, weights_only=True)  # the loop is the caller's
+            config = _checked_config(model, fsdp, values, job, owner)
             table = table_for(config.hf_config())
         with job.agreement.phase("sharding the model", SHORT_PATIENCE):
             if train_config is not None or not is_sharded(model):
                 shard_model(model, fsdp, job.device, job.world_size)
-            train = ShardedModel(model, table, job.rank)
+            train = ShardedModel(model, table, job.rank, lora_delivery=config.generate_config.lora_delivery)
             offloader = Offloader(train.offload_items, reachable=train.reachable_tensors)
             owner.callback(_give_back, train, offloader)
             offloader.offload()  # vLLM looks at the memory that is free while it starts
         layouts = gather_layouts(job, train.weights)
-        inference = build_inference_engine(config, table, layouts, job)
+        lora = train.weights.lora
+        inference = build_inference_engine(config, table, layouts, job, lora)
         owner.callback(inference.shutdown)
-    return ModelParts(train, inference, config, offloader, layouts)
+        served = served_weights(inference, config, lora)
+    return ModelParts(train, inference, config, offloader, layouts, served, lora.name if lora is not None else None)
+
+
+def _checked_config(
+    model: torch.nn.Module, fsdp: FsdpConfig, values: dict[str, Any], job: Job, owner: ExitStack
+) -> HybridConfig:
+    """The configuration for this model. What is wrong with either is said here, where the model is as it was."""
+    from hybrid_engine.backends.fsdp.adaptor import read_model_weights
+    from hybrid_engine.backends.fsdp.model_checks import require_drivable, weights_dtype
+    from hybrid_engine.backends.fsdp.wrapped_names import wrapped_names
+
+    require_drivable(model, job.world_size)
+    tensors = model.state_dict(keep_vars=True)
+    names = wrapped_names(model, tensors)
+    directory = _model_directory(names.model, values.pop("model", None), owner)
+    wire_dtype = values.get("compression_dtype", "bfloat16") if values.get("compress_reshard") else None
+    dtype = weights_dtype({own: tensors[own] for own in names.weights.values()}, wire_dtype)
+    actor = {"params_dtype": dtype, "seq_length": 1, "fsdp": fsdp}
+    settings = {"model": str(directory), "actor_config": actor, "generate_config": values}
+    config = load_config(settings, job.world_size, weights_only=True)  # the loop is the caller's
+    read_model_weights(model, tensors, table_for(config.hf_config()), config.generate_config.lora_delivery)
+    return config
 
 
 def _give_back(train: ShardedModel, offloader: Offloader) -> None:
     """The model is its owner's again, all of it on the device."""
     offloader.onload()
-    train.guard = lambda kinds: None
+    train.close()
 
 
 def _model_directory(model: Any, given: str | None, owner: ExitStack) -> Path:

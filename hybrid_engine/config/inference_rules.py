@@ -69,9 +69,12 @@ def _lora_transposed(context: JobContext) -> Iterator[Finding]:
         yield "adapter, but this model's checkpoint has transposed weights", "Use merge"
 
 
-@constraint(INFERENCE, "generate_config.lora_delivery", "adapter needs actor_config.lora.")
+@constraint(
+    INFERENCE, "generate_config.lora_delivery", "adapter needs actor_config.lora; with fsdp, LoRA in the model."
+)
 def _lora_delivery(context: JobContext) -> Iterator[Finding]:
-    if context.generate.lora_delivery == "adapter" and context.actor.lora is None:
+    actor = context.actor
+    if context.generate.lora_delivery == "adapter" and actor.lora is None and actor.fsdp is None:
         yield ("adapter, but no adapters are trained", "Set actor_config.lora or leave it out")
 
 

@@ -56,7 +56,10 @@ OUTSIDE = {
     "switch": {"torch"},
     "switch.report": set(),
     "switch.states": set(),
-    "backends": {"megatron", "megatron_patches", "numpy", "pydantic", "safetensors", "torch", "transformers", "vllm"},
+    "backends": {
+        *("megatron", "megatron_patches", "numpy", "packaging", "peft", "pydantic", "safetensors", "torch"),
+        *("transformers", "vllm"),
+    },
     "backends.vllm.engine_settings": set(),
     "model_parts": {"torch"},
     "hybrid_engine": {"torch"},

@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hybrid_engine import HybridEngine, ReshardReport, Sampling
@@ -69,7 +72,26 @@ def refusals(directory: str) -> dict[str, str]:
     found = {name: _error(partial(HybridEngine, model=model, **settings)) for name, settings in REFUSED.items()}
     sharded = sharded_models.shard(sharded_models.from_config(Path(directory)))
     found["sharded twice"] = _error(lambda: HybridEngine(model=sharded, train_config=SEED_TRAIN))
+    found |= {name: _error(partial(HybridEngine, model=make(Path(directory)))) for name, make in ODD.items()}
     return found
+
+
+def several_dtypes(path: Path) -> torch.nn.Module:
+    model = sharded_models.from_config(path)
+    model.lm_head.bfloat16()
+    return model
+
+
+def over_one_rank(path: Path) -> torch.nn.Module:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("others", "shards"))["shards"]
+    return fully_shard(sharded_models.from_config(path), mesh=mesh)
+
+
+ODD: Mapping[str, Callable[[Path], torch.nn.Module]] = {
+    "several dtypes": several_dtypes,
+    "over one rank": over_one_rank,
+    "by others": lambda path: DistributedDataParallel(sharded_models.from_config(path)),
+}
 
 
 def forms(directory: str) -> dict[str, Any]:
@@ -118,6 +140,7 @@ REFUSED: Mapping[str, dict[str, Any]] = {
     "more ranks than there are": {"rollout_config": {"tp_size": 4}},
     "a wrong strategy": {"train_config": {"fsdp_config": {"sharding_strategy": "ZERO", "mixed_precission": "amp"}}},
     "replicas without HYBRID_SHARD": {"train_config": {"fsdp_config": {"replicas": 2}}},
+    "no adapters": {"rollout_config": {"lora_delivery": "adapter"}},
     "nothing narrower": {"compress_reshard": True, "compression_dtype": torch.float32},
 }
 MESSAGES = {
@@ -129,6 +152,13 @@ MESSAGES = {
     "a wrong strategy": ["train_config.fsdp_config.sharding_strategy", "Did you mean mixed_precision"],
     "replicas without HYBRID_SHARD": ["train_config.fsdp_config.replicas: 2 with sharding_strategy FULL_SHARD"],
     "nothing narrower": ["float32 is not narrower than the training dtype float32"],
+    "no adapters": ["ConfigError", "generate_config.lora_delivery: adapter, but the model has no active LoRA"],
+    "several dtypes": [
+        "ModelError",
+        "in float32, first model.embed_tokens.weight; 1 in bfloat16, first lm_head.weight",
+    ],
+    "over one rank": ["ModelError", "of 2: use a mesh of all ranks"],
+    "by others": ["ModelError", "the model cannot be sharded: it is wrapped by DistributedDataParallel"],
     "sharded twice": ["ModelError", "the model is sharded already: leave train_config out"],
 }
 

@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from hybrid_engine.backends.fsdp.wrapped_names import transformers_model
+
 
 def shard(model: torch.nn.Module, replicas: int = 1, **options: Any) -> torch.nn.Module:
     """Shard each decoder layer and then the model; with replicas over a mesh of 2 dims (HSDP)."""
@@ -26,8 +28,9 @@ def shard(model: torch.nn.Module, replicas: int = 1, **options: Any) -> torch.nn
 
 
 def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
-    """Of a causal LM of any family."""
-    body = model.get_submodule(str(model.base_model_prefix))
+    """Of a causal LM of any family, PEFT's wrapping aside."""
+    inner = transformers_model(model)
+    body = inner.get_submodule(str(inner.base_model_prefix))
     layers = body.h if hasattr(body, "h") else body.layers
     assert isinstance(layers, torch.nn.ModuleList)
     return layers

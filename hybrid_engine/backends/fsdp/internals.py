@@ -5,12 +5,13 @@ tests/hybrid_engine/backends/fsdp/test_internals.py looks each up in the install
 
 from __future__ import annotations
 
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.core_model_loading import revert_weight_conversion
 
 from hybrid_engine.ranks.torch_internals import PrivateName
 
-__all__ = ["PRIVATE_NAMES", "TorchDispatchMode", "revert_weight_conversion"]
+__all__ = ["PRIVATE_NAMES", "StridedShard", "TorchDispatchMode", "revert_weight_conversion"]
 
 PRIVATE_NAMES = (
     PrivateName("torch.utils._python_dispatch:TorchDispatchMode", "sees the copies of a conversion"),
@@ -25,5 +26,9 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.distributed.tensor:DTensor.__create_chunk_list__",
         "offsets and lengths of the local part, as distributed checkpoints ask for them",
+    ),
+    PrivateName(
+        "torch.distributed.tensor.placement_types:_StridedShard",
+        "how FSDP2 places what tensor parallelism has split along the same dim before",
     ),
 )

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor
+from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor, LoraDelivery
+from hybrid_engine.backends.fsdp.model_checks import require_torch
 from hybrid_engine.backends.fsdp.sharded_tensors import reshard
 from hybrid_engine.backends.fsdp.training_state import TrainingState
+from hybrid_engine.backends.fsdp.wrapped_names import transformers_model
 from hybrid_engine.errors import ModelError
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
@@ -26,6 +29,7 @@ class ShardedModel:
         rank: of this process in the job.
         optimizers: over its parameters; made after `fully_shard`, as FSDP2 asks. One that is made later is noticed at
             its first step.
+        lora_delivery: what a switch gets of PEFT's LoRA: "merge" adds it to the weights, "adapter" leaves it apart.
 
     Attributes:
         weights: what is resharded.
@@ -44,15 +48,21 @@ class ShardedModel:
         table: ModelTable,
         rank: int,
         optimizers: Sequence[torch.optim.Optimizer] = (),
+        lora_delivery: LoraDelivery = "merge",
     ) -> None:
+        require_torch()
+        _require_free(model)
         _require_own_parameters(model, optimizers)
         self.model = model
         self.optimizers = list(optimizers)
         self.table = table
-        self.weights = FsdpAdaptor(model, table, rank)
+        self.weights = FsdpAdaptor(model, table, rank, lora_delivery)
         self.guard = lambda kinds: None
-        self._state = TrainingState(model, self.weights.tensors, self.optimizers)
+        self._state = TrainingState(self.weights, self.optimizers)
         self._num_steps = 0
+        self._ends = ExitStack()
+        _driven[model] = weakref.ref(self)
+        self._ends.callback(_driven.pop, model, None)
         self._watch()
 
     @property
@@ -91,12 +101,19 @@ class ShardedModel:
                 model._num_steps += 1
 
         handles = [
-            self.model.register_forward_pre_hook(before_forward),
+            # before FSDP2's own, which gathers parameters; on what PEFT and torch.compile call, too
+            transformers_model(self.model).register_forward_pre_hook(before_forward, prepend=True),
             register_optimizer_step_pre_hook(before_step),
             register_optimizer_step_post_hook(after_step),
         ]
         for handle in handles:
-            weakref.finalize(self, handle.remove)
+            self._ends.callback(handle.remove)
+        weakref.finalize(self, self._ends.close)
+
+    def close(self) -> None:
+        """Let the model be its owner's alone, or another engine's; idempotent."""
+        self._ends.close()
+        self.guard = lambda kinds: None
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this optimizer is one of the model's; a new one is from now on."""
@@ -108,6 +125,16 @@ class ShardedModel:
         _require_own_parameters(self.model, [optimizer])
         self.optimizers.append(optimizer)
         return True
+
+
+_driven: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[ShardedModel]] = weakref.WeakKeyDictionary()
+"""Models, and what drives them."""
+
+
+def _require_free(model: torch.nn.Module) -> None:
+    driver = _driven.get(model)
+    if driver is not None and driver() is not None:
+        raise ModelError("an engine drives this model already: call its shutdown() before the next one is built")
 
 
 def _require_own_parameters(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from hybrid_engine.backends.flat_buffers import dtype_name
-from hybrid_engine.errors import ModelError
+from hybrid_engine.backends.fsdp.internals import StridedShard
+from hybrid_engine.backends.fsdp.model_checks import require_sharded
 from hybrid_engine.layouts.sharded import LocalBox
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 
@@ -37,7 +38,7 @@ class ShardedTensors:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        _require_sharded(model)
+        require_sharded(model)
         reshard(model)
         _move_into_elastic_buffers(model)
         self.tensors = dict(model.state_dict(keep_vars=True))
@@ -51,8 +52,7 @@ class ShardedTensors:
             self.parts[name] = LocalBox(offsets, lengths, int(local.storage_offset()), tuple(local.stride()))
             self.buffer_of[name] = buffer
             if local.numel() and buffer not in self.flat_buffers:
-                flat = torch.empty(0, dtype=local.dtype, device=local.device)
-                self.flat_buffers[buffer] = flat.set_(local.untyped_storage())
+                self.flat_buffers[buffer] = flat_storage_of(local)
 
     def moved(self) -> list[str]:
         """Names of tensors that are not where `parts` says, or not the model's any more."""
@@ -76,6 +76,11 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
+def flat_storage_of(local: torch.Tensor) -> torch.Tensor:
+    """All of the storage in which a local tensor lies, as a flat one of its dtype."""
+    return torch.empty(0, dtype=local.dtype, device=local.device).set_(local.untyped_storage())
+
+
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, as memory: without autograd."""
     local = tensor.detach()
@@ -90,27 +95,12 @@ def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def _require_sharded(model: torch.nn.Module) -> None:
-    findings = []
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
-        raise ModelError("the model is not sharded: call torch.distributed.fsdp.fully_shard on its layers and on it")
-    for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
-            findings.append(f"{name}: not sharded; call fully_shard on the whole model too, before this")
-        elif strange := [each for each in parameter.placements if type(each) not in (Shard, Replicate)]:
-            findings.append(f"{name}: unsupported placement {type(strange[0]).__name__}; use Shard or Replicate")
-        elif parameter.is_meta:
-            findings.append(f"{name}: on the meta device; give it memory first (to_empty, then load the weights)")
-    if findings:
-        raise ModelError("the sharded model cannot be read:\n  " + "\n  ".join(findings))
-
-
 def _move_into_elastic_buffers(model: torch.nn.Module) -> None:
     even = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor) and _is_even(parameter)]
     moved: dict[int, DTensor] = {}
     for dtype in dict.fromkeys(parameter.dtype for parameter in even):
         same = [parameter for parameter in even if parameter.dtype is dtype]
-        for parameter, part in zip(same, _parts_of_one_buffer([local_of(each) for each in same]), strict=True):
+        for parameter, part in zip(same, parts_of_one_buffer([local_of(each) for each in same]), strict=True):
             moved[id(parameter)] = DTensor.from_local(
                 part,
                 parameter.device_mesh,
@@ -123,7 +113,7 @@ def _move_into_elastic_buffers(model: torch.nn.Module) -> None:
     model._apply(lambda tensor: moved.get(id(tensor), tensor))
 
 
-def _parts_of_one_buffer(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def parts_of_one_buffer(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of tensors of one dtype, one after the other in one elastic buffer."""
     step = _ALIGNMENT // tensors[0].element_size()
     starts, end = [], 0
@@ -143,7 +133,7 @@ def _is_even(parameter: DTensor) -> bool:
     """Whether all ranks hold as much of it, all of it contiguous: FSDP then uses the memory that it is given."""
     ranks_by_dim: dict[int, int] = {}
     for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
-        if isinstance(placement, Shard):
+        if isinstance(placement, (Shard, StridedShard)):
             ranks_by_dim[placement.dim] = ranks_by_dim.get(placement.dim, 1) * size
     divides = all(parameter.shape[dim] % num_ranks == 0 for dim, num_ranks in ranks_by_dim.items())
     return divides and parameter.numel() > 0 and local_of(parameter).is_contiguous()

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from hybrid_engine.backends.fsdp.wrapped_names import transformers_model
 from hybrid_engine.config import FsdpConfig
 from hybrid_engine.errors import ModelError
 
@@ -32,11 +33,12 @@ def shard_model(model: torch.nn.Module, config: FsdpConfig, device: torch.device
     """
     if is_sharded(model):
         raise ModelError("the model is sharded already: leave train_config out, or pass the model as it was")
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    inner = transformers_model(model)
+    kinds = set(getattr(inner, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in kinds]
     if not layers:
         raise ModelError(
-            f"{type(model).__name__} does not say what its layers are (_no_split_modules): call fully_shard on them "
+            f"{type(inner).__name__} does not say what its layers are (_no_split_modules): call fully_shard on them "
             "and on the model, and leave train_config out"
         )
     computes_in = _COMPUTES_IN[config.mixed_precision]
@@ -47,7 +49,7 @@ def shard_model(model: torch.nn.Module, config: FsdpConfig, device: torch.device
     }
     for layer in layers:
         fully_shard(layer, **options)
-    fully_shard(model, **options)
+    fully_shard(inner, **options)
 
 
 def _mesh(config: FsdpConfig, device: torch.device, world_size: int) -> DeviceMesh:

@@ -2,6 +2,7 @@
 
     what                                        kind        action
     parameters, persistent buffers              param       copy
+    sums of weights and LoRA                    param       drop: computed at every switch
     gradients                                   grad        copy: accumulated ones outlive a switch
     optimizer state                             optimizer   copy
     other buffers, numbers (Adam's step)        -           stay: small, listed by `reachable`
@@ -16,26 +17,28 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.backends.fsdp.sharded_tensors import ShardedTensors, local_of
+from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor
+from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.memory.offload_items import OffloadItem, Reached
 
 
 class TrainingState:
     """Of one model and the optimizers of its parameters."""
 
-    def __init__(
-        self, model: torch.nn.Module, tensors: ShardedTensors, optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:
-        self._model = model
-        self._tensors = tensors
+    def __init__(self, weights: FsdpAdaptor, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._weights = weights
         self._optimizers = optimizers
         self._parameter_names: dict[torch.Tensor, str] = {
-            parameter: name for name, parameter in tensors.tensors.items() if isinstance(parameter, torch.nn.Parameter)
+            tensor: name for name, tensor in weights.tensors.tensors.items() if isinstance(tensor, torch.nn.Parameter)
         }
 
     def items(self) -> list[OffloadItem]:
         """Everything that can leave the device."""
-        items = [OffloadItem(name, "param", flat) for name, flat in self._tensors.flat_buffers.items()]
+        scratch = self._weights.scratch
+        items = [
+            OffloadItem(name, "param", flat, "drop" if name in scratch else "copy")
+            for name, flat in self._weights.buffers().items()
+        ]
         items += [OffloadItem(owner, "grad", tensor) for owner, tensor in self._gradients()]
         items += [
             OffloadItem(owner, "optimizer", tensor) for owner, tensor in self._optimizer_state() if tensor.numel() > 1
@@ -44,10 +47,11 @@ class TrainingState:
 
     def reachable(self) -> Iterator[Reached]:
         """Every tensor to which model and optimizers refer."""
-        for name, tensor in self._tensors.tensors.items():
+        tensors = self._weights.tensors.tensors
+        for name, tensor in tensors.items():
             yield Reached(name, local_of(tensor))
-        for name, tensor in self._model.named_buffers():
-            if name not in self._tensors.tensors:
+        for name, tensor in self._weights.model.named_buffers():
+            if name not in tensors:
                 yield Reached(name, tensor, "a module's buffer")
         for owner, tensor in self._gradients():
             yield Reached(owner, tensor)

@@ -152,7 +152,7 @@ def _differences(
     """Names of what differs on this rank between two models and their optimizers."""
     one, other = (_state(*pair) for pair in ((model, optimizer), (other_model, other_optimizer)))
     assert len(one) > 2 * len(list(model.parameters()))
-    return [name for name in sorted(one | other) if not _same_bits(one.get(name), other.get(name))]
+    return [name for name in sorted(one | other) if not same_bits(one.get(name), other.get(name))]
 
 
 def _state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -183,7 +183,7 @@ def _compare(engine: HybridEngine[ShardedModel], path: Path, found: Switched) ->
     with engine.inference.adaptor.observed(keep), engine.rollout_context():
         found.offloaded = 1 - _resident(engine) / before
         native = native_parameters(engine.inference, str(path))
-    found.different += [name for name in sorted({*seen, *native}) if not _same_bits(seen.get(name), native.get(name))]
+    found.different += [name for name in sorted({*seen, *native}) if not same_bits(seen.get(name), native.get(name))]
     found.num_compared += len(native)
     report = engine.sharding.last_report
     assert report is not None
@@ -206,7 +206,7 @@ def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, 
     return loss.item()
 
 
-def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+def same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     if one is None or other is None or one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hybrid_engine.backends.fsdp import ShardedModel
+from hybrid_engine.backends.fsdp.internals import StridedShard
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import HybridEngineError, StateError
 from hybrid_engine.memory.offload_items import KINDS
@@ -71,14 +72,36 @@ def on_meta(rank: Rank) -> None:
     rank.wrapped(shard(model))
 
 
-def tensor_parallel(rank: Rank) -> None:
-    model = rank.model()
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("fsdp", "tp"))
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            whole = distribute_tensor(parameter.detach(), mesh["tp"], [Shard(0)])
-            module.register_parameter(name, torch.nn.Parameter(whole))
-    rank.wrapped(fully_shard(model, mesh=mesh["fsdp"]))
+def unreadable_all_over(rank: Rank) -> None:
+    """Several faults: one error names each."""
+    model = shard(rank.model())
+    norm, head = model.model.norm, model.lm_head
+    norm.weight = torch.nn.Parameter(DTensor.from_local(local_of(norm.weight), norm.weight.device_mesh, [Partial()]))
+    head.weight = torch.nn.Parameter(torch.zeros(130, 64, dtype=torch.int8), requires_grad=False)
+    rank.wrapped(model)
+
+
+def strided_the_other_way(rank: Rank) -> None:
+    """Every second row: no box."""
+    model = shard(rank.model())
+    weight = model.lm_head.weight
+    mesh = init_device_mesh("cpu", (1, 2))
+    strided = DTensor.from_local(local_of(weight), mesh, [Replicate(), StridedShard(0, split_factor=2)])
+    model.lm_head.weight = torch.nn.Parameter(strided)
+    rank.wrapped(model)
+
+
+def wrapped_by_others(rank: Rank) -> None:
+    rank.wrapped(torch.nn.parallel.DistributedDataParallel(rank.model()))
+
+
+def driven_twice(rank: Rank) -> None:
+    model = shard(rank.model())
+    first = rank.wrapped(model)
+    first.close()
+    second = rank.wrapped(model)
+    rank.wrapped(model)
+    second.close()
 
 
 def optimizer_of_another_model(rank: Rank) -> None:
@@ -96,8 +119,28 @@ def another_config(rank: Rank) -> None:
 def added_later(rank: Rank) -> None:
     model = shard(rank.model())
     wrapped = rank.wrapped(model)
-    model.register_buffer("extra", torch.zeros(3))
+    model.register_parameter("extra", torch.nn.Parameter(torch.zeros(3)))
     wrapped.weights.prepare()
+
+
+def sharded_later(rank: Rank) -> None:
+    """`fully_shard` on a part of what is sharded makes other parameters of its own."""
+    model = shard(rank.model())
+    wrapped = rank.wrapped(model)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.full_tensor())
+    fully_shard(model.lm_head)
+    wrapped.weights.prepare()
+
+
+def steps_of_a_mixed_optimizer(rank: Rank) -> None:
+    """Made after the model was wrapped: noticed at its first step."""
+    model = shard(rank.model())
+    wrapped = rank.wrapped(model)
+    other = torch.nn.Parameter(torch.zeros(2))
+    try:
+        torch.optim.SGD([*model.parameters(), other], lr=0.1).step()
+    finally:
+        wrapped.close()
 
 
 def replaced_later(rank: Rank) -> None:
@@ -116,16 +159,27 @@ def not_finite(rank: Rank) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Rank], None], str]] = {
-    "not sharded": (not_sharded, "ModelError: the model is not sharded: call torch.distributed.fsdp.fully_shard"),
+    "not sharded": (not_sharded, "the model is not sharded: call torch.distributed.fsdp.fully_shard on its layers"),
     "root not sharded": (root_not_sharded, "model.embed_tokens.weight: not sharded; call fully_shard on the whole"),
     "on meta": (on_meta, "model.embed_tokens.weight: on the meta device; give it memory first"),
-    "tensor parallel": (tensor_parallel, "unsupported placement _StridedShard"),
+    "placements": (
+        unreadable_all_over,
+        "ModelError: the sharded model cannot be read:\n"
+        "  lm_head.weight: stored as int8; load the model without quantization\n"
+        "  model.norm.weight: unsupported placement Partial; use Shard or Replicate\n"
+        "  lm_head.weight: not sharded; call fully_shard on the whole model too, before this",
+    ),
+    "strided": (strided_the_other_way, "lm_head.weight: rank by rank no box of it"),
+    "by others": (wrapped_by_others, "it is wrapped by DistributedDataParallel; pass the model itself"),
+    "driven twice": (driven_twice, "ModelError: an engine drives this model already: call its shutdown()"),
+    "a mixed optimizer": (steps_of_a_mixed_optimizer, "optimizer 0 has 1 of 22 parameters that are not the model's"),
     "another optimizer": (optimizer_of_another_model, "ModelError: optimizer 0 has 21 of 21 parameters that are not"),
     "another config": (another_config, "lm_head.weight: shape (140, 64) in the model, (130, 64) in a checkpoint"),
     "added later": (
         added_later,
         "ReshardError: 1 parameters moved, came or went since the layout was made, first ",
     ),
+    "sharded later": (sharded_later, "ReshardError: 1 parameters moved, came or went"),
     "replaced later": (replaced_later, "ReshardError: 21 parameters moved"),
     "not finite": (not_finite, "WeightError: unusable weights (1):\n  - model.norm.weight on rank"),
 }
