@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -15,7 +16,12 @@ MOST_LINES = 60
 
 @pytest.mark.engines
 @pytest.mark.slow
-def test_rewards_grow() -> None:
+def test_rewards_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where neither Megatron nor its patches can be imported."""
+    for package in ("megatron", "megatron_patches"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(f"raise ImportError({package!r})")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     ended = run_ranks([str(EXAMPLE)], 2, timeout=300)
     assert ended.status == 0, ended.output
     rewards = [float(found) for found in re.findall(r"rank 0: step \d, reward (\d\.\d+)", ended.output)]
