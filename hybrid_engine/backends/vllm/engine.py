@@ -36,6 +36,7 @@ from hybrid_engine.backends.vllm.process.isolation import (
 )
 from hybrid_engine.backends.vllm.process.random_state import get_state, random_state_kept, seeded_state, set_state
 from hybrid_engine.backends.vllm.process.shm_cleanup import check_room
+from hybrid_engine.backends.vllm.process.torch_settings import TorchSettings, torch_settings_kept
 from hybrid_engine.backends.vllm.requests import (
     abandon,
     completion_of,
@@ -80,8 +81,9 @@ class InferenceEngine:
             job: whose ranks generate; outlives this object.
             dtypes: canonical name -> dtype, where it is not that of the weights (`ModelTable.dtypes`).
 
-        Weights are zero and `generate` refuses until all groups were committed once. The process's random state and
-        its process groups are as before. Raises DependencyError, ConfigError, ModelError or ParameterMismatchError.
+        Weights are zero and `generate` refuses until all groups were committed once. The process's random state, its
+        process groups and torch's settings are as before. Raises DependencyError, ConfigError, ModelError or
+        ParameterMismatchError.
         """
         self.job = job
         self._agreement = job.agreement
@@ -94,11 +96,12 @@ class InferenceEngine:
                 self._device_type = self._check_vllm()
             check_room(settings, self._device_type, job)
             undo.callback(destroy_groups)
-            with random_state_kept():
+            with random_state_kept(), torch_settings_kept():
                 self._llm, model = self._build(tensors, dtypes)
                 # At collection or exit vLLM would end the default process group, which is the caller's; see `shutdown`.
                 self._llm.llm_engine.engine_core._finalizer.detach()
                 self._generator_state = seeded_state(settings.seed + self.dp_rank)
+                self._torch_settings = TorchSettings.now()
             self._loras: DeliveredLoras | None = DeliveredLoras(self._llm, undo) if settings.max_loras else None
             self._sleep_mode = SleepMode(lambda: self.llm) if is_sleepy(settings, self._device_type) else None
             memory = self._sleep_mode or (HostMemory() if self._device_type == "cpu" else WeightMemory())
@@ -317,7 +320,7 @@ class InferenceEngine:
         if self._sleep_mode is not None and self._sleep_mode.is_kv_cache_asleep:
             raise StateError("the KV cache's memory is released: call wake_kv_cache() before generating")
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        with random_state_kept(), self._stance():
+        with random_state_kept(), torch_settings_kept(self._torch_settings), self._stance():
             set_state(self._generator_state)
             with none_left(llm):
                 outputs = llm.generate(requests, params, use_tqdm=False, lora_request=lora_request)

@@ -4,6 +4,7 @@
     group_placement.py  which place in vLLM's groups each rank takes
     shm_cleanup.py      unnamed shared memory, and whether there is room for it
     cpu_worker.py       vLLM's CPU worker; imported by vLLM, by name
+    torch_settings.py   keeps torch's settings (precision, threads, stream) as training has them
     random_state.py     keeps training's random state unaffected by vLLM's
 
 `InferenceEngine` calls isolation.py and shm_cleanup.py, then builds vLLM inside `building_groups`. Wherever vLLM only

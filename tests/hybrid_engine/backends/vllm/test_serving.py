@@ -109,3 +109,9 @@ def test_a_switch_takes_little_more_memory_than_the_weights(memory: Memory) -> N
 
 def test_memory_does_not_pile_up_over_switches(memory: Memory) -> None:
     assert memory.committed[-1] - memory.committed[0] < 0.2 * memory.weights, memory
+
+
+def test_torchs_settings_stay_those_of_training(memory: Memory) -> None:
+    before, built, answered = memory.settings
+    assert before == built == answered
+    assert (before.matmul_precision, before.num_threads) == ("high", 2)

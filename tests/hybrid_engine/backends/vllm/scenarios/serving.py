@@ -16,6 +16,7 @@ from hybrid_engine.backends.vllm import InferenceEngine, Sampling, internals
 from hybrid_engine.backends.vllm.arguments import CPU_WORKER
 from hybrid_engine.backends.vllm.process.isolation import destroy_groups
 from hybrid_engine.backends.vllm.process.shm_cleanup import ENGINE_TOKEN
+from hybrid_engine.backends.vllm.process.torch_settings import TorchSettings
 from hybrid_engine.backends.vllm.requests import sampling_params
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.scenarios.asking import (
@@ -80,11 +81,13 @@ class Quantised:
 
 @dataclass(frozen=True)
 class Memory:
-    """In MB: the weights, and the process after each release and each switch."""
+    """In MB: the weights, and the process after each release and each switch. torch's settings before vLLM was built,
+    after that, and after it answered."""
 
     weights: float
     released: list[float]
     committed: list[float]
+    settings: list[TorchSettings]
 
 
 def quantised(directory: str, num_tp: int) -> Quantised:
@@ -120,9 +123,13 @@ def quantised(directory: str, num_tp: int) -> Quantised:
 def memory(directory: str) -> Memory:
     """Three releases and switches."""
     job()
+    torch.set_float32_matmul_precision("high")  # vLLM wants the highest
+    torch.set_num_threads(2)
+    settings = [TorchSettings.now()]
     sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 4096}
     config = {**support.LLAMA, **sizes}
     engine = build(support.write_config(Path(directory) / "large", config), config)
+    settings.append(TorchSettings.now())
     weights = support.random_weights(config, 0)
     released, committed = [], []
     for _ in range(3):
@@ -130,7 +137,10 @@ def memory(directory: str) -> Memory:
         released.append(_resident())
         support.write_by_records(engine.adaptor, weights)
         committed.append(_resident())
-    result = Memory(engine.adaptor.nbytes / 1e6, released, committed)
+    engine.reset_caches()
+    engine.generate([[1, 2, 3]], Sampling(max_tokens=2))
+    settings.append(TorchSettings.now())
+    result = Memory(engine.adaptor.nbytes / 1e6, released, committed, settings)
     engine.shutdown()
     return result
 

@@ -1,0 +1,64 @@
+"""torch's settings of the whole process, which vLLM changes: training must find its own afterwards.
+
+vLLM has its own ones while it is built and while it generates, as it has them where it is alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+
+
+@dataclass(frozen=True)
+class TorchSettings:
+    """As they are at one time.
+
+    Attributes:
+        matmul_precision: of float32 products; a script's "high" becomes vLLM's "highest".
+        num_threads: of operations on the CPU; vLLM takes one unless OMP_NUM_THREADS says otherwise.
+        cudnn_attention: whether scaled dot products may use cuDNN.
+        stream: the current one on the GPU; vLLM makes its own current, for good, with tensor parallelism.
+    """
+
+    matmul_precision: str
+    num_threads: int
+    cudnn_attention: bool
+    stream: torch.cuda.Stream | None
+
+    @classmethod
+    def now(cls) -> TorchSettings:
+        """Those in force."""
+        return cls(
+            torch.get_float32_matmul_precision(),
+            torch.get_num_threads(),
+            torch.backends.cuda.cudnn_sdp_enabled(),
+            torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
+        )
+
+    def enter(self) -> None:
+        """Put them in force; what is as it should be is not touched, since threads would start anew."""
+        present = TorchSettings.now()
+        changed = {each.name for each in fields(self) if getattr(self, each.name) != getattr(present, each.name)}
+        if "matmul_precision" in changed:
+            torch.set_float32_matmul_precision(self.matmul_precision)
+        if "num_threads" in changed:
+            torch.set_num_threads(self.num_threads)
+        if "cudnn_attention" in changed:
+            torch.backends.cuda.enable_cudnn_sdp(self.cudnn_attention)
+        if "stream" in changed and self.stream is not None:
+            torch.cuda.set_stream(self.stream)
+
+
+@contextlib.contextmanager
+def torch_settings_kept(inside: TorchSettings | None = None) -> Iterator[None]:
+    """Whatever is set within this context, afterwards everything is as before; `inside`: put in force first."""
+    before = TorchSettings.now()
+    try:
+        if inside is not None:
+            inside.enter()
+        yield
+    finally:
+        before.enter()
