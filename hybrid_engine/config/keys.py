@@ -45,6 +45,7 @@ Decay = Annotated[float, _Number, Field(ge=0, lt=1)]
 Seconds = Annotated[float, _Number, Field(ge=1, le=30 * 24 * 3600)]
 Name = Annotated[str, Field(min_length=1, max_length=500)]
 Names = Annotated[tuple[Name, ...], Field(max_length=1000)]
+EngineArguments = Annotated[dict[Name, pydantic.JsonValue], Field(max_length=100)]
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 
@@ -210,6 +211,9 @@ class GenerateConfig(Section):
     """Of vLLM's sampler; replica d draws with seed + d."""
     lora_delivery: Literal["merge", "adapter"] = "merge"
     """merge adds adapters to the weights on their way; adapter sends both and lets vLLM add them while it computes."""
+    vllm: EngineArguments = {}
+    """Further engine arguments of vLLM, by its own names, e.g. `attention_backend`; none that follows from other keys.
+    vLLM's names are checked when the engine is built."""
     quantization: Name | None = None
     """vLLM's quantization method for its weights; what it can be is checked against the device."""
     transport: Literal["auto", "shared_memory", "collective"] = "auto"

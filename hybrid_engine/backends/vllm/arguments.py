@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import math
 from typing import Any
 
 from pydantic import ValidationError
 
+from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.process.group_placement import rank_in_instance
+from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.backends.vllm.weights.loader import LOAD_FORMAT
 from hybrid_engine.backends.vllm.weights.quantization import check_quantization, config_overrides
 from hybrid_engine.errors import ConfigError, Violation
@@ -24,9 +28,24 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
     """Keyword arguments of `vllm.LLM` for an engine that lives in the processes that train.
 
     Args:
-        settings: the engine's.
+        settings: the engine's; `extra` wins over everything.
         device_type: vLLM's name for the platform: "cpu" or "cuda".
     """
+    defaults = _defaults_on_cuda(settings) if device_type == "cuda" else {}
+    return {**defaults, **_arguments_that_follow(settings, device_type), **settings.extra}
+
+
+def _defaults_on_cuda(settings: InferenceSettings) -> dict[str, Any]:
+    """What vLLM would choose otherwise by itself, and cannot have here."""
+    defaults: dict[str, Any] = {"moe_backend": "triton"}  # it computes with the loader's layout; others' are refused
+    if settings.sizes.tensor > 1 and "expandable_segments:true" in internals.ALLOCATOR_CONFIG.load()().lower():
+        # it opens the memory of captured graphs in other processes, which that of expandable segments does not allow
+        defaults["disable_custom_all_reduce"] = True
+    return defaults
+
+
+def _arguments_that_follow(settings: InferenceSettings, device_type: str) -> dict[str, Any]:
+    """Those that the settings determine."""
     arguments: dict[str, Any] = {
         "model": settings.model_dir,
         "load_format": LOAD_FORMAT,
@@ -66,12 +85,13 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
         arguments |= {"distributed_timeout_seconds": seconds, "cpu_distributed_timeout_seconds": seconds}
     if settings.max_model_len is not None:
         arguments["max_model_len"] = settings.max_model_len
-    return {**arguments, **settings.extra}
+    return arguments
 
 
 def check_arguments(settings: InferenceSettings, rank: int, device_type: str) -> None:
     """Have vLLM look at its configuration before anything is built. Raises ConfigError with its complaints."""
     check_quantization(settings, device_type)
+    _check_extra(settings, device_type)
     arguments = {**llm_arguments(settings, device_type), "load_format": "dummy"}
     from vllm import EngineArgs
     from vllm.model_executor.model_loader import get_model_architecture
@@ -92,6 +112,26 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
     if settings.max_loras and reason:
         problem = f"{settings.max_loras}, but {reason}"
         raise ConfigError([Violation("max_loras", problem, "Set it to 0 and merge it into the weights")])
+
+
+def _check_extra(settings: InferenceSettings, device_type: str) -> None:
+    """Raise ConfigError with every further argument that vLLM does not know, or that follows from other keys."""
+    from vllm import EngineArgs
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    follow = _arguments_that_follow(settings, device_type)
+    violations = []
+    for name in settings.extra:
+        key = f"generate_config.vllm.{name}"
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            remedy = f"Did you mean {close[0]}?" if close else "See the engine arguments in vLLM's documentation"
+            violations.append(Violation(key, f"vLLM {TESTED_VERSION} has no such argument", remedy))
+        elif name in follow:
+            problem = f"it follows from other keys: {follow[name]!r}"
+            violations.append(Violation(key, problem, "Leave it out; set those of generate_config"))
+    if violations:
+        raise ConfigError(violations)
 
 
 def is_eager(settings: InferenceSettings, device_type: str) -> bool:

@@ -40,7 +40,7 @@ class InferenceSettings:
         enable_prefix_caching: share KV cache among prompts with the same beginning.
         timeout_seconds: longest wait for a rank in vLLM's process groups; None takes torch's, half an hour.
         log_level: vLLM's own log messages below this level are not shown.
-        extra: further keyword arguments of `vllm.LLM`, which win.
+        extra: further arguments of vLLM's `EngineArgs`, none of which follows from these settings.
     """
 
     model_dir: str

@@ -115,6 +115,9 @@ MISSING_LAYERS = Internal(
     "vllm.model_executor.models.utils:_model_to_pp_missing_layer_names",
     "remembers layers that a model lacks by its address in memory, where another model may come to lie",
 )
+ALLOCATOR_CONFIG = Internal(
+    "vllm.device_allocator.alloc_conf:current_alloc_conf", "tells how torch's allocator is configured now"
+)
 UNMAP = Internal(
     "vllm.device_allocator.cumem:unmap_and_release",
     "takes away the error that vLLM's allocator keeps after the end of an engine that was asleep",

@@ -1,0 +1,65 @@
+"""What vLLM is built with: arguments of its own names, and defaults on GPUs, whose platform is only named here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hybrid_engine.assembly import inference_settings
+from hybrid_engine.backends.vllm.arguments import check_arguments, llm_arguments
+from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
+from hybrid_engine.config import GenerateConfig, HybridConfig
+from hybrid_engine.errors import ConfigError
+from hybrid_engine.layouts.parallelism import InferenceParallelism
+from tests.hybrid_engine.backends.vllm import support
+
+pytestmark = pytest.mark.slow  # imports vLLM
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    return support.write_config(tmp_path, support.QWEN3)
+
+
+TWO = InferenceParallelism(2, tensor=2)
+
+
+def test_arguments_by_vllms_names_reach_it(model: str) -> None:
+    generate = GenerateConfig(vllm={"attention_backend": "TRITON_ATTN", "block_size": 32})
+    arguments = llm_arguments(inference_settings(HybridConfig(model=model, generate_config=generate), 1), "cuda")
+    assert (arguments["attention_backend"], arguments["block_size"]) == ("TRITON_ATTN", 32)
+
+
+def test_unknown_ones_and_those_that_follow_from_other_keys_are_refused_at_once(model: str) -> None:
+    extra = {"block_siz": 32, "nonsense": 1, "tensor_parallel_size": 4, "load_format": "auto", "block_size": 32}
+    with pytest.raises(ConfigError) as caught:
+        check_arguments(InferenceSettings(model, extra=extra), 0, "cpu")
+    found = {finding.key.removeprefix("generate_config.vllm."): finding for finding in caught.value.findings}
+    assert found.keys() == extra.keys() - {"block_size"}
+    assert found["block_siz"].remedy == "Did you mean block_size?"
+    assert "no such argument" in found["nonsense"].problem
+    assert found["tensor_parallel_size"].problem == "it follows from other keys: 1"
+
+
+def test_experts_are_computed_in_the_loaders_layout_on_cuda_unless_asked_otherwise(model: str) -> None:
+    assert llm_arguments(InferenceSettings(model), "cuda")["moe_backend"] == "triton"
+    assert llm_arguments(InferenceSettings(model, extra={"moe_backend": "cutlass"}), "cuda")["moe_backend"] == "cutlass"
+    assert "moe_backend" not in llm_arguments(InferenceSettings(model), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("conf", "sizes", "disabled"),
+    [
+        ("max_split_size_mb:64,expandable_segments:True", TWO, True),
+        ("expandable_segments:False", TWO, False),
+        ("expandable_segments:True", InferenceParallelism(1), False),
+    ],
+)
+def test_graphs_of_expandable_segments_are_not_shared(
+    monkeypatch: pytest.MonkeyPatch, model: str, conf: str, sizes: InferenceParallelism, disabled: bool
+) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
+    arguments = llm_arguments(InferenceSettings(model, sizes), "cuda")
+    assert arguments.get("disable_custom_all_reduce", False) == disabled
