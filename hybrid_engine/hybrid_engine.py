@@ -13,7 +13,7 @@ import torch
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.model_parts import build_parts
-from hybrid_engine.ports import InferenceWeights, Trainer
+from hybrid_engine.ports import InferenceWeights, NearEnd, Trainer
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.contexts import SwitchContexts
@@ -129,6 +129,13 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         # weak: the switch refers to the model, whose hooks in autograd Python's collector does not see through
         require_kinds = weakref.WeakMethod(self.sharding.require_kinds)
         train.guard = lambda kinds: (require := require_kinds()) and require(kinds)
+        if config.generate_config.prefetch == "auto":
+            near_end = weakref.WeakMethod(self.sharding.near_end)
+            inference.near_end = NearEnd(
+                # on the CPU a copy would take a core from decoding
+                config.generate_config.prefetch_share if inference.job.device.type == "cuda" else 0.0,
+                lambda: (begin := near_end()) and begin(),
+            )
 
     @property
     def job(self) -> Job:

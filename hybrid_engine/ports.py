@@ -18,6 +18,7 @@ Who calls what, on every rank (switch/sharding_manager.py, switch/weight_contain
                    InferenceWeights.commit                                   the engine's own post-load processing
      5           BucketFollower.finish, InferenceWeights.finish_fill         - staging memory
      6           InferenceCaches.wake_kv_cache, .reset_caches                state INFER: inference weights alone
+        prefetch NearEnd.call -> ShardingManager.near_end -> onload          + what fits of training state
      7  back     InferenceWeights.release, onload                            state TRAIN
 
 On failure `abandon` (and `drain`) stand in place of `run` and `sent`, so that no rank waits for one that has failed.
@@ -30,6 +31,7 @@ vLLM, or assumes that one process trains and generates: a side is what its layou
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -148,6 +150,19 @@ class InferenceCaches(Protocol):
     def reset_caches(self) -> None:
         """Forget what was computed with older weights."""
         ...
+
+
+@dataclass(frozen=True)
+class NearEnd:
+    """What an inference engine that knows of it does for prefetch: calls in every rollout, on each rank by itself.
+
+    Attributes:
+        share: of this replica's sequences that are left, at most, when it calls.
+        call: `ShardingManager.near_end`; what it raises ends the rollout.
+    """
+
+    share: float
+    call: Callable[[], object]
 
 
 class BucketFollower(Protocol):

@@ -38,6 +38,12 @@ def _dtype(context: JobContext) -> Iterator[Finding]:
         yield problem, "Leave it out, or set compress_reshard and compression_dtype"
 
 
+@constraint(INFERENCE, "generate_config.prefetch_mb", "prefetch_mb needs prefetch: auto.")
+def _prefetch(context: JobContext) -> Iterator[Finding]:
+    if context.generate.prefetch_mb is not None and context.generate.prefetch == "off":
+        yield f"{context.generate.prefetch_mb}, but nothing is prefetched", "Set prefetch to auto or leave it out"
+
+
 @constraint(INFERENCE, "generate_config.compression_dtype", "compression_dtype is narrower than params_dtype.")
 def _compression(context: JobContext) -> Iterator[Finding]:
     if context.generate.compress_reshard and (context.actor.params_dtype, context.wire_dtype) not in NARROWER:

@@ -220,6 +220,15 @@ class GenerateConfig(Section):
     """auto pulls from mapped memory on one host and sends messages across, once a host; the others force one way."""
     bucket_mb: Count = 256
     """Destination MiB per rank that move between two commits."""
+    prefetch: Literal["auto", "off"] = "off"
+    """auto moves training state ahead of time: it begins to come back while the last sequences of a rollout are drawn,
+    and optimizer state leaves while inference weights come. Memory stays within the peak of the switches."""
+    prefetch_share: Share = 0.1
+    """With prefetch, the share of a replica's sequences that are left when training state begins to come back. On CPU,
+    where copies take a core from decoding, it begins when none is left."""
+    prefetch_mb: Annotated[int, _Number, Field(ge=1, le=2**24)] | None = None
+    """With prefetch, most MiB that come back to a rank during a rollout, whatever the peak of the switches; on GPU no
+    more than is free there beside gpu_memory_utilization."""
     check_nan: bool = True
     """Read every weight once before a switch and refuse NaN and infinities."""
     timeout_seconds: Seconds = 300.0

@@ -133,11 +133,11 @@ class Offloader:
         begun = self._on_device(set(map(_checked, kinds)))
         self._wait_for(begun)
         self._begin(begun, survey(self._inventory(), self._device_type).storages)
-        self._pending["to host"] |= begun
         try:
             self._reserve_arenas(begun)
             for storage in [storage for kind in KINDS if kind in begun for storage in self._leaving[kind]]:
                 if not (storage.action == "drop" or storage.in_arena or storage.done.nbytes):
+                    self._pending["to host"].add(storage.kind)
                     self._copier.copy(self._slot(storage), storage.bytes_view(), "to host", background=True)
                     storage.in_arena = True
         except Exception as error:

@@ -5,6 +5,7 @@
       contexts.py           `rollout_context` and the like, for HybridEngine and ActorHybridWorker
       hooks.py              how users' hooks are called
       report.py             ReshardReport, and the tally that it is made from
+    prefetch.py           training state that comes back before the switch, while the last sequences are drawn
     rendezvous.py         set-up: layouts are exchanged, the plan is made, transports are connected
       peer_access.py        which hosts' ranks can read each other's memory
     weight_container.py   the inference weights: empty -> filled bucket by bucket -> released
@@ -28,6 +29,8 @@ A switch to INFER, each step a phase that all ranks leave together; on the devic
        finish_fill, trim       staging memory is freed                                   inference weights
     4  offload                 the rest of the parameters                                inference weights
     5  wake_kv_cache, reset_caches
+
+With prefetch: auto, optimizer state is copied beside 1 to 3 and leaves in 4, or before 3 where its memory is needed.
 
 and back: WeightContainer.release, Offloader.onload. On failure: abandon and drain in step 3, then `restore`.
 

@@ -29,6 +29,8 @@ class ReshardReport:
             one of these and counts there; the others have it from that rank.
         bytes_by_transport: received, by transport. pairs_by_transport: ranks it was received from.
         bytes_offloaded, bytes_onloaded: between device and host; with what was prefetched since the last switch.
+        bytes_prefetched: of bytes_onloaded, what came ahead of the switch.
+        seconds_hidden: for which copies between device and host went on beside other work of this rank.
         peak_bytes: training and inference state on the device at once, at its highest during the switch.
         staging_bytes: beside it, memory of messages in flight: on the device with NCCL, on the host with gloo.
     """
@@ -45,6 +47,8 @@ class ReshardReport:
     peak_bytes: int
     staging_bytes: int = 0
     bytes_across_hosts: int = 0
+    bytes_prefetched: int = 0
+    seconds_hidden: float = 0.0
     bytes_by_transport: Mapping[str, int] = field(default_factory=dict)
     pairs_by_transport: Mapping[str, int] = field(default_factory=dict)
 
@@ -58,6 +62,10 @@ class ReshardReport:
             f", {name} {nbytes / 1e9:.6f} GB of {self.pairs_by_transport[name]} ranks"
             for name, nbytes in self.bytes_by_transport.items()
         )
+        if self.bytes_prefetched:
+            ways += f", prefetched {self.bytes_prefetched / 1e9:.6f} GB"
+        if self.seconds_hidden:
+            ways += f", hidden {self.seconds_hidden:.3f} s"
         return (
             f"[Reshard] direction={self.direction} version={self.version} duration={self.seconds:.3f} s, "
             f"transferred={self.bytes_received / 1e9:.6f} GB (least possible {self.bytes_least / 1e9:.6f} GB), "
@@ -72,6 +80,8 @@ class SwitchTally:
     seconds: dict[str, float] = field(default_factory=dict)
     offloaded: int = 0
     onloaded: int = 0
+    prefetched: int = 0
+    seconds_hidden: float = 0.0
     peak: int = 0
     fill: FillReport | None = None
 
@@ -105,6 +115,8 @@ class SwitchTally:
             bytes_onloaded=self.onloaded,
             peak_bytes=self.peak,
             staging_bytes=fill.staging_nbytes,
+            bytes_prefetched=self.prefetched,
+            seconds_hidden=self.seconds_hidden,
             bytes_across_hosts=fill.nbytes_by_link[Link.NETWORK],
             bytes_by_transport={name: sum(by_peer.values()) for name, by_peer in from_others.items()},
             pairs_by_transport={name: len(by_peer) for name, by_peer in from_others.items()},

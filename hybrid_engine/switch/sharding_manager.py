@@ -24,7 +24,7 @@ import torch
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import LostRankError, ReshardError, StateError
-from hybrid_engine.memory.offload_items import KINDS, Kind, OffloadReport, Part
+from hybrid_engine.memory.offload_items import KINDS, Kind, Part
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.ports import BucketFollower, InferenceCaches, InferenceWeights, Trainer
@@ -32,6 +32,7 @@ from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.hooks import Hook, call_hook
+from hybrid_engine.switch.prefetch import Prefetcher, resident_nbytes, total
 from hybrid_engine.switch.release_fence import ReleaseFence
 from hybrid_engine.switch.rendezvous import Connection, connect
 from hybrid_engine.switch.report import ReshardReport, SwitchTally
@@ -84,7 +85,7 @@ class ShardingManager:
         self._end_hooks: list[Callable[..., object]] = []
         self._context_state: State | None = None
         self._tally = SwitchTally()
-        self._num_prefetched = 0  # bytes, for the report of the next switch
+        self._prefetcher = Prefetcher(offloader, inference, config, job.device)
         self._connection: Connection | None = None
         with ExitStack() as undo:
             connection = connect(
@@ -103,6 +104,8 @@ class ShardingManager:
                 offloader.onload(KINDS)
             self._connection, self._ends = connection, undo.pop_all()
         self._setup_seconds = dict(self._tally.seconds)
+        planned = connection.plan.bytes_by_rank.get(job.rank)
+        self._filled_nbytes = planned.own + planned.received if planned else 0  # of inference weights; measured later
 
     @property
     def plan(self) -> ReshardPlan:
@@ -158,8 +161,9 @@ class ShardingManager:
             return None
         before, started = self.state, time.perf_counter()
         setup = self._setup_seconds if self.last_report is None else {}  # the first report tells what planning took
-        self._tally = SwitchTally(seconds=dict(setup), onloaded=self._num_prefetched)
-        self._num_prefetched = 0
+        came = self._prefetcher.nbytes
+        self._tally = SwitchTally(seconds=dict(setup), onloaded=came, prefetched=came, peak=self._prefetcher.peak)
+        self._prefetcher.reset()
         with self._phase("start hooks"):
             for start_hook in self._start_hooks:
                 call_hook(start_hook, before, target)
@@ -172,6 +176,8 @@ class ShardingManager:
             self._restore(before, target, error)
             raise
         self.state = target
+        self._tally.seconds_hidden = self.offloader.take_hidden_seconds()
+        self._prefetcher.switched(before, target, self._tally.peak)
         direction, count = f"{before.value}->{target.value}", self.plan.bytes_by_rank.get(self.job.rank)
         seconds, lower_bound = time.perf_counter() - started, count.lower_bound if count else 0
         self.last_report = report = self._tally.report(direction, self.trainer.version, seconds, lower_bound)
@@ -185,14 +191,23 @@ class ShardingManager:
         """Begin to bring training state back while the last completions are generated, in state INFER.
 
         The switch to TRAIN finds these kinds there; a switch to another state takes off again what that does not need.
-        Memory: theirs beside the inference weights', so name what fits ("optimizer", say). On CUDA the copies run on a
-        side stream. Raises StateError in any other state, OffloadError when memory runs out; both lose nothing.
+        Memory: theirs beside the inference weights', so name what fits ("optimizer", say). The copies run on a side
+        stream on CUDA, in a thread on the CPU. Raises StateError in any other state, OffloadError when memory runs out;
+        both lose nothing. With `prefetch: auto` nobody needs to call this; see prefetch.py.
         """
         self._require_open()
         if self.state is not State.INFER:
             raise StateError(f"training state is prefetched while vLLM generates; the state is {self.state.value}")
         with self.job.agreement.phase("prefetch"):
-            self._num_prefetched += _total(self.offloader.onload(kinds, read_only=True, wait=False))
+            self._prefetcher.bring(kinds)
+
+    def near_end(self) -> None:
+        """This rank's replica has drawn nearly all of a rollout: bring training state as far as it fits. No collective.
+
+        Does nothing in any other state than INFER. What fails is logged, and left to the next switch.
+        """
+        if self._connection is not None and self.state is State.INFER:
+            self._prefetcher.begin()
 
     def require(self, *states: State) -> None:
         """Raise StateError unless the present state is one of these."""
@@ -220,16 +235,35 @@ class ShardingManager:
                 self.caches.reset_caches()
 
     def _fill_inference(self) -> None:
-        self._offload(_ALL_KINDS - self._resident_kinds(State.INFER) - {"param"})
+        leaving = _ALL_KINDS - self._resident_kinds(State.INFER) - {"param"}
+        if self.config.prefetch == "auto":
+            self._begin_offload(leaving)
+        else:
+            self._offload(leaving)
         self._onload({"param"}, read_only=True)
         self._prepare()
         with self._phase("check"):
             if self.config.check_nan:
                 self.training.check_values()
+        if self.config.prefetch == "auto":
+            self._make_room(leaving)
         with self._phase("fill"):
             buffers = self.training.buffers()
             self._tally.add_fill(self.container.fill(buffers, self._follower(buffers)))
             self._note_peak()
+            self._filled_nbytes = self.inference.resident_nbytes()
+
+    def _begin_offload(self, kinds: frozenset[Kind]) -> None:
+        """Gradients leave now; the rest leaves when `_make_room` needs its memory, or after the fill."""
+        with self._phase("offload"):
+            self.offloader.begin_offload(kinds)
+            self._tally.offloaded += total(self.offloader.offload(kinds & {"grad"}))
+
+    def _make_room(self, kinds: frozenset[Kind]) -> None:
+        """What began to leave goes, unless it and the inference weights fit into what was taken before the switch."""
+        with self._phase("offload"):
+            if resident_nbytes(self.offloader) + self._filled_nbytes > self._tally.peak:
+                self._tally.offloaded += total(self.offloader.offload(kinds))
 
     def _prepare(self) -> None:
         # where gathers overlap, the others wait in one for a rank that fails here
@@ -242,21 +276,21 @@ class ShardingManager:
         """Lets parameters go bucket by bucket during a fill, and notes the peak; None where they are to stay."""
         if not self.config.offload_train_param:
             return None
-        total = _resident_nbytes(self.offloader) + self._tally.offloaded
+        training = resident_nbytes(self.offloader) + self._tally.offloaded
         return ReleaseFence(
             self.job.rank,
             self._require_open().fence_group,
             len(self.plan.buckets),
-            partial(self._free_bucket, buffers, total),
+            partial(self._free_bucket, buffers, training),
             self.job.timeout_seconds,
         )
 
-    def _free_bucket(self, buffers: Mapping[str, torch.Tensor], total: int, index: int) -> None:
+    def _free_bucket(self, buffers: Mapping[str, torch.Tensor], training: int, index: int) -> None:
         """Take off the device what every rank has read: called by the fence of bucket `index`.
 
-        `total`: bytes of training state on the device and those that this switch took off it.
+        `training`: bytes of training state on the device and those that this switch took off it.
         """
-        self._note_peak(total - self._tally.offloaded)
+        self._note_peak(training - self._tally.offloaded)
         parts = [
             Part(buffers[name], extent.start, extent.stop)
             for name, extents in self._require_open().releases[index].items()
@@ -279,11 +313,11 @@ class ShardingManager:
 
     def _offload(self, kinds: Collection[Kind]) -> None:
         with self._phase("offload"):
-            self._tally.offloaded += _total(self.offloader.offload(kinds))
+            self._tally.offloaded += total(self.offloader.offload(kinds))
 
     def _onload(self, kinds: Collection[Kind], *, read_only: bool) -> None:
         with self._phase("onload"):
-            self._tally.onloaded += _total(self.offloader.onload(kinds, read_only=read_only))
+            self._tally.onloaded += total(self.offloader.onload(kinds, read_only=read_only))
             self._note_peak()
 
     def _restore(self, before: State, target: State, error: Exception) -> None:
@@ -292,6 +326,7 @@ class ShardingManager:
         Inference weights are gone by then, so INFER itself is not restored. Nothing of training is ever lost.
         """
         self.state = State.IDLE
+        self.offloader.take_hidden_seconds()
         restored = State.IDLE if before is State.INFER else before
         try:
             with self.job.agreement.phase("restore"):
@@ -319,7 +354,7 @@ class ShardingManager:
     def _note_peak(self, training: int | None = None) -> None:
         """Look at what is on the device; `training`: bytes of training state there, if they are known."""
         if training is None:
-            training = _resident_nbytes(self.offloader)
+            training = resident_nbytes(self.offloader)
         self._tally.peak = max(self._tally.peak, training + self.inference.resident_nbytes())
 
     def _require_open(self) -> Connection:
@@ -331,11 +366,3 @@ class ShardingManager:
         """No switch any more: give back the transports' mappings and memory, and end the process groups. Idempotent."""
         self._connection = None
         self._ends.close()
-
-
-def _total(report: OffloadReport) -> int:
-    return sum(report.nbytes.values())
-
-
-def _resident_nbytes(offloader: Offloader) -> int:
-    return sum(nbytes for by_owner in offloader.resident_nbytes().values() for nbytes in by_owner.values())

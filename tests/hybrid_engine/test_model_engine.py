@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hybrid_engine import HybridEngine, ReshardReport, Sampling
 from hybrid_engine.errors import HybridEngineError
-from tests.harness.launch import Ranks
+from tests.harness.launch import Outcomes, Ranks
 from tests.zoo import sharded_models
 from tests.zoo.families import served_config, write_config
 
@@ -26,12 +26,12 @@ SEED_ROLLOUT = {"tp_size": 2, "pp_size": 1, "dp_type": "none", "max_model_len": 
 SEED_TRAIN = {"fsdp_config": {"mixed_precision": "amp", "sharding_strategy": "FULL_SHARD"}}
 
 
-def the_seed(directory: str) -> dict[str, Any]:
+def the_seed(directory: str, rollout_config: Mapping[str, Any] = SEED_ROLLOUT) -> dict[str, Any]:
     """The flow of the source document: roll out, train on what came, again."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     engine = HybridEngine(
         model=model,
-        rollout_config=SEED_ROLLOUT,
+        rollout_config=rollout_config,
         train_config=SEED_TRAIN,
         enable_reshard=True,
         compress_reshard=True,
@@ -49,7 +49,7 @@ def the_seed(directory: str) -> dict[str, Any]:
         lines.append(report.direction)
 
     prompts = torch.arange(2, 18).reshape(2, 8)
-    losses, received, responses = [], [], []
+    losses, received, responses, prefetched = [], [], [], []
     for _ in range(3):
         with engine.rollout_context(), engine.rollout_context():  # one inside the other switches once
             responses.append(engine.generate(prompts, GREEDY))
@@ -60,9 +60,14 @@ def the_seed(directory: str) -> dict[str, Any]:
             loss = model(input_ids=responses[0], labels=responses[0]).loss
             loss.backward()
             optimizer.step()
+            prefetched.append(engine.sharding.last_report.bytes_prefetched)
         losses.append(loss.item())
     engine.shutdown()
-    return {"lines": lines, "losses": losses, "surplus": received, "responses": responses}
+    weights = [parameter.to_local().clone() for parameter in model.parameters()]
+    return {
+        **{"lines": lines, "losses": losses, "surplus": received, "responses": responses},
+        **{"prefetched": prefetched, "weights": weights},
+    }
 
 
 def refusals(directory: str) -> dict[str, str]:
@@ -179,8 +184,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def of_the_seed(engines: Ranks, directory: str) -> list[dict[str, Any]]:
-    return engines.launch(the_seed, 2, directory)
+def seeds(engines: Ranks, directory: str) -> Outcomes:
+    """The seed as it is, and with training state that moves ahead of time."""
+    ahead = {**SEED_ROLLOUT, "prefetch": "auto"}
+    return engines.launch_in_turn(2, {"plain": (the_seed, (directory,)), "ahead": (the_seed, (directory, ahead))})
+
+
+@pytest.fixture
+def of_the_seed(seeds: Outcomes) -> list[dict[str, Any]]:
+    return seeds["plain"]
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +212,16 @@ def test_the_seed_learns_what_it_generated(of_the_seed: list[dict[str, Any]]) ->
         assert found["responses"][0].shape == (2, 12)
         assert torch.equal(found["responses"][0][:, :8], torch.arange(2, 18).reshape(2, 8))
         assert torch.equal(found["responses"][0], of_the_seed[0]["responses"][0])
+
+
+def test_prefetch_changes_nothing_but_the_time(seeds: Outcomes) -> None:
+    for plain, ahead in zip(seeds["plain"], seeds["ahead"], strict=True):
+        assert ahead["losses"] == plain["losses"]
+        for name in ("responses", "weights"):
+            assert all(map(torch.equal, ahead[name], plain[name]))
+        assert plain["prefetched"] == [0, 0, 0]
+        parameters, *with_optimizer = ahead["prefetched"]
+        assert all(nbytes > 2 * parameters for nbytes in with_optimizer), "with two moments each, from the second on"
 
 
 def test_hooks_may_take_no_argument(of_the_seed: list[dict[str, Any]]) -> None:

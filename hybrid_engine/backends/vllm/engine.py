@@ -39,6 +39,7 @@ from hybrid_engine.backends.vllm.process.shm_cleanup import check_room
 from hybrid_engine.backends.vllm.process.torch_settings import TorchSettings, torch_settings_kept
 from hybrid_engine.backends.vllm.requests import (
     abandon,
+    calling_near_end,
     completion_of,
     none_left,
     require_answers,
@@ -52,6 +53,7 @@ from hybrid_engine.backends.vllm.weights.traced_model import ProcessedModel, Tra
 from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory, SleepMode, WeightMemory
 from hybrid_engine.errors import ConfigError, ModelError, StateError, Violation
 from hybrid_engine.models.lora_tensors import LoraSettings
+from hybrid_engine.ports import NearEnd
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 
@@ -64,7 +66,10 @@ class InferenceEngine:
 
     Attributes:
         adaptor: this rank's weights (`InferenceWeights`).
+        near_end: is called in every `generate` when few sequences are left; `HybridEngine` sets it for prefetch.
     """
+
+    near_end: NearEnd | None = None
 
     def __init__(
         self,
@@ -322,7 +327,7 @@ class InferenceEngine:
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         with random_state_kept(), torch_settings_kept(self._torch_settings), self._stance():
             set_state(self._generator_state)
-            with none_left(llm):
+            with none_left(llm), calling_near_end(llm, self.near_end):
                 outputs = llm.generate(requests, params, use_tqdm=False, lora_request=lora_request)
                 require_answers(outputs, prompts, params.n)
             self._generator_state = get_state()

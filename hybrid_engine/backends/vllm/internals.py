@@ -276,6 +276,11 @@ ROTATE = Patch(
     "gives the CPU kernel rows: it rotates the wrong elements of queries [tokens, heads, elements], as MLA passes them",
     remove_when="the kernel follows strides",
 )
+STEP = Patch(
+    f"{_V1}.engine.llm_engine:LLMEngine.step",
+    "tells how many sequences are left before each step, in one engine and during one call",
+    remove_when="LLM.generate reports it",
+)
 LOAD_LORA = Patch(
     "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter",
     "takes a LoRA from memory, in the one place in which a worker reads its directory",

@@ -8,7 +8,7 @@ and forgets every cached prefix, and nothing goes on while anything is left.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
 from hybrid_engine.errors import ConfigError, StateError, Violation
+from hybrid_engine.ports import NearEnd
 
 _NUM_NAMED = 8
 """Requests that a message names."""
@@ -65,6 +66,35 @@ def none_left(llm: Any) -> Iterator[None]:
     except BaseException:
         abandon(llm)
         raise
+
+
+@contextlib.contextmanager
+def calling_near_end(llm: Any, near_end: NearEnd | None) -> Iterator[None]:
+    """Have `llm` answer inside, and call `near_end` once: before the step with few enough requests left, or at the end.
+
+    On each rank by itself: replicas do not finish together.
+    """
+    if near_end is None:
+        yield
+        return
+    engine, num_requests, is_called = llm.llm_engine, 0, False
+
+    def watching(step: Callable[[], Any]) -> Callable[[], Any]:
+        def watched_step() -> Any:
+            nonlocal num_requests, is_called
+            num_left = engine.get_num_unfinished_requests()
+            num_requests = max(num_requests, num_left)
+            if not is_called and num_left <= near_end.share * num_requests:
+                is_called = True
+                near_end.call()
+            return step()
+
+        return watched_step
+
+    with internals.STEP.replaced(watching, engine):
+        yield
+    if not is_called:
+        near_end.call()
 
 
 def abandon(llm: Any) -> None:

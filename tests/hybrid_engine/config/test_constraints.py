@@ -220,6 +220,7 @@ BREAKS = (
     ),
     Break("With fsdp, params_dtype is float32", "bfloat16 would round", actor={"fsdp": {}}),
     Break("mixed_precision is not fp16", "fp16: gradients", actor={**FSDP, "fsdp": {"mixed_precision": "fp16"}}),
+    Break("prefetch_mb needs prefetch", "64, but nothing is prefetched", generate={"prefetch_mb": 64}),
     Break("adapter needs actor_config.lora", "no adapters are trained", generate={"lora_delivery": "adapter"}),
 )
 

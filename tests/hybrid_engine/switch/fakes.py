@@ -197,7 +197,14 @@ class ScriptedOffloader(MegatronOffloader):
         self.copied_nbytes += sum(report.copied_nbytes.values())
         return report
 
-    def onload(self, kinds: Iterable[str] = KINDS, *, read_only: bool = False, wait: bool = True) -> OffloadReport:
+    def onload(
+        self,
+        kinds: Iterable[str] = KINDS,
+        *,
+        read_only: bool = False,
+        wait: bool = True,
+        limit: int | None = None,
+    ) -> OffloadReport:
         """The kinds before the one that fails are back, as with the real one."""
         coming = self._that(kinds, away=True)
         for number, kind in enumerate(coming):
@@ -206,7 +213,7 @@ class ScriptedOffloader(MegatronOffloader):
             except OffloadError:
                 super().onload(coming[:number], read_only=read_only)
                 raise
-        return super().onload(kinds, read_only=read_only, wait=wait)
+        return super().onload(kinds, read_only=read_only, wait=wait, limit=limit)
 
     def _that(self, kinds: Iterable[str], *, away: bool) -> list[str]:
         wanted = set(kinds)

@@ -1,0 +1,270 @@
+"""Ahead of time, with fakes of both engines: what comes back in a rollout, what leaves during a fill, and failures."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+
+from hybrid_engine.errors import OffloadError, ReshardError
+from hybrid_engine.memory import arena
+from hybrid_engine.switch import rendezvous
+from hybrid_engine.switch.prefetch import free_beside_vllm
+from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, NBYTES, TRAIN, TRAINING_NBYTES, Rig
+
+MIB = 1024**2
+COPIED = TRAINING_NBYTES["param"] + TRAINING_NBYTES["optimizer"]
+
+
+@pytest.fixture(params=[False, True], ids=["plain", "elastic"])
+def ahead(job: None, request: pytest.FixtureRequest) -> Rig:
+    """After one whole cycle, in a rollout."""
+    return in_second_rollout(Rig(elastic=request.param, prefetch="auto"))
+
+
+def in_second_rollout(rig: Rig) -> Rig:
+    for state in (INFER, TRAIN, INFER):
+        if rig.manager.state is TRAIN:
+            rig.training.step()
+        rig.manager.enter(state)
+    return rig
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Copies in the background wait until it is set."""
+    event, copy = threading.Event(), arena._timed_copy
+
+    def waiting(*tensors: torch.Tensor) -> float:
+        assert event.wait(60)
+        return copy(*tensors)
+
+    monkeypatch.setattr(arena, "_timed_copy", waiting)
+    yield event
+    event.set()
+
+
+# Coming back.
+
+
+def test_what_training_needs_comes_back_and_gradients_do_not(ahead: Rig):
+    ahead.manager.near_end()
+    assert ahead.resident() == {"param", "optimizer"}
+    report = ahead.manager.enter(TRAIN)
+    ahead.assert_is(TRAIN)
+    assert report.bytes_prefetched == COPIED
+    assert report.bytes_onloaded == sum(TRAINING_NBYTES.values())
+    assert report.peak_bytes == COPIED + NBYTES, "beside the inference weights"
+    assert f"prefetched {COPIED / 1e9:.6f} GB" in str(report)
+    assert ahead.manager.enter(INFER).bytes_prefetched == 0
+
+
+def test_of_the_first_rollout_only_parameters_come_back(job: None):
+    rig = Rig(prefetch="auto")
+    rig.training.step()
+    rig.manager.enter(INFER)
+    rig.manager.near_end()
+    assert rig.resident() == {"param"}
+    rig.manager.enter(FORWARD)
+    rig.assert_is(FORWARD)
+
+
+def test_it_learns_what_follows_a_rollout(ahead: Rig):
+    ahead.manager.enter(FORWARD)
+    ahead.manager.enter(TRAIN)
+    ahead.manager.enter(INFER)
+    ahead.manager.near_end()
+    assert ahead.resident() == {"param"}
+    ahead.manager.enter(IDLE)
+    ahead.manager.enter(INFER)
+    ahead.manager.near_end()
+    ahead.assert_is(INFER)
+
+
+@pytest.mark.parametrize(
+    ("prefetch_mb", "came"),
+    [(1, set()), (2, {"param"}), (3, {"param", "a part of optimizer"}), (8, {"param", "optimizer"})],
+)
+def test_no_more_comes_than_is_configured(job: None, prefetch_mb: int, came: set[str]):
+    rig = in_second_rollout(Rig(prefetch="auto", prefetch_mb=prefetch_mb))
+    for _ in range(2):  # as often as there are calls in a rollout
+        rig.manager.near_end()
+        resident = {kind: sum(of.values()) for kind, of in rig.offloader.resident_nbytes().items()}
+        found = {
+            kind if resident[kind] == TRAINING_NBYTES[kind] else f"a part of {kind}"
+            for kind in resident
+            if resident[kind]
+        }
+        assert found == came
+        assert sum(resident.values()) <= prefetch_mb * MIB
+    rig.manager.enter(TRAIN)
+    rig.assert_is(TRAIN)
+
+
+def test_it_stays_within_the_peak_of_the_switches(job: None):
+    rig = in_second_rollout(Rig(prefetch="auto", offload_train_grad=False, offload_train_optimizer=False))
+    held = sum(TRAINING_NBYTES.values()) - TRAINING_NBYTES["param"] + NBYTES
+    rig.manager._prefetcher._highest_peak = held + TRAINING_NBYTES["param"] - 1
+    rig.manager.near_end()
+    assert rig.offloader.is_offloaded("param")
+    rig.manager._prefetcher._highest_peak += 1
+    rig.manager.near_end()
+    assert not rig.offloader.is_offloaded("param")
+
+
+@pytest.mark.parametrize(("free", "utilization", "room"), [(50, 0.5, 50), (50, 0.9, 10), (90, 0.5, 50), (0, 0.5, 0)])
+def test_of_a_gpu_vllm_may_still_take_its_share(free: int, utilization: float, room: int):
+    assert free_beside_vllm(free, 100, utilization) == pytest.approx(room, abs=1)
+
+
+@pytest.mark.parametrize("state", [TRAIN, FORWARD, IDLE])
+def test_outside_of_rollouts_nothing_comes(rig: Rig, state: object):
+    rig.manager.enter(INFER)
+    rig.manager.enter(state)
+    rig.manager.near_end()
+    rig.assert_is(state)
+    rig.manager.close()
+    rig.manager.near_end()
+
+
+def test_a_rollout_goes_on_while_state_comes_back(ahead: Rig, gate: threading.Event):
+    ahead.manager.near_end()
+    gate.set()
+    report = ahead.manager.enter(TRAIN)
+    ahead.assert_is(TRAIN)
+    assert report.seconds_hidden >= 0
+
+
+@pytest.mark.parametrize("target", [FORWARD, IDLE])
+def test_what_came_for_nothing_leaves_without_a_copy(ahead: Rig, target: object):
+    ahead.manager.near_end()
+    copied = ahead.offloader.copied_nbytes
+    ahead.manager.enter(target)
+    ahead.assert_is(target)
+    assert ahead.offloader.copied_nbytes == copied
+    ahead.manager.enter(TRAIN)
+    ahead.assert_is(TRAIN)
+
+
+# Leaving.
+
+
+@pytest.mark.parametrize("elastic", [False, True], ids=["plain", "elastic"])
+def test_optimizer_state_leaves_beside_the_fill(job: None, gate: threading.Event, elastic: bool):
+    rig = Rig(elastic=elastic, prefetch="auto")
+    rig.training.step()
+    seen: list[set[str]] = []
+    allocate = rig.inference.allocate
+
+    def looking(groups: list[str]) -> object:
+        seen.append(rig.resident())
+        gate.set()  # it is copied only from here on
+        return allocate(groups)
+
+    rig.inference.allocate = looking
+    report = rig.manager.enter(INFER)
+    rig.assert_is(INFER)
+    assert seen[0] == {"param", "optimizer"}
+    assert report.bytes_offloaded == sum(TRAINING_NBYTES.values())
+    assert report.peak_bytes == sum(TRAINING_NBYTES.values()), "no more than before the switch"
+    rig.manager.enter(TRAIN)
+    rig.assert_is(TRAIN)
+
+
+def test_optimizer_state_leaves_before_its_memory_is_needed(job: None):
+    rig = Rig(prefetch="auto", offload_train_grad=False)  # gradients leave no room
+    rig.training.step()
+    seen: list[set[str]] = []
+    allocate = rig.inference.allocate
+    rig.inference.allocate = lambda groups: seen.append(rig.resident()) or allocate(groups)
+    assert rig.manager.enter(INFER).peak_bytes == sum(TRAINING_NBYTES.values())
+    assert seen[0] == {"param", "grad"}
+
+
+# Failures.
+
+
+@pytest.mark.parametrize("call", ["prepare", "check", "allocate second", "commit second", "reset", "offload param"])
+def test_a_failure_while_state_leaves_restores_it(job: None, call: str, gate: threading.Event):
+    rig = Rig(prefetch="auto")
+    rig.training.step()
+    rig.script.arm(call, OffloadError("stuck") if "offload" in call else OSError("odd"))
+    gate.set()
+    with pytest.raises((ReshardError, OffloadError)):
+        rig.manager.enter(INFER)
+    rig.assert_is(TRAIN)
+    rig.training.step()
+    for before, target in pairwise([TRAIN, INFER, TRAIN]):
+        assert rig.manager.enter(target).direction == f"{before}->{target}"
+        rig.assert_is(target)
+
+
+@pytest.mark.parametrize("error", [OffloadError("no memory"), RuntimeError("CUDA out of memory")])
+def test_a_prefetch_that_fails_is_logged_and_left_to_the_switch(
+    ahead: Rig, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    copy, outcomes = arena.Copier.copy, [None, error]
+
+    def failing(self: arena.Copier, *arguments: object, **options: object) -> None:
+        if outcomes and (outcome := outcomes.pop(0)) is not None:
+            raise outcome
+        copy(self, *arguments, **options)
+
+    monkeypatch.setattr(arena.Copier, "copy", failing)
+    with caplog.at_level(logging.WARNING, "hybrid_engine"):
+        ahead.manager.near_end()
+    assert "prefetch failed, the next switch brings the rest" in caplog.text
+    assert ahead.manager.enter(TRAIN).bytes_prefetched == TRAINING_NBYTES["param"]
+    ahead.assert_is(TRAIN)
+
+
+@pytest.mark.parametrize("interrupt", [ZeroDivisionError, KeyboardInterrupt])
+@pytest.mark.parametrize("target", [TRAIN, FORWARD, IDLE])
+def test_a_rollout_that_fails_after_a_prefetch(ahead: Rig, interrupt: type, target: object):
+    with pytest.raises(interrupt), ahead.manager.entered(INFER):
+        ahead.manager.near_end()
+        raise interrupt
+    ahead.manager.enter(target)
+    ahead.assert_is(target)
+
+
+def test_a_switch_that_fails_after_a_prefetch_takes_it_off_again(ahead: Rig):
+    ahead.manager.near_end()
+    ahead.script.arm("release", OSError("busy"))
+    with pytest.raises(ReshardError, match="busy"):
+        ahead.manager.enter(TRAIN)
+    ahead.assert_is(IDLE)
+    ahead.manager.enter(TRAIN)
+    ahead.assert_is(TRAIN)
+
+
+# Before the first switch.
+
+
+def test_the_first_switch_plans_nothing(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    """Layouts, plan and handles are exchanged at set-up."""
+    for name in ("plan", "gather_layouts", "export_handles", "release_schedule"):
+        monkeypatch.setattr(rendezvous, name, None)
+    gathered: list[object] = []
+    monkeypatch.setattr(type(rig.job.agreement), "gather", lambda *arguments: gathered.append(arguments))
+    monkeypatch.setattr(rig.training, "layout", None)
+    monkeypatch.setattr(rig.inference, "layout", None)
+    report = rig.manager.enter(INFER)
+    rig.assert_is(INFER)
+    assert gathered == []
+    assert {"layout", "plan"} <= report.seconds_by_phase.keys(), "set-up's, told in the first report"
+
+
+def test_off_is_what_it_was(rig: Rig):
+    rig.training.step()
+    first = rig.manager.enter(INFER)
+    assert rig.script.take()[:2] == ["offload grad", "offload optimizer"]
+    second = rig.manager.enter(TRAIN)
+    for report in (first, second):
+        assert (report.bytes_prefetched, report.seconds_hidden) == (0, 0.0)
+        assert str(report) == str(dataclasses.replace(report, bytes_prefetched=0))
