@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from hybrid_engine.advisor.cluster_plan import GIB, JobPlan
+from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
 from hybrid_engine.layouts.parallelism import Parallelism
 from hybrid_engine.planning.plan import ByteCount, Link, ReshardPlan
 from hybrid_engine.planning.relays import staging_nbytes
@@ -49,16 +50,18 @@ class PlanningCost(TypedDict):
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of `plan`; `rank` where one was asked for."""
+    """The answer of `plan`; `rank` and `prefetch` where they were asked for."""
 
     job: JobPlan
     planning: PlanningCost
     rank: RankFacts | None = None
+    prefetch: PrefetchEstimate | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The content of `plan --json`."""
         of_rank = {} if self.rank is None else {"rank": self.rank}
-        return {**facts_of(self.job), "planning": self.planning, **of_rank}
+        ahead = {} if self.prefetch is None else {"prefetch": prefetch_facts(self.prefetch)}
+        return {**facts_of(self.job), "planning": self.planning, **of_rank, **ahead}
 
 
 def range_of(values: np.ndarray) -> MinMeanMax:
@@ -131,6 +134,27 @@ def facts_of(plan: JobPlan) -> dict[str, Any]:
         },
         "seconds": range_of(plan.seconds),
         "link_bytes_per_second": {link.value: rate * 1e9 for link, rate in cluster.link_gbps.items()},
+    }
+
+
+def prefetched_bytes(estimate: PrefetchEstimate) -> Ranges:
+    """By rank; see `prefetch_estimate`."""
+    return _ranges(
+        returning=estimate.returning,
+        within_peak=estimate.within_peak,
+        with_room=estimate.with_room,
+        peak_with_room=estimate.peak,
+    )
+
+
+def prefetch_facts(estimate: PrefetchEstimate) -> dict[str, Any]:
+    """Bytes by rank, and seconds of the slowest: hidden in the rollout, and left to the switch."""
+    choices = {"off": estimate.returning * 0, "within_peak": estimate.within_peak, "with_room": estimate.with_room}
+    return {
+        "bytes": prefetched_bytes(estimate),
+        "seconds_hidden": {name: estimate.seconds(nbytes) for name, nbytes in choices.items()},
+        "seconds_left": {name: estimate.seconds_left(nbytes) for name, nbytes in choices.items()},
+        **estimate.settings(),
     }
 
 

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from hybrid_engine.advisor.cluster_plan import LINK_GBPS, Cluster, plan_job
+from hybrid_engine.advisor.cluster_plan import GIB, LINK_GBPS, Cluster, plan_job
 from hybrid_engine.advisor.facts import Answer, PlanningCost, facts_of_rank
 from hybrid_engine.advisor.page import page_of
+from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
 from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.cli.options import Order, collect, integer_option, refuse
 from hybrid_engine.cli.output import writing
@@ -47,12 +48,18 @@ def plan(
     ] = _RATES,
     dtype: Annotated[str | None, typer.Option(help="Of the weights; default: the config's, else bfloat16.")] = None,
     bucket_mb: Annotated[int, integer_option("Destination MiB per rank that move between two commits.")] = 256,
+    prefetch_gbps: Annotated[
+        float | None,
+        typer.Option(help="Also estimate prefetch: 10^9 bytes per second from host to device, of one rank."),
+    ] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="vLLM's share of a device, for prefetch.")] = 0.5,
     rank: Annotated[int | None, integer_option("Also plan every transfer of this rank.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print numbers as JSON, in bytes and seconds.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page that shows who holds what.")] = None,
 ) -> None:
     """Say what a switch between two layouts would move, and whether it fits. Needs no device and no weights."""
     found: list[Violation] = list(_option_violations(hosts_of, device_gib, host_gib, bucket_mb, dtype, html))
+    found += _prefetch_violations(prefetch_gbps, gpu_memory_utilization)
     rates = collect(found, _parse_rates, link_gbps)
     table, config = collect(found, read_model, model, "--model") or (None, {})
     sizes = collect(found, parse_job, train, infer, table)
@@ -74,7 +81,10 @@ def plan(
         started = time.perf_counter()
         own_plan = job.plan_of(rank)
         of_rank = facts_of_rank(own_plan, rank, time.perf_counter() - started)
-    answer = Answer(job, PlanningCost(seconds=seconds, peak_memory=_peak_memory()), of_rank)
+    ahead = None
+    if prefetch_gbps is not None:
+        ahead = PrefetchEstimate(job.memory, device_gib * GIB, gpu_memory_utilization, prefetch_gbps * 1e9)
+    answer = Answer(job, PlanningCost(seconds=seconds, peak_memory=_peak_memory()), of_rank, ahead)
     with writing():
         if html is not None:
             write_text(html, page_of(job, f"{model.resolve().name}: {train} to {infer}"))
@@ -95,6 +105,13 @@ def _option_violations(
         yield Violation("--dtype", f"unknown dtype {shortened(dtype)}", f"Use one of {', '.join(DTYPE_NBYTES)}")
     if html is not None and (problem := _unwritable(html)):
         yield Violation("--html", problem, "Name a file in a directory that lets this user write")
+
+
+def _prefetch_violations(gbps: float | None, utilization: float) -> Iterator[Violation]:
+    if gbps is not None and not 0 < gbps <= 1e9:
+        yield Violation("--prefetch-gbps", f"{gbps:g} is not a valid rate", "Use a number above 0, at most 1e9")
+    if not 0 < utilization <= 1:
+        yield Violation("--gpu-memory-utilization", f"{utilization:g} is no share", "Use a number above 0, at most 1")
 
 
 def _unwritable(path: Path) -> str | None:

@@ -13,8 +13,11 @@ from hybrid_engine.advisor.facts import (
     device_memory,
     host_memory,
     moved_bytes,
+    prefetch_facts,
+    prefetched_bytes,
     range_of,
 )
+from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
 from hybrid_engine.cli.output import Console, new_table
 from hybrid_engine.planning.plan import Link
 
@@ -29,6 +32,9 @@ def print_tables(answer: Answer) -> None:
         f"Estimated time of the transfers: {job.seconds.max():.3f} s (the slowest rank; {job.seconds.mean():.3f} s on "
         f"average) at assumed 10^9 bytes per second and rank: {rates}."
     )
+    if answer.prefetch is not None:
+        console.print(_prefetch_table(answer.prefetch))
+        console.print(_prefetch_text(answer.prefetch))
     if answer.rank is not None:
         console.print(_rank_table(answer.rank))
     cost = answer.planning
@@ -84,6 +90,29 @@ def _memory_table(job: JobPlan) -> Table:
     table.add_row(*_range_row("host memory while generating", host["per_rank"]))
     table.add_row(*_range_row("the same, by host", host["per_host"]))
     return table
+
+
+def _prefetch_table(estimate: PrefetchEstimate) -> Table:
+    table = new_table("prefetch: auto, GiB by rank", "", "min", "mean", "max")
+    names = {
+        "returning": "parameters and optimizer state, which come back",
+        "within_peak": "during a rollout, within the peak above",
+        "with_room": "during a rollout, with a large prefetch_mb",
+        "peak_with_room": "device peak with that",
+    }
+    for name, numbers in prefetched_bytes(estimate).items():
+        table.add_row(*_range_row(names[name], numbers))
+    return table
+
+
+def _prefetch_text(estimate: PrefetchEstimate) -> str:
+    off, kept, wide = prefetch_facts(estimate)["seconds_left"].values()
+    return (
+        f"Estimated copies at a switch to training: {off:.3f} s without prefetch, {kept:.3f} s within the peak, "
+        f"{wide:.3f} s with a large prefetch_mb, if the last sequences take as long as is saved; at assumed "
+        f"{estimate.rate / 1e9:g} x 10^9 bytes per second and rank, beside a gpu_memory_utilization of "
+        f"{estimate.utilization:g}."
+    )
 
 
 def _fit_text(job: JobPlan) -> str:

@@ -158,6 +158,8 @@ def test_impossible_sizes(tmp_path: Path, train: str, infer: str, text: str) -> 
         *((option, value) for option in ("--hosts-of", "--rank") for value in ("８", "1_0", "1" * 30)),
         *((option, value) for option in ("--device-gib", "--host-gib") for value in ("inf", "nan", "1e300")),
         *(("--link-gbps", value) for value in ("host=inf", "host=nan", "host=-1")),
+        *(("--prefetch-gbps", value) for value in ("0", "inf", "nan")),
+        *(("--gpu-memory-utilization", value) for value in ("0", "1.1", "nan")),
     ],
 )
 def test_numbers_that_cannot_be_are_refused_at_once(option: str, value: str, tmp_path: Path) -> None:
@@ -165,6 +167,18 @@ def test_numbers_that_cannot_be_are_refused_at_once(option: str, value: str, tmp
     assert result.exit_code == 2
     assert option in result.stderr
     assert not result.stdout
+
+
+def test_prefetch_is_estimated_when_asked(tmp_path: Path) -> None:
+    arguments = ("--model", saved(tmp_path, DENSE), "--train", "dp=2", "--infer", "tp=2")
+    plain, ahead = facts(*arguments), facts(*arguments, "--prefetch-gbps", "50")
+    estimate = ahead.pop("prefetch")
+    assert plain.keys() == ahead.keys()
+    assert estimate["bytes"]["returning"] == plain["memory"]["host"]["per_rank"]
+    assert estimate["seconds_left"]["off"] == estimate["bytes"]["returning"]["max"] / 50e9
+    assert estimate["seconds_left"]["with_room"] == 0
+    tables = run(*arguments, "--prefetch-gbps", "50").stdout
+    assert "with a large prefetch_mb" in tables
 
 
 @pytest.mark.parametrize("place", [".", "/dev/full", "/proc/page.html", "x" * 300, "missing/page.html"])
