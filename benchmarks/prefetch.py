@@ -1,0 +1,98 @@
+"""The RL example with `generate_config.prefetch` off and auto, in turn: seconds of an iteration and of its switches.
+
+    python benchmarks/prefetch.py [--config FILE] [--nproc 2] [--iterations 12] [--rounds 2] [--json FILE]
+
+The runs alternate, off, auto, off, auto, so that a machine that slows down slows both. Rewards, losses and all other
+figures that are no seconds and no memory must be the same to the last digit, which is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from hybrid_engine.ranks.launching import run_ranks  # noqa: E402
+
+SECONDS = ("iteration_seconds", "reshard_seconds", "generate_seconds")
+MEMORY = ("peak_bytes", "rss_bytes")
+CHOICES = ("off", "auto")
+
+Row = Mapping[str, Any]
+
+
+def main() -> int:
+    """Run both, print and write their figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, default=ROOT / "examples/gpt_rl/configs/tp2_to_dp2.yaml")
+    parser.add_argument("--nproc", type=int, default=2, help="number of ranks (default: 2)")
+    parser.add_argument("--iterations", type=int, default=12, help="of a run; the first is not counted (default: 12)")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each (default: 2)")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+    runs: dict[str, list[list[Row]]] = {choice: [] for choice in CHOICES}
+    with tempfile.TemporaryDirectory(prefix="prefetch-") as directory:
+        for number in range(arguments.rounds):
+            for choice in CHOICES:
+                out = Path(directory) / f"{choice}-{number}"
+                runs[choice].append(train(arguments.config, choice, arguments.nproc, arguments.iterations, out))
+    require_same([rows for choice in CHOICES for rows in runs[choice]])
+    figures = {choice: summary(runs[choice]) for choice in CHOICES}
+    for choice, row in figures.items():
+        print(f"prefetch: {choice:4}", ", ".join(f"{name} {value:.6g}" for name, value in row.items()))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures, indent=2))
+    return 0
+
+
+def train(config: Path, prefetch: str, num_ranks: int, iterations: int, out: Path) -> list[Row]:
+    """The rows of one run."""
+    values = yaml.safe_load(config.read_text())
+    values["model"] = str((config.parent / values["model"]).resolve())
+    values["rl_config"]["data"] = str((config.parent / values["rl_config"]["data"]).resolve())
+    values["generate_config"]["prefetch"] = prefetch
+    changed = out.with_suffix(".yaml")
+    changed.write_text(yaml.safe_dump(values))
+    options = ["--config", str(changed), "--out", str(out), "--iterations", str(iterations)]
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ended = run_ranks(["-m", "examples.gpt_rl.train", *options], num_ranks, timeout=3600, environment=environment)
+    if ended.status != 0:
+        sys.exit(f"prefetch: {prefetch} failed:\n{ended.output}")
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def require_same(runs: Sequence[Sequence[Row]]) -> None:
+    """Exit with what differs between runs and should not."""
+    first, *others = [
+        [{key: value for key, value in row.items() if not _may_differ(key)} for row in rows] for rows in runs
+    ]
+    for other in others:
+        for one, two in zip(first, other, strict=True):
+            differing = [key for key in one if one[key] != two.get(key)]
+            if differing:
+                sys.exit(f"iteration {one['iteration']}: {', '.join(differing)} differ between runs: {one}, {two}")
+
+
+def _may_differ(key: str) -> bool:
+    return key.endswith("_seconds") or key == "reshard_share" or key in MEMORY
+
+
+def summary(runs: Sequence[Sequence[Row]]) -> dict[str, float]:
+    """Medians over the iterations of all runs but the warm-up and the first; memory: the largest."""
+    rows = [row for rows in runs for row in rows if row["iteration"] > 1]
+    medians = {name: statistics.median(row[name] for row in rows) for name in SECONDS}
+    return medians | {name: max(row[name] for row in rows) for name in MEMORY}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
