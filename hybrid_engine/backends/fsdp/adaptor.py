@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -120,6 +120,15 @@ class FsdpAdaptor:
     def scratch(self) -> frozenset[str]:
         """Names of buffers whose contents `prepare` computes; they need not be kept."""
         return frozenset(() if self._sums is None else self._sums.flat_buffers)
+
+    def origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """Canonical tensor -> the model's tensors that what `layout` shows of it is made of."""
+        added = {} if self._sums is None else self._sums.loras
+        found = {}
+        for name, packed in self.packed.items():
+            matrices = [matrix for lora in added.get(packed.parameter, ()) for matrix in (lora.a, lora.b)]
+            found[name] = [self.tensors.tensors[each] for each in (packed.parameter, *matrices)]
+        return found
 
     def prepare(self) -> None:
         """Free gathered parameters, and add LoRA to the weights that are shown with it, which is collective.

@@ -38,6 +38,7 @@ class LoraSums:
     map. `fill` computes the sums; between two switches the memory may be released.
 
     Attributes:
+        loras: name of a weight -> what is added to it.
         sums: name of a weight -> this rank's part of its sum.
         parts: name of a weight -> where that is, in place of where the weight is.
         buffer_of: name of a weight -> the buffer.
@@ -46,14 +47,14 @@ class LoraSums:
 
     def __init__(self, tensors: ShardedTensors, loras: Sequence[Lora]) -> None:
         self._tensors = tensors
-        self._loras: dict[str, list[Lora]] = {}
+        self.loras: dict[str, list[Lora]] = {}
         for lora in loras:
-            self._loras.setdefault(lora.weight, []).append(lora)
+            self.loras.setdefault(lora.weight, []).append(lora)
         self.sums: dict[str, torch.Tensor] = {}
         self.parts: dict[str, LocalBox] = {}
         self.buffer_of: dict[str, str] = {}
         self.flat_buffers: dict[str, torch.Tensor] = {}
-        weights = {name: local_of(tensors.tensors[name]) for name in self._loras}
+        weights = {name: local_of(tensors.tensors[name]) for name in self.loras}
         for dtype in dict.fromkeys(weight.dtype for weight in weights.values()):
             names = [name for name, weight in weights.items() if weight.dtype is dtype]
             if any(weights[name].numel() for name in names):
@@ -70,7 +71,7 @@ class LoraSums:
     @torch.no_grad()
     def fill(self) -> None:
         """Compute all sums, in float32. Collective: A and B of one adapter at a time are gathered."""
-        for name, loras in self._loras.items():
+        for name, loras in self.loras.items():
             rows, columns = (
                 slice(low, low + size)
                 for low, size in zip(self._tensors.parts[name].offsets, self._tensors.parts[name].lengths, strict=True)

@@ -45,6 +45,7 @@ class Adapted:
         refusals: what a switch says to adapters that were disabled.
         trained: names of parameters that differ in a bit from those of the same steps without an engine.
         surplus: bytes received beyond the least.
+        origins: how many of the model's tensors each canonical one is made of.
     """
 
     different: dict[str, float] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class Adapted:
     refusals: list[str] = field(default_factory=list)
     trained: list[str] = field(default_factory=list)
     surplus: int = 0
+    origins: dict[str, int] = field(default_factory=dict)
 
 
 def peft_model(path: Path, settings: dict[str, Any]) -> Any:
@@ -82,7 +84,7 @@ def run(directory: str, settings: dict[str, Any], rollout: dict[str, Any]) -> Ad
     model = peft_model(path, settings)
     rollout_config = {"model": directory, "max_model_len": 64, "max_num_seqs": 8, **rollout}
     engine = HybridEngine(model=model, rollout_config=rollout_config, train_config={"fsdp_config": {}})
-    found = Adapted()
+    found = Adapted(origins={name: len(each) for name, each in engine.train.weights.origins().items()})
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
     for step in range(NUM_STEPS):
         with engine.train_context():

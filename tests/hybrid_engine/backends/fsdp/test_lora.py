@@ -36,6 +36,13 @@ def test_vllm_has_the_weights_that_peft_merges(outcomes: Outcomes) -> None:
         assert all(name.endswith(("embed_tokens.weight", "o_proj.weight")) for name in found.different)
 
 
+def test_a_sum_is_made_of_its_weight_and_its_adapter(outcomes: Outcomes) -> None:
+    for found in outcomes["merged"]:
+        summed = {name for name, count in found.origins.items() if count == 3}
+        assert summed == {name for name in found.origins if name.endswith(("embed_tokens.weight", "o_proj.weight"))}
+    assert all(set(found.origins.values()) == {1} for found in outcomes["apart"])
+
+
 @pytest.mark.parametrize("delivery", ["apart", "merged"])
 def test_completions_are_those_of_the_adapted_model(outcomes: Outcomes, delivery: str) -> None:
     for found in outcomes[delivery]:
