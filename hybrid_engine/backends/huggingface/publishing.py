@@ -104,7 +104,8 @@ class BoxWriter:
 
     def write(self, stored: StoredTensor, place: Place, box: torch.Tensor) -> None:
         """Put `box` at `place` (elements) of a tensor, cast to its dtype. Raises FileError."""
-        flat = box.detach().to(device="cpu", dtype=getattr(torch, stored.dtype)).contiguous().reshape(-1)
+        # a copy: numpy() ties a storage to its memory for good, and that of weights must leave the device again
+        flat = box.detach().to(device="cpu", dtype=getattr(torch, stored.dtype), copy=True).contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().data
         width = DTYPE_NBYTES[stored.dtype]
         with naming("writing", self._directory / (stored.file + SUFFIX)):

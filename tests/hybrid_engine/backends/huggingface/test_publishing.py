@@ -107,6 +107,16 @@ def test_files_have_safetensors_own_format(tmp_path: Path, file_nbytes: int) -> 
             assert torch.equal(opened.get_tensor(name), torch.full(shape, number, dtype=getattr(torch, dtype)))
 
 
+def test_memory_that_was_written_can_still_leave_the_device(tmp_path: Path) -> None:
+    """A numpy view would fix a storage's size for good."""
+    (stored,) = publishing.plan_files({"a": ((3, 2), "float32")}, ONE_FILE).values()
+    publishing.Publication(tmp_path, {"a": stored}).begin()
+    weight = torch.ones(3, 2)
+    with publishing.BoxWriter(tmp_path) as writer:
+        writer.write(stored, place((3, 2)), weight)
+    assert weight.untyped_storage().resizable()
+
+
 def test_boxes_are_written_where_they_belong(tmp_path: Path) -> None:
     """A box inside of a tensor: in pieces of its last dim, of several dims, and of one element."""
     shape = (4, 3, 6)
