@@ -223,12 +223,19 @@ def _check_names(stored: Mapping[str, files.StoredTensor], table: ModelTable) ->
 
 
 def _tensors_to_store(source: Layout, table: ModelTable, dtype: str | None) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name -> (shape, dtype) in the checkpoint's order, copies last."""
+    """Name -> (shape, dtype) in the checkpoint's order, copies last.
+
+    transformers' models have no layers for multi-token prediction, which vLLM does not read either: they are left out.
+    """
     held_in = {shard.region.tensor: source.buffers[shard.place.buffer].dtype for shard in source.shards}
-    if missing := [name for name in table.shapes if name not in held_in]:
+    if missing := [name for name in table.shapes if name not in held_in and table.is_served(name)]:
         raise ParameterMismatchError([f"{name}: no training rank holds it" for name in missing])
-    stored = {name: (shape, table.dtypes.get(name) or dtype or held_in[name]) for name, shape in table.shapes.items()}
-    return stored | {copy: stored[name] for copy, name in table.copies.items()}
+    stored = {
+        name: (shape, table.dtypes.get(name) or dtype or held_in[name])
+        for name, shape in table.shapes.items()
+        if name in held_in
+    }
+    return stored | {copy: stored[name] for copy, name in table.copies.items() if held_in.keys() >= table.shapes.keys()}
 
 
 def _layout_of(stored: Mapping[str, files.StoredTensor], rank: int, copies: Mapping[str, str]) -> Layout:
