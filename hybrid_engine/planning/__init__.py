@@ -7,6 +7,7 @@ files of a checkpoint (`backends/huggingface`).
     1  records/validation.py    every fault of the two layouts; records/holdings.py makes them compact
     2  tensor_classes.py        tensors with the same owners on both sides; what no training rank holds
     3  routes.py                the senders of each class: self before same host before network, in round robins
+       box_sources.py           which part of a box comes out of which other: the geometry of that
     4  planner.py               transfers between places, of all ranks or of one
     5  buckets.py               tensors into buckets, so that ranks free about as much as they fill
     6  relays.py                what several places of a host need comes to it once, over relay buffers

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hybrid_engine.planning.box_sources import BoxSource, are_slices, common_boxes, nearest_first
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.records.owners import BoxOwners, groups_of_columns, touching
 from hybrid_engine.records.regions import Region, subtract_all
@@ -46,15 +47,6 @@ class Hosts:
     @property
     def num_ranks(self) -> int:
         return len(self.numbers)
-
-
-@dataclass(frozen=True, slots=True)
-class BoxSource:
-    """A part of the box that a class of receivers needs, and the source box (by index) it comes out of."""
-
-    region: Region
-    source: int
-    link: Link
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,32 +141,6 @@ class _Source(_OnHosts):
         self.held = np.zeros(hosts.num_ranks, dtype=bool)
         self.held[self.ranks] = True
         super().__init__(self.ranks, hosts)
-
-
-@dataclass(frozen=True, slots=True)
-class _CommonBox:
-    """A box that the same classes of receivers (by index) need."""
-
-    region: Region
-    source: int
-    classes: tuple[int, ...]
-
-
-def _common_boxes(needed: Mapping[int, Sequence[BoxSource]]) -> list[_CommonBox]:
-    """Cut what some classes of receivers need into disjoint boxes; `needed` is by class."""
-    boxes: list[_CommonBox] = []
-    for number, parts in needed.items():
-        for part in parts:
-            cut: list[_CommonBox] = []
-            for box in boxes:
-                common = box.region.intersect(part.region)
-                rest = box.region.subtract(part.region)
-                cut += [_CommonBox(region, box.source, box.classes) for region in rest]
-                if common is not None:
-                    cut.append(_CommonBox(common, box.source, (*box.classes, number)))
-            new = subtract_all([part.region], [box.region for box in boxes])
-            boxes = cut + [_CommonBox(region, part.source, (number,)) for region in new]
-    return boxes
 
 
 class Routes:
@@ -282,12 +248,15 @@ class Routes:
         held = [self._sources[number].held[ranks] for number in near]
         held_on_host = [self._sources[number].count[host] > 0 for number in near]
         kinds = [self._hosts.are_relaying[ranks], *(copies == number for number in np.unique(copies))]
+        region = destination.region
+        common = {number: part for number in near if (part := region.intersect(self._sources[number].region))}
+        cover = nearest_first if are_slices(region, common.values()) else self._cover
         for members in groups_of_columns([*held, *held_on_host, *kinds], len(ranks)):
             first = members[0]
             by_link: dict[Link, list[int]] = {link: [] for link in Link}  # nearest first
             for number, own, of_host in zip(near, held, held_on_host, strict=True):
                 by_link[Link.SELF if own[first] else Link.HOST if of_host[first] else Link.NETWORK].append(number)
-            parts = self._cover(destination.region, by_link)
+            parts = tuple(cover(region, by_link, common))
             from_network: tuple[BoxSource, ...] = ()
             if self._hosts.are_relaying[ranks[first]]:
                 from_network = tuple(part for part in parts if part.link is Link.NETWORK)
@@ -310,7 +279,7 @@ class Routes:
         for kind, counts in enumerate(kinds.T):
             hosts = np.flatnonzero(kind_of.ravel() == kind)
             present = np.flatnonzero(counts).tolist()
-            boxes = _common_boxes({number: self._from_network[number][1] for number in present})
+            boxes = common_boxes({number: self._from_network[number][1] for number in present})
             # All boxes that a host takes from one source come from the same sender: one position for each host.
             positions = {box.source: self._network_rounds[box.source] + np.arange(len(hosts)) for box in boxes}
             for source in positions:
@@ -327,21 +296,18 @@ class Routes:
                     number,
                 )
 
-    def _cover(self, needed: Region, by_link: Mapping[Link, Sequence[int]]) -> tuple[BoxSource, ...]:
+    def _cover(
+        self, needed: Region, by_link: Mapping[Link, Sequence[int]], common: Mapping[int, Region]
+    ) -> Iterator[BoxSource]:
         """Cut `needed` into parts, nearest sources first, each as much as it has of what is still missing."""
-        parts: list[BoxSource] = []
         missing = [needed]
-        for link, numbers in by_link.items():
-            common = {number: needed.intersect(self._sources[number].region) for number in numbers}
-            for number in sorted(numbers, key=lambda number: _largest_first(common[number])):
-                region = self._sources[number].region
-                found = [part for each in missing if (part := each.intersect(region)) is not None]
-                if found:
-                    parts += (BoxSource(part, number, link) for part in found)
-                    missing = subtract_all(missing, [region])
-                if not missing:
-                    return tuple(parts)
-        return tuple(parts)
+        for source in nearest_first(needed, by_link, common):
+            region = self._sources[source.source].region
+            for part in (part for each in missing if (part := each.intersect(region)) is not None):
+                yield BoxSource(part, source.source, source.link)
+            missing = subtract_all(missing, [region])
+            if not missing:
+                return
 
     def _enqueue(self, part: BoxSource, host: np.ndarray) -> np.ndarray:
         """The next positions in a source's round robin for ranks on these hosts: one over the network, one per host.
@@ -364,11 +330,6 @@ def _distinct_offsets(first: int, itemsizes: np.ndarray, period: int) -> Iterato
     all of them together."""
     for index in range(min(period, len(itemsizes))):
         yield RoundRobinOffset(first, index), int(itemsizes[index::period].sum())
-
-
-def _largest_first(common: Region | None) -> tuple[int, Region]:
-    assert common is not None, "sources were chosen because they touch the box"
-    return -common.numel, common
 
 
 def _position_on_host(host: np.ndarray) -> np.ndarray:

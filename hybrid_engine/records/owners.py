@@ -58,8 +58,11 @@ def groups_of_columns(rows: Sequence[np.ndarray], num_columns: int) -> list[np.n
     return np.split(order, np.cumsum(np.bincount(group_of))[:-1])
 
 
-def touching(sources: Sequence[BoxOwners], destinations: Sequence[BoxOwners]) -> list[list[int]]:
-    """For every destination box, the indices of the source boxes that share elements with it."""
+Boxes = Sequence[BoxOwners] | Sequence[Region]
+
+
+def touching(sources: Boxes, destinations: Boxes) -> list[list[int]]:
+    """For every destination box, the indices of the source boxes that share elements with it; boxes of one tensor."""
     if not sources or not destinations:
         return [[] for _ in destinations]
     # Two boxes share elements when in every dim the later start is before the earlier end: [destination, source, dim].
@@ -70,7 +73,7 @@ def touching(sources: Sequence[BoxOwners], destinations: Sequence[BoxOwners]) ->
     return [np.flatnonzero(row).tolist() for row in common]
 
 
-def _bounds(owners: Sequence[BoxOwners]) -> tuple[np.ndarray, np.ndarray]:
+def _bounds(owners: Boxes) -> tuple[np.ndarray, np.ndarray]:
     """Starts and ends of boxes; int arrays [box, dim]."""
     shape = len(owners), len(owners[0].offsets)
     low = np.array([box.offsets for box in owners], dtype=np.int64).reshape(shape)
