@@ -2,9 +2,10 @@
 
     1  sizes_text.py      "tp=8,pp=2" -> sizes                            called by the command `plan`
     2  cluster_plan.py    plan_job: both layouts (layouts/), rank order and bytes (planning/) -> JobPlan
-    3  memory_peaks.py    bytes on device and host, for step 2
+    3  trainers.py        Megatron or FSDP2: the training layout, memory and peers, for step 2
+       memory_peaks.py    bytes on device and host
+       other_systems.py   what others would move by their formulas
        prefetch_estimate.py   what a rollout could hide of the way back, where it is asked for
-       other_systems.py   what others would move by their formulas, for step 2
     4  facts.py           JobPlan -> numbers with names: the content of `plan --json`, rows of tables and page
     5  page.py            JobPlan -> one HTML page, with the picture of picture.py
 

@@ -1,6 +1,6 @@
 """A job as it would be on a cluster: both layouts, who moves what, what fits, how long it takes.
 
-read_model(directory)  ->  parse_job(sizes)  ->  plan_job(...)  ->  JobPlan
+read_model(directory)  ->  parse_job(sizes)  ->  a trainer (trainers.py)  ->  plan_job(...)  ->  JobPlan
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from functools import cached_property
 
 import numpy as np
 
-from hybrid_engine.advisor.memory_peaks import MemoryPeaks, memory_peaks
-from hybrid_engine.advisor.other_systems import PeerBytes, peers
+from hybrid_engine.advisor.memory_peaks import MemoryPeaks
+from hybrid_engine.advisor.other_systems import PeerBytes
+from hybrid_engine.advisor.trainers import PlannedTrainer
 from hybrid_engine.layouts.inference import inference_side
-from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
-from hybrid_engine.layouts.training import training_side
+from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Link, ReshardPlan
 from hybrid_engine.planning.planner import DEFAULT_BUCKET_NBYTES, plan_sides
 from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.planning.summary import ByteSummary, summarize
 from hybrid_engine.records.holdings import SideLayout
+from hybrid_engine.records.layout import DTYPE_NBYTES
 
 GIB = 1024**3
 LINK_GBPS: Mapping[Link, float] = {Link.SELF: 2000.0, Link.HOST: 400.0, Link.NETWORK: 45.0}
@@ -54,16 +55,19 @@ class JobPlan:
     """What was found out about a job. Arrays are by rank.
 
     Attributes:
-        train, infer: sizes; `infer.rank_order` is the chosen order, None if sequential.
+        trainer: whoever trains.
+        infer: sizes; `infer.rank_order` is the chosen order, None if sequential.
+        train_dtype, dtype: of the weights in training and in inference.
         source, destination: both layouts.
         bytes: of the chosen order. sequential: of sequential order.
         memory: peaks. peers: others.
     """
 
     table: ModelTable
-    train: TrainParallelism
+    trainer: PlannedTrainer
     infer: InferenceParallelism
     cluster: Cluster
+    train_dtype: str
     dtype: str
     bucket_nbytes: int
     source: SideLayout
@@ -75,7 +79,7 @@ class JobPlan:
 
     @property
     def world_size(self) -> int:
-        return self.train.world_size
+        return self.infer.world_size
 
     @property
     def model_nbytes(self) -> int:
@@ -127,12 +131,13 @@ class JobPlan:
 
 def plan_job(
     table: ModelTable,
-    train: TrainParallelism,
+    trainer: PlannedTrainer,
     infer: InferenceParallelism,
     cluster: Cluster,
     *,
     order: str = "auto",
     dtype: str = "bfloat16",
+    train_dtype: str | None = None,
     bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
 ) -> JobPlan:
     """Lay out both sides, choose the order of ranks, count bytes.
@@ -140,31 +145,34 @@ def plan_job(
     Args:
         infer: sizes in sequential order.
         order: "auto" or "sequential", see `planning.rank_order`.
-        dtype: of the weights.
+        dtype: of the weights in inference; `train_dtype`: in training, default: the same.
 
     Raises ConfigError with every violation, DependencyError for "auto" without scipy.
     """
-    source = training_side(table, train, dtype)
+    train_dtype = train_dtype or dtype
+    source = trainer.side(table, train_dtype)
     positions = inference_side(table, infer, dtype)
-    hosts = cluster.hosts(train.world_size)
+    hosts = cluster.hosts(infer.world_size)
     sequential = summarize(source.holdings, positions.holdings, hosts, set(hosts))
     chosen = rank_order(order, source.holdings, positions.holdings, hosts, infer.tensor)
     destination, moved = positions, sequential
-    if chosen != tuple(range(train.world_size)):
+    if chosen != tuple(range(infer.world_size)):
         infer = replace(infer, rank_order=chosen)
         destination = inference_side(table, infer, dtype)
         moved = summarize(source.holdings, destination.holdings, hosts, set(hosts))
+    inference_nbytes = destination.num_elements * DTYPE_NBYTES[dtype]
     return JobPlan(
         table=table,
-        train=train,
+        trainer=trainer,
         infer=infer,
         cluster=cluster,
+        train_dtype=train_dtype,
         dtype=dtype,
         bucket_nbytes=bucket_nbytes,
         source=source,
         destination=destination,
         bytes=moved,
         sequential=sequential,
-        memory=memory_peaks(source, destination, train, dtype, bucket_nbytes),
-        peers=peers(source.holdings, destination.holdings, train, infer),
+        memory=MemoryPeaks(trainer.memory(source, train_dtype), inference_nbytes, bucket_nbytes),
+        peers=trainer.peers(source.holdings, destination.holdings, infer),
     )

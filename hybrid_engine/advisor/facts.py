@@ -10,7 +10,7 @@ import numpy as np
 
 from hybrid_engine.advisor.cluster_plan import GIB, JobPlan
 from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
-from hybrid_engine.layouts.parallelism import Parallelism
+from hybrid_engine.layouts.parallelism import Parallelism, ShardedParallelism
 from hybrid_engine.planning.plan import ByteCount, Link, ReshardPlan
 from hybrid_engine.planning.relays import staging_nbytes
 from hybrid_engine.planning.summary import ByteSummary
@@ -90,11 +90,13 @@ def bytes_across_hosts(plan: JobPlan) -> Ranges:
 
 def device_memory(plan: JobPlan) -> Ranges:
     """By rank; see `memory_peaks.MemoryPeaks`."""
-    memory = plan.memory
+    memory, state = plan.memory, plan.memory.state
+    late = {} if state.inelastic is None else {"inelastic": state.inelastic}
     return _ranges(
-        params=memory.params,
-        grads=memory.grads,
-        optimizer=memory.optimizer,
+        params=state.params,
+        **late,
+        grads=state.grads,
+        optimizer=state.optimizer,
         training=memory.training,
         inference=memory.inference,
         switch=memory.switch,
@@ -112,6 +114,7 @@ def facts_of(plan: JobPlan) -> dict[str, Any]:
     """Everything about a job, in bytes and seconds, as JSON has it."""
     table, cluster = plan.table, plan.cluster
     host_nbytes = None if cluster.host_gib is None else cluster.host_gib * GIB
+    train_dtype = {} if plan.train_dtype == plan.dtype else {"train_dtype": plan.train_dtype}
     return {
         "model": {
             "layers": table.dims.num_layers,
@@ -119,10 +122,11 @@ def facts_of(plan: JobPlan) -> dict[str, Any]:
             "tensors": len(table.shapes),
             "served_bytes": plan.model_nbytes,
             "dtype": plan.dtype,
+            **train_dtype,
         },
         "world_size": plan.world_size,
         "ranks_per_host": cluster.ranks_per_host,
-        "train": _sizes(plan.train),
+        "train": _sizes(plan.trainer.sizes),
         "infer": _sizes(plan.infer),
         "bytes": moved_bytes(plan.bytes),
         "across_hosts": bytes_across_hosts(plan),
@@ -182,8 +186,9 @@ def _ranges(**values: np.ndarray) -> Ranges:
     return {name: range_of(each) for name, each in values.items()}
 
 
-def _sizes(sizes: Parallelism) -> dict[str, Any]:
+def _sizes(sizes: Parallelism | ShardedParallelism) -> dict[str, Any]:
     """Those that are set, by attribute, and the data parallel size."""
     defaults = asdict(type(sizes)(world_size=sizes.world_size))
     changed = {name: value for name, value in asdict(sizes).items() if value != defaults[name]}
-    return {**changed, "data": sizes.data}
+    shards = {"num_shards": sizes.num_shards} if isinstance(sizes, ShardedParallelism) else {}
+    return {**shards, **changed, "data": sizes.data}

@@ -7,13 +7,22 @@ Training state, as megatron-core's DDP and distributed optimizer (Adam) have it:
     optimizer     elements / data parallel size * 12: float32 main parameters and two moments; 8 where the parameters
                   are float32 themselves and need no main copy
 
-A switch to inference first takes gradients (dropped) and optimizer state (copied to the host) off the device, then
-fills the inference weights bucket by bucket, while parameters that every rank has read leave (copied). Where inference
-memory comes bucket by bucket too (on the CPU today) the peak at a switch is the larger of parameters and inference
-weights, and two buckets: `interleaved_switch`; a module larger than a bucket is one. vLLM's sleep mode on GPUs wakes
-all weights at once: there it is parameters + inference weights, which is what counts here.
+and as FSDP2 with torch's AdamW has it, elements being those of the rank's shard:
 
-Activations, KV cache, CUDA context and libraries' workspaces are not in these numbers.
+    parameters    elements * bytes of the dtype, with FSDP2's padding: as many on all ranks, also on those without rows
+    gradients     the same: reduced gradients are cast to the parameters' dtype
+    optimizer     twice that, without padding: two moments
+
+A switch to inference first takes gradients and optimizer state off the device (Megatron's gradients are dropped,
+FSDP2's copied to the host if there are any; state is copied), then fills the inference weights bucket by bucket, while
+parameters that every rank has read leave (copied). Where inference memory comes bucket by bucket too (on the CPU today)
+the peak at a switch is the larger of parameters and inference weights, and two buckets: `interleaved_switch`; a module
+larger than a bucket is one. vLLM's sleep mode on GPUs wakes all weights at once: there it is parameters + inference
+weights, which is what counts here. FSDP2's parameters that do not split evenly leave at the end of a switch: they come
+on top of the interleaved peak.
+
+Activations, parameters that FSDP2 gathers for a layer, KV cache, CUDA context and libraries' workspaces are not in
+these numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +31,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybrid_engine.layouts.parallelism import TrainParallelism
+from hybrid_engine.layouts.parallelism import ShardedParallelism, TrainParallelism
+from hybrid_engine.layouts.sharded import PackedModel
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import DTYPE_NBYTES
 
@@ -32,34 +42,73 @@ MAIN_NBYTES = 4
 
 
 @dataclass(frozen=True, eq=False)
-class MemoryPeaks:
-    """Bytes by rank, int arrays; see the module's text.
+class TrainingMemory:
+    """Bytes of a trainer's state by rank, int arrays; see the module's text.
 
     Attributes:
-        params, grads, optimizer: training state. inference: vLLM's weights.
-        bucket: one bucket of the switch.
+        params, grads, optimizer: on the device between steps.
+        copied: of that, what is copied to host memory while vLLM generates.
+        inelastic: parameters that leave the device at the end of a switch; None of a trainer that has no such.
     """
 
     params: np.ndarray
     grads: np.ndarray
     optimizer: np.ndarray
+    copied: np.ndarray
+    inelastic: np.ndarray | None = None
+
+
+def megatron_memory(source: SideLayout, train: TrainParallelism, dtype: str) -> TrainingMemory:
+    """What Megatron's ranks keep; `dtype` is that of the weights."""
+    itemsize = DTYPE_NBYTES[dtype]
+    state_nbytes = MOMENTS_NBYTES + (MAIN_NBYTES if itemsize < 4 else 0)
+    dense = source.num_elements - source.num_expert_elements
+    # shards are padded to equal lengths
+    dense_shard = -(-dense // (train.data * train.context))
+    expert_shard = -(-source.num_expert_elements // train.expert_data)
+    params = source.num_elements * itemsize
+    optimizer = (dense_shard + expert_shard) * state_nbytes
+    return TrainingMemory(params, source.num_elements * GRAD_NBYTES, optimizer, copied=params + optimizer)
+
+
+def sharded_memory(source: SideLayout, model: PackedModel, sizes: ShardedParallelism, dtype: str) -> TrainingMemory:
+    """What FSDP2's ranks keep; a module's buffers count as parameters, and are few."""
+    params = source.num_elements * DTYPE_NBYTES[dtype]
+    uneven = (name for name in model.shapes if not model.splits_evenly(name, sizes.num_shards))
+    late = sum(model.local_numel(name, sizes.num_shards) for name in uneven) * DTYPE_NBYTES[dtype]
+    moments = 2 * source.holdings.nbytes_by_rank()
+    copied = params + params + moments
+    return TrainingMemory(params, params, moments, copied, inelastic=np.full_like(params, late))
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryPeaks:
+    """Bytes by rank, int arrays; see the module's text.
+
+    Attributes:
+        state: of training. inference: vLLM's weights.
+        bucket: one bucket of the switch.
+    """
+
+    state: TrainingMemory
     inference: np.ndarray
     bucket: int
 
     @property
     def training(self) -> np.ndarray:
         """All training state, as it is on the device between steps."""
-        return self.params + self.grads + self.optimizer
+        return self.state.params + self.state.grads + self.state.optimizer
 
     @property
     def switch(self) -> np.ndarray:
         """Peak during a switch with vLLM's sleep mode."""
-        return self.params + self.inference
+        return self.state.params + self.inference
 
     @property
     def interleaved_switch(self) -> np.ndarray:
         """Peak during a switch where inference memory comes bucket by bucket."""
-        return np.minimum(self.switch, np.maximum(self.params, self.inference) + 2 * self.bucket)
+        late = 0 if self.state.inelastic is None else self.state.inelastic
+        return np.minimum(self.switch, late + np.maximum(self.state.params - late, self.inference) + 2 * self.bucket)
 
     @property
     def device(self) -> np.ndarray:
@@ -68,24 +117,5 @@ class MemoryPeaks:
 
     @property
     def host(self) -> np.ndarray:
-        """What is copied to host memory while vLLM generates: parameters and optimizer state."""
-        return self.params + self.optimizer
-
-
-def memory_peaks(
-    source: SideLayout, destination: SideLayout, train: TrainParallelism, dtype: str, bucket_nbytes: int
-) -> MemoryPeaks:
-    """Device and host bytes of every rank; `dtype` is that of the weights on both sides."""
-    itemsize = DTYPE_NBYTES[dtype]
-    state_nbytes = MOMENTS_NBYTES + (MAIN_NBYTES if itemsize < 4 else 0)
-    dense = source.num_elements - source.num_expert_elements
-    # shards are padded to equal lengths
-    dense_shard = -(-dense // (train.data * train.context))
-    expert_shard = -(-source.num_expert_elements // train.expert_data)
-    return MemoryPeaks(
-        params=source.num_elements * itemsize,
-        grads=source.num_elements * GRAD_NBYTES,
-        optimizer=(dense_shard + expert_shard) * state_nbytes,
-        inference=destination.num_elements * itemsize,
-        bucket=bucket_nbytes,
-    )
+        """What is copied to host memory while vLLM generates."""
+        return self.state.copied

@@ -8,7 +8,11 @@
     strided gather        one gather within micro data parallel groups: HybridFlow, arXiv:2409.19256, section 5.3.
                           (t*p - tg*pg) / (tg*pg*t*p) * M
 
+    full tensors          every parameter is gathered whole on every rank, in the dtype of training, cast, and given to
+                          vLLM's load_weights: verl's FSDP workers, TRL (github.com/huggingface/trl). M - held
+
 M is the model's bytes, t and p the training sizes, tg and pg the inference sizes. Bytes are those one rank receives.
+The last is for FSDP2, the others are for Megatron.
 """
 
 from __future__ import annotations
@@ -35,10 +39,16 @@ class PeerBytes:
     reason: str = ""
 
 
-def peers(
+def full_tensors(source: Holdings) -> PeerBytes:
+    """Where every rank gathers each parameter of a sharded model."""
+    received = source.model_nbytes - source.nbytes_by_rank()
+    return PeerBytes("verl, TRL: full_tensor() of each parameter", "M - held", float(received.mean()))
+
+
+def megatron_peers(
     source: Holdings, destination: Holdings, train: TrainParallelism, infer: InferenceParallelism
 ) -> list[PeerBytes]:
-    """All of them."""
+    """Those that train with Megatron."""
     model = destination.model_nbytes
     t, p, tg, pg = train.tensor, train.pipeline, infer.tensor, infer.pipeline
     broadcast = "(1/tg - 1/t) * M/p + (1 - 1/p) * M/tg"

@@ -6,13 +6,16 @@ training     tp pp vpp cp dp ep etp     sizes; dp is checked, or taken from the 
              layout=Et*2|t|tL           megatron-core's notation of every stage, without commas
              noop=3:7                   positions of no-op layers
              vocab=128                  make_vocab_size_divisible_by
+or, with FSDP2
+             fsdp                       ranks that shard every parameter
+             replicas                   groups of so many ranks; 1 unless given
 inference    tp pp dp ep
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +24,7 @@ from hybrid_engine.layouts.parallelism import (
     LARGEST_SIZE,
     InferenceParallelism,
     Parallelism,
+    ShardedParallelism,
     Size,
     TrainParallelism,
     sizes_of,
@@ -51,15 +55,22 @@ def _flag(text: str) -> bool:
 _READERS: Mapping[type, Callable[[str], Any]] = {int: whole_number, bool: _flag, str: str, tuple: _positions}
 _DATA = Size("", "dp", name="data")
 """No size of its own: together with the others it says how many ranks there are."""
+_SHARDED = {size.text: size for size in (Size("", "fsdp", name="num_shards"), Size("", "replicas", name="data"))}
+"""Of a training side that FSDP2 shards."""
 
 
 def _by_text(side: type[Parallelism]) -> dict[str, Size]:
     return {size.text: size for size in (*sizes_of(side), _DATA)}
 
 
+def is_sharded(train: str) -> bool:
+    """Whether a text of training sizes has any of FSDP2's."""
+    return any(key in _SHARDED for key, _ in _parts(train))
+
+
 def parse_job(
     train: str, infer: str, table: ModelTable | None, world_size: int | None = None
-) -> tuple[TrainParallelism, InferenceParallelism]:
+) -> tuple[TrainParallelism | ShardedParallelism, InferenceParallelism]:
     """Both sides' sizes on one number of ranks, in sequential order; without a table only the texts are checked.
 
     `world_size`: number of ranks where neither side gives dp.
@@ -67,37 +78,57 @@ def parse_job(
     Raises ConfigError with every violation; keys are those of the texts, e.g. `--train tp`.
     """
     found: list[Violation] = []
-    training = _parse(train, TRAIN, TrainParallelism, found)
-    inference = _parse(infer, INFER, InferenceParallelism, found)
+    with_fsdp = is_sharded(train)
+    training = _parse(train, TRAIN, _SHARDED if with_fsdp else _by_text(TrainParallelism), found)
+    inference = _parse(infer, INFER, _by_text(InferenceParallelism), found)
+    if with_fsdp and not found and "num_shards" not in training:
+        found.append(Violation(f"{TRAIN} fsdp", "not given", "Say how many ranks shard a parameter, e.g. fsdp=4"))
     if found:
         raise ConfigError(found)
-    dps = {TRAIN: training.pop(_DATA.name, None), INFER: inference.pop(_DATA.name, None)}
-    one_rank = TrainParallelism(1, **training), InferenceParallelism(1, **inference)
-    ranks_per_replica = {TRAIN: one_rank[0].ranks_per_replica, INFER: one_rank[1].ranks_per_replica}
+    dps = {TRAIN: training.pop(_DATA.name, 1 if with_fsdp else None), INFER: inference.pop(_DATA.name, None)}
+    one = _one_replica(training), InferenceParallelism(1, **inference)
+    ranks_per_replica = {TRAIN: one[0].ranks_per_replica, INFER: one[1].ranks_per_replica}
     worlds = {option: ranks_per_replica[option] * dp for option, dp in dps.items() if dp is not None}
     world_size = _world_size(worlds, world_size, found) or max(ranks_per_replica.values())
     if world_size > MOST_RANKS:
         found.append(Violation(f"{TRAIN} dp", f"{world_size} ranks", f"Use sizes that make at most {MOST_RANKS}"))
         raise ConfigError(found)
-    sides = replace(one_rank[0], world_size=world_size), replace(one_rank[1], world_size=world_size)
-    options: tuple[tuple[Parallelism, str], ...] = ((sides[0], TRAIN), (sides[1], INFER))
+    sides = _on_ranks(one[0], world_size), replace(one[1], world_size=world_size)
+    options: tuple[tuple[Parallelism | ShardedParallelism, str], ...] = ((sides[0], TRAIN), (sides[1], INFER))
     for sizes, option in options:
-        texts = {size.name: size.text for size in sizes_of(type(sizes))}
-        for each in [] if table is None else violations(sizes, table):
-            found.append(Violation(f"{option} {texts.get(each.key, _DATA.text)}", each.problem, each.remedy))
+        if table is not None and not isinstance(sizes, ShardedParallelism):
+            texts = {size.name: size.text for size in sizes_of(type(sizes))}
+            for each in violations(sizes, table):
+                found.append(Violation(f"{option} {texts.get(each.key, _DATA.text)}", each.problem, each.remedy))
     if found:
         raise ConfigError(found)
     return sides
 
 
-def _parse(text: str, option: str, side: type[Parallelism], found: list[Violation]) -> dict[str, Any]:
-    """The values of a text by attribute."""
-    values: dict[str, Any] = {}
-    sizes = _by_text(side)
+def _one_replica(values: Mapping[str, Any]) -> TrainParallelism | ShardedParallelism:
+    """Training sizes whose `ranks_per_replica` holds; their number of ranks does not."""
+    return ShardedParallelism(values["num_shards"]) if "num_shards" in values else TrainParallelism(1, **values)
+
+
+def _on_ranks(sizes: TrainParallelism | ShardedParallelism, world_size: int) -> TrainParallelism | ShardedParallelism:
+    if isinstance(sizes, ShardedParallelism):
+        return ShardedParallelism(world_size, world_size // sizes.ranks_per_replica)
+    return replace(sizes, world_size=world_size)
+
+
+def _parts(text: str) -> Iterator[tuple[str, str]]:
+    """Keys and values, unread."""
     for part in filter(None, text.replace(" ", "").split(",")):
         key, _, value = part.partition("=")
+        yield key, value
+
+
+def _parse(text: str, option: str, sizes: Mapping[str, Size], found: list[Violation]) -> dict[str, Any]:
+    """The values of a text by attribute."""
+    values: dict[str, Any] = {}
+    for key, value in _parts(text):
         if key not in sizes:
-            found.append(Violation(f"{option} {clipped(key)}", "unknown key", f"Known keys: {', '.join(sizes)}"))
+            found.append(Violation(f"{option} {clipped(key)}", *_unknown(key, option, sizes)))
             continue
         size = sizes[key]
         try:
@@ -111,6 +142,16 @@ def _parse(text: str, option: str, side: type[Parallelism], found: list[Violatio
             found.append(Violation(f"{option} {key}", f"{parsed} is not a valid size", f"Use 1 to {LARGEST_SIZE}"))
         values[size.name] = parsed
     return values
+
+
+def _unknown(key: str, option: str, sizes: Mapping[str, Size]) -> tuple[str, str]:
+    """What is wrong with a key, and what to do about it."""
+    known = f"Known keys: {', '.join(sizes)}"
+    if option == INFER:
+        return "unknown key", known
+    if sizes is _SHARDED and key in _by_text(TrainParallelism):
+        return "Megatron's, but with fsdp or replicas FSDP2 trains", f"{known}. Leave out these or those"
+    return "unknown key", known if sizes is _SHARDED else f"{known}; or {', '.join(_SHARDED)}"
 
 
 def _world_size(worlds: Mapping[str, int], otherwise: int | None, found: list[Violation]) -> int | None:

@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -15,14 +15,16 @@ from hybrid_engine.advisor.cluster_plan import GIB, LINK_GBPS, Cluster, plan_job
 from hybrid_engine.advisor.facts import Answer, PlanningCost, facts_of_rank
 from hybrid_engine.advisor.page import page_of
 from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
-from hybrid_engine.advisor.sizes_text import parse_job
+from hybrid_engine.advisor.sizes_text import is_sharded, parse_job
+from hybrid_engine.advisor.trainers import Fsdp, Megatron, PlannedTrainer
 from hybrid_engine.cli.options import Order, collect, integer_option, refuse
 from hybrid_engine.cli.output import writing
 from hybrid_engine.cli.plan_tables import print_tables
 from hybrid_engine.errors import ConfigError, DependencyError, Violation, clipped, shortened
 from hybrid_engine.files.durable import write_text
-from hybrid_engine.layouts.parallelism import LARGEST_SIZE
+from hybrid_engine.layouts.parallelism import LARGEST_SIZE, ShardedParallelism, TrainParallelism
 from hybrid_engine.models.families import read_model
+from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.records.layout import DTYPE_NBYTES
 
@@ -35,7 +37,7 @@ def plan(
         str,
         typer.Option(
             help="Training sizes: tp,pp,vpp,cp,dp,ep,etp; first,last,embedding,loss,layout for uneven stages; "
-            "noop=3:7; vocab. For example tp=8,pp=2,dp=4."
+            "noop=3:7; vocab. For example tp=8,pp=2,dp=4. Or FSDP2's: fsdp,replicas. For example fsdp=8,replicas=2."
         ),
     ],
     infer: Annotated[str, typer.Option(help="Inference sizes: tp,pp,dp,ep. For example tp=4,dp=16.")],
@@ -47,6 +49,9 @@ def plan(
         str, typer.Option(help="10^9 bytes per second of one rank, each direction: self, host, network.")
     ] = _RATES,
     dtype: Annotated[str | None, typer.Option(help="Of the weights; default: the config's, else bfloat16.")] = None,
+    train_dtype: Annotated[
+        str | None, typer.Option(help="Of the weights in training; default: float32 with fsdp, else as --dtype.")
+    ] = None,
     bucket_mb: Annotated[int, integer_option("Destination MiB per rank that move between two commits.")] = 256,
     prefetch_gbps: Annotated[
         float | None,
@@ -58,22 +63,30 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Write a page that shows who holds what.")] = None,
 ) -> None:
     """Say what a switch between two layouts would move, and whether it fits. Needs no device and no weights."""
-    found: list[Violation] = list(_option_violations(hosts_of, device_gib, host_gib, bucket_mb, dtype, html))
+    found: list[Violation] = list(_option_violations(hosts_of, device_gib, host_gib, bucket_mb, html))
     found += _prefetch_violations(prefetch_gbps, gpu_memory_utilization)
     rates = collect(found, _parse_rates, link_gbps)
     table, config = collect(found, read_model, model, "--model") or (None, {})
     sizes = collect(found, parse_job, train, infer, table)
     if sizes is not None and rank is not None and not 0 <= rank < sizes[0].world_size:
         found.append(Violation("--rank", f"{rank} of {sizes[0].world_size} ranks, counted from 0", "Name one of them"))
-    if found or sizes is None or table is None or rates is None:
+    dtypes = collect(found, _dtypes, dtype, train_dtype, config, is_sharded=is_sharded(train))
+    if found or sizes is None or table is None or rates is None or dtypes is None:
         refuse(found)
     training, inference = sizes
+    trainer = collect(found, _trainer, training, model, table)
+    if trainer is None:
+        refuse(found)
     cluster = Cluster(hosts_of, device_gib, host_gib, rates)
-    dtype = dtype or _dtype_of(config)
-    bucket_nbytes = bucket_mb * 1024**2
     started = time.perf_counter()
     try:
-        job = plan_job(table, training, inference, cluster, order=order.value, dtype=dtype, bucket_nbytes=bucket_nbytes)
+        job = plan_job(
+            *(table, trainer, inference, cluster),
+            order=order.value,
+            dtype=dtypes.infer,
+            train_dtype=dtypes.train,
+            bucket_nbytes=bucket_mb * 1024**2,
+        )
     except DependencyError as error:
         refuse([Violation("--order", str(error), "Install it or use --order sequential")])
     seconds, of_rank = time.perf_counter() - started, None
@@ -94,15 +107,50 @@ def plan(
             print_tables(answer)
 
 
+def _trainer(sizes: TrainParallelism | ShardedParallelism, directory: Path, table: ModelTable) -> PlannedTrainer:
+    """Return who trains. Raises ConfigError where that is FSDP2 and transformers does not know the model."""
+    if isinstance(sizes, TrainParallelism):
+        return Megatron(sizes)
+    try:
+        from hybrid_engine.backends.fsdp.unbuilt_model import packed_model_of
+    except ImportError as error:
+        problem = f"how FSDP2 splits a model is asked of transformers and torch: {error}"
+        raise ConfigError([Violation("--train fsdp", problem, "Install both")]) from error
+    return Fsdp(sizes, packed_model_of(directory, table, "--model"))
+
+
+class _Dtypes(NamedTuple):
+    """Of the weights on both sides."""
+
+    train: str
+    infer: str
+
+
+def _dtypes(infer: str | None, train: str | None, config: Mapping[str, Any], *, is_sharded: bool) -> _Dtypes:
+    """Return those that are given, and for the others the defaults. Raises ConfigError."""
+    found = [
+        Violation(key, f"unknown dtype {shortened(dtype)}", f"Use one of {', '.join(DTYPE_NBYTES)}")
+        for key, dtype in (("--dtype", infer), ("--train-dtype", train))
+        if dtype is not None and dtype not in DTYPE_NBYTES
+    ]
+    if found:
+        raise ConfigError(found)
+    infer = infer or _dtype_of(config)
+    # torch's optimizers step on the parameters themselves, Megatron's keep a float32 copy
+    train = train or ("float32" if is_sharded and DTYPE_NBYTES[infer] < DTYPE_NBYTES["float32"] else infer)
+    if train != infer and DTYPE_NBYTES[train] <= DTYPE_NBYTES[infer]:
+        problem = f"{train}, but inference has {infer}: weights are cast to fewer bits or not at all"
+        raise ConfigError([Violation("--train-dtype", problem, "Use a wider dtype, or the same")])
+    return _Dtypes(train, infer)
+
+
 def _option_violations(
-    hosts_of: int, device_gib: float, host_gib: float | None, bucket_mb: int, dtype: str | None, html: Path | None
+    hosts_of: int, device_gib: float, host_gib: float | None, bucket_mb: int, html: Path | None
 ) -> Iterator[Violation]:
     numbers = {"--hosts-of": hosts_of, "--bucket-mb": bucket_mb, "--device-gib": device_gib, "--host-gib": host_gib}
     for key, value in numbers.items():
         if value is not None and not 0 < value <= LARGEST_SIZE:
             yield Violation(key, f"{value:g} is not a valid size", f"Use a number above 0, at most {LARGEST_SIZE}")
-    if dtype is not None and dtype not in DTYPE_NBYTES:
-        yield Violation("--dtype", f"unknown dtype {shortened(dtype)}", f"Use one of {', '.join(DTYPE_NBYTES)}")
     if html is not None and (problem := _unwritable(html)):
         yield Violation("--html", problem, "Name a file in a directory that lets this user write")
 

@@ -64,10 +64,16 @@ def _bytes_table(job: JobPlan) -> Table:
 
 
 def _peers_table(job: JobPlan) -> Table:
-    table = new_table("The same job elsewhere, by formula: GiB received by each rank", "system", "formula", "mean")
+    title = "The same job elsewhere, by formula: GiB received by each rank"
+    table = new_table(title, "system", "formula", "mean", "saved here")
+    received = job.bytes.received.mean()
     for peer in job.peers:
-        table.add_row(peer.system, peer.formula, peer.reason if peer.nbytes is None else _gib(peer.nbytes))
-    table.add_row("this plan", "least", _gib(job.bytes.received.mean()))
+        if peer.nbytes is None:
+            table.add_row(peer.system, peer.formula, peer.reason, "")
+        else:
+            saved = f"{1 - received / peer.nbytes:.1%}" if peer.nbytes else ""
+            table.add_row(peer.system, peer.formula, _gib(peer.nbytes), saved)
+    table.add_row("this plan", "least", _gib(received), "")
     return table
 
 
@@ -75,7 +81,8 @@ def _memory_table(job: JobPlan) -> Table:
     table = new_table("Memory, GiB by rank (without activations and KV cache)", "", "min", "mean", "max")
     names = {
         "params": "parameters",
-        "grads": "gradients, float32",
+        "inelastic": "of these leaving at the end of a switch",
+        "grads": f"gradients, {job.trainer.grad_dtype or job.train_dtype}",
         "optimizer": "optimizer state",
         "training": "training, together",
         "inference": "inference weights",

@@ -16,6 +16,7 @@ from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.cli.options import Order, collect, integer_option, refuse
 from hybrid_engine.cli.output import Console, new_table, writing
 from hybrid_engine.errors import ConfigError, FileError, ReshardError, Violation
+from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.models.families import read_model
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ def verify(
     if found or sizes is None:
         refuse(found)
     training, inference = sizes
+    if not isinstance(training, TrainParallelism):
+        refuse([Violation("--train fsdp", "verify trains with Megatron alone", "Use plan, or Megatron's sizes")])
     world_size = training.world_size
     if nproc is not None and nproc != world_size:
         problem = f"{nproc} processes, but the sizes make {world_size} ranks"

@@ -164,6 +164,11 @@ class ShardedParallelism:
         return self.world_size // self.replicas
 
     @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that hold one copy of the model together."""
+        return self.num_shards
+
+    @property
     def data(self) -> int:
         """Data parallel size: every rank trains on sequences of its own."""
         return self.world_size

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hybrid_engine.layouts.parallelism import ShardedParallelism
 from hybrid_engine.models.packing import Shape
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.records.holdings import PlacedBox, PlacedBoxes, SideBuilder, SideLayout
@@ -25,6 +26,30 @@ class Packed:
 
     parameter: str
     view: StridedView
+
+
+@dataclass(frozen=True, eq=False)
+class PackedModel:
+    """What a sharded trainer has, before it is sharded.
+
+    Attributes:
+        tensors: canonical name -> where it lies.
+        shapes: of the whole parameters, and of the buffers that a checkpoint has; of tied ones one.
+        whole: names of those that every rank has whole: a module's buffers.
+    """
+
+    tensors: Mapping[str, Packed]
+    shapes: Mapping[str, Shape]
+    whole: Collection[str] = ()
+
+    def local_numel(self, name: str, num_shards: int) -> int:
+        """Elements of a parameter, or of a buffer, that each rank stores; FSDP2 pads the rows of the last ranks."""
+        shape = self.shapes[name]
+        return math.prod(shape if name in self.whole else (-(-shape[0] // num_shards), *shape[1:]))
+
+    def splits_evenly(self, name: str, num_shards: int) -> bool:
+        """Whether all ranks have as many rows; only such memory is freed page by page (backends/fsdp)."""
+        return name not in self.whole and self.shapes[name][0] % num_shards == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,36 +113,23 @@ def _dim_of(stride: int, unit: Shape, shape: Shape) -> int | None:
 
 
 def sharded_side(
-    table: ModelTable,
-    packed: Mapping[str, Packed],
-    shapes: Mapping[str, Shape],
-    num_shards: int,
-    replicas: int = 1,
-    dtype: str = "float32",
-    whole: Collection[str] = (),
+    table: ModelTable, model: PackedModel, sizes: ShardedParallelism, dtype: str = "float32"
 ) -> SideLayout:
     """Where FSDP2 keeps every tensor, on all ranks; each parameter is a buffer of its own, split along its first dim.
 
-    Args:
-        table: of the model.
-        packed: canonical name -> where it lies.
-        shapes: of the whole parameters.
-        num_shards, replicas: consecutive ranks shard a parameter, and so many groups of them have a copy each (HSDP).
-        dtype: of the parameters.
-        whole: names of those that every rank has whole: a module's buffers.
+    `dtype`: of the parameters. Elements are counted with the padding that makes all ranks' rows as many.
 
     Source: torch.distributed.fsdp.fully_shard; torch.chunk gives every rank ceil(n / num_shards) rows while there are.
     """
-    world_size = num_shards * replicas
-    side = SideBuilder(world_size, table.shapes, dtype, table.dtypes, is_offered_all=False)
-    ranks_of = [np.arange(shard, world_size, num_shards) for shard in range(num_shards)]
-    everyone = np.arange(world_size)
+    side = SideBuilder(sizes.world_size, table.shapes, dtype, table.dtypes, is_offered_all=False)
+    ranks_of = [np.arange(shard, sizes.world_size, sizes.num_shards) for shard in range(sizes.num_shards)]
+    everyone = np.arange(sizes.world_size)
     pieces: dict[object, tuple[PlacedBox, ...]] = {}
-    for tensor, place in packed.items():
-        shape, is_whole = shapes[place.parameter], place.parameter in whole
+    for tensor, place in model.tensors.items():
+        shape, is_whole = model.shapes[place.parameter], place.parameter in model.whole
         key = place.view, shape, is_whole
         if key not in pieces:
-            parts = [(_whole(shape), everyone)] if is_whole else _parts(shape, ranks_of)
+            parts = [(_whole(shape), everyone)] if is_whole else _parts_with(place.view, shape, ranks_of)
             pieces[key] = tuple(
                 PlacedBox(
                     BoxOwners(box.offsets, box.lengths, ranks),
@@ -130,9 +142,9 @@ def sharded_side(
                 for box in held_boxes(place.view, shape, part)
             )
         side.add(tensor, PlacedBoxes(pieces[key], {"name": place.parameter}, group=""))
-    for name, shape in shapes.items():
-        for part, ranks in [(_whole(shape), everyone)] if name in whole else _parts(shape, ranks_of):
-            side.add_elements(ranks, math.prod(part.lengths), of_expert=".experts." in name)
+    for name in model.shapes:
+        numel = model.local_numel(name, sizes.num_shards)
+        side.add_elements(everyone, numel, of_expert=".experts." in name)
     return side.build()
 
 
@@ -140,14 +152,12 @@ def _whole(shape: Shape) -> LocalBox:
     return LocalBox((0,) * len(shape), shape, 0, contiguous_strides(shape))
 
 
-def _parts(shape: Shape, ranks_of: list[np.ndarray]) -> list[tuple[LocalBox, np.ndarray]]:
-    """Each rank's rows; ranks without any are left out."""
-    rows = -(-shape[0] // len(ranks_of))
-    parts = []
-    for shard, ranks in enumerate(ranks_of):
-        first, last = min(shard * rows, shape[0]), min((shard + 1) * rows, shape[0])
-        if first < last:
-            lengths = (last - first, *shape[1:])
-            offsets = (first, *(0 for _ in shape[1:]))
-            parts.append((LocalBox(offsets, lengths, 0, contiguous_strides(lengths)), ranks))
-    return parts
+def _parts_with(view: StridedView, shape: Shape, ranks_of: list[np.ndarray]) -> Iterator[tuple[LocalBox, np.ndarray]]:
+    """The rows of each rank that has any of those in which a view lies."""
+    rows, row = -(-shape[0] // len(ranks_of)), math.prod(shape[1:])
+    last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
+    for shard in range(view.offset // row // rows, last // row // rows + 1):
+        first, end = shard * rows, min((shard + 1) * rows, shape[0])
+        lengths = (end - first, *shape[1:])
+        offsets = (first, *(0 for _ in shape[1:]))
+        yield LocalBox(offsets, lengths, 0, contiguous_strides(lengths)), ranks_of[shard]

@@ -49,6 +49,17 @@ class Holdings:
         """Bytes of all tensors that are held, each once."""
         return sum(math.prod(self.shapes[name]) * DTYPE_NBYTES[dtype] for name, dtype in self.dtypes.items())
 
+    def nbytes_by_rank(self) -> np.ndarray:
+        """Bytes of the boxes that each rank holds, each place of one counted; int array by rank."""
+        itemsizes: dict[int, int] = {}  # of tensors with the same owners, together
+        for name, owners in self.owners.items():
+            itemsizes[id(owners)] = itemsizes.get(id(owners), 0) + DTYPE_NBYTES[self.dtypes[name]]
+        total = np.zeros(self.num_ranks, dtype=np.int64)
+        for owners in {id(owners): owners for owners in self.owners.values()}.values():
+            for box in owners:
+                np.add.at(total, box.ranks, box.region.numel * itemsizes[id(owners)])
+        return total
+
 
 def rank_classes(holdings: Holdings) -> np.ndarray:
     """Number of its class for each rank; ranks of one class hold the same boxes of everything."""

@@ -18,7 +18,7 @@ import torch
 
 from hybrid_engine.backends.fsdp.internals import TorchDispatchMode, revert_weight_conversion
 from hybrid_engine.errors import ParameterMismatchError
-from hybrid_engine.layouts.sharded import Packed
+from hybrid_engine.layouts.sharded import Packed, PackedModel
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.torch_internals import storage_id
 from hybrid_engine.records.regions import StridedView
@@ -60,6 +60,20 @@ def canonical_views(
     if findings:
         raise ParameterMismatchError(findings)
     return {name: found[name] for name in table.shapes if name in found}
+
+
+def packed_model(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor], table: ModelTable) -> PackedModel:
+    """The same with the parameters' own shapes; arguments and errors are those of `canonical_views`."""
+    views = canonical_views(model, tensors, table)
+    named = {packed.parameter for packed in views.values()}
+    once: dict[int, str] = {}
+    for name in sorted(tensors, key=lambda name: name not in named):  # of tied ones the name that a checkpoint has
+        once.setdefault(id(tensors[name]), name)
+    return PackedModel(
+        views,
+        {name: tuple(tensors[name].shape) for name in once.values()},
+        {name for name in once.values() if not isinstance(tensors[name], torch.nn.Parameter)},
+    )
 
 
 def _repeats(tensors: Mapping[str, torch.Tensor], table: ModelTable) -> set[str]:

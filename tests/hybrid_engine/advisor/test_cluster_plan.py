@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 
 from hybrid_engine.advisor.cluster_plan import GIB, Cluster, JobPlan, plan_job
-from hybrid_engine.advisor.memory_peaks import memory_peaks
-from hybrid_engine.advisor.other_systems import peers
+from hybrid_engine.advisor.memory_peaks import MemoryPeaks, megatron_memory, sharded_memory
+from hybrid_engine.advisor.other_systems import megatron_peers
 from hybrid_engine.advisor.picture import picture_of, rows_of
+from hybrid_engine.advisor.trainers import Megatron
 from hybrid_engine.layouts.inference import inference_side
-from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
+from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism
+from hybrid_engine.layouts.sharded import Packed, PackedModel, sharded_side
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.planning.summary import summarize
+from hybrid_engine.records.regions import StridedView, contiguous_strides
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, layout_cases
 
 
 def job(train: TrainParallelism, infer: InferenceParallelism, cluster: Cluster | None = None) -> JobPlan:
-    return plan_job(table_for(EXPERTS), train, infer, cluster or Cluster(), dtype="bfloat16", bucket_nbytes=100)
+    cluster = cluster or Cluster()
+    return plan_job(table_for(EXPERTS), Megatron(train), infer, cluster, dtype="bfloat16", bucket_nbytes=100)
 
 
 def test_memory_is_counted_with_padding_and_shards() -> None:
@@ -38,19 +43,37 @@ def test_memory_is_counted_with_padding_and_shards() -> None:
     infer = InferenceParallelism(4, tensor=2)
     source, destination = training_side(table, train), inference_side(table, infer)
     assert source.num_elements.tolist() == [dense + experts] * 4
-    peaks = memory_peaks(source, destination, train, "bfloat16", bucket_nbytes=100)
-    assert peaks.params.tolist() == [2 * (dense + experts)] * 4
-    assert peaks.grads.tolist() == [4 * (dense + experts)] * 4
+    state = megatron_memory(source, train, "bfloat16")
+    peaks = MemoryPeaks(state, 2 * destination.num_elements, bucket=100)
+    assert state.params.tolist() == [2 * (dense + experts)] * 4
+    assert state.grads.tolist() == [4 * (dense + experts)] * 4
     shards = math.ceil(dense / 2) + math.ceil(experts / 2)
-    assert peaks.optimizer.tolist() == [12 * shards] * 4
+    assert state.optimizer.tolist() == [12 * shards] * 4
     served = 2 * 192 * hidden // 2 + dense - 2 * vocab * hidden // 2 + 3 * 6 * expert // 2  # vLLM pads to 192
     assert peaks.inference.tolist() == [2 * served] * 4
-    assert (peaks.switch == peaks.params + peaks.inference).all()
-    assert (peaks.interleaved_switch == np.maximum(peaks.params, peaks.inference) + 200).all()
+    assert (peaks.switch == state.params + peaks.inference).all()
+    assert (peaks.interleaved_switch == np.maximum(state.params, peaks.inference) + 200).all()
     assert (peaks.device == np.maximum(peaks.training, peaks.switch)).all()
-    assert (peaks.host == peaks.params + peaks.optimizer).all()
-    in_float32 = memory_peaks(source, destination, train, "float32", bucket_nbytes=100)
-    assert in_float32.optimizer.tolist() == [8 * shards] * 4, "no main copy"
+    assert (peaks.host == state.params + state.optimizer).all()
+    assert megatron_memory(source, train, "float32").optimizer.tolist() == [8 * shards] * 4, "no main copy"
+
+
+def test_memory_of_shards_is_padded_and_uneven_ones_leave_late() -> None:
+    """Three ranks: 7 rows are 3 on each, 6 rows are 2; a router's bias is whole on all of them."""
+    shapes = {"uneven": (7, 5), "even": (6, 2), "bias": (4,)}
+    tensors = {name: Packed(name, StridedView(0, shape, contiguous_strides(shape))) for name, shape in shapes.items()}
+    model = PackedModel(tensors, shapes, whole={"bias"})
+    sizes = ShardedParallelism(3)
+    source = sharded_side(replace(table_for(DENSE), shapes=shapes), model, sizes)
+    assert source.num_elements.tolist() == [3 * 5 + 2 * 2 + 4] * 3
+    state = sharded_memory(source, model, sizes, "float32")
+    assert state.params.tolist() == state.grads.tolist() == [4 * 23] * 3
+    assert state.optimizer.tolist() == [8 * 23, 8 * 23, 8 * (1 * 5 + 2 * 2 + 4)], "the last one has one row of 7"
+    assert (state.copied == 2 * 92 + state.optimizer).all()
+    assert state.inelastic is not None
+    assert state.inelastic.tolist() == [4 * (3 * 5 + 4)] * 3
+    peaks = MemoryPeaks(state, np.array([400, 10, 1]), bucket=1)
+    assert peaks.interleaved_switch.tolist() == [76 + 400 + 2, 92 + 2, 92 + 1], "never more than both"
 
 
 def test_fit_and_time() -> None:
@@ -85,7 +108,7 @@ def test_an_order_that_saves_is_kept() -> None:
 
 def reasons(train: TrainParallelism, infer: InferenceParallelism) -> dict[str, str]:
     table = table_for(EXPERTS)
-    found = peers(training_side(table, train).holdings, inference_side(table, infer).holdings, train, infer)
+    found = megatron_peers(training_side(table, train).holdings, inference_side(table, infer).holdings, train, infer)
     assert all((peer.nbytes is None) == bool(peer.reason) for peer in found)
     return {peer.system.partition(":")[0]: peer.reason for peer in found}
 
@@ -109,7 +132,7 @@ def test_formulas_are_used_where_they_apply() -> None:
 @given(layout_cases())
 def test_gathering_everything_moves_what_a_rank_does_not_hold(case: LayoutCase) -> None:
     source, destination = case.source.holdings, case.destination.holdings
-    everything, *_ = peers(source, destination, case.train, case.infer)
+    everything, *_ = megatron_peers(source, destination, case.train, case.infer)
     whole = inference_side(case.table, InferenceParallelism(len(case.hosts))).holdings
     assert everything.nbytes == summarize(source, whole, case.hosts).received.mean()
 

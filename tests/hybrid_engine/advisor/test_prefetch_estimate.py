@@ -5,14 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hybrid_engine.advisor.memory_peaks import MemoryPeaks
+from hybrid_engine.advisor.memory_peaks import MemoryPeaks, TrainingMemory
 from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
 
 
 def estimate(inference: int, *, device: float = 100.0, utilization: float = 0.5) -> PrefetchEstimate:
     """Of two ranks: 10 bytes of parameters, 20 of gradients, 15 and 14 of optimizer state; 5 bytes per second."""
-    training = [np.array(each) for each in ([10, 10], [20, 20], [15, 14])]
-    return PrefetchEstimate(MemoryPeaks(*training, np.array([inference, inference]), 1), device, utilization, 5.0)
+    params, grads, optimizer = (np.array(each) for each in ([10, 10], [20, 20], [15, 14]))
+    state = TrainingMemory(params, grads, optimizer, copied=params + optimizer)
+    memory = MemoryPeaks(state, np.array([inference, inference]), 1)
+    return PrefetchEstimate(memory, device, utilization, 5.0)
 
 
 @pytest.mark.parametrize(

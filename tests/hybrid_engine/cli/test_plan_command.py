@@ -78,6 +78,49 @@ def test_options_are_used(tmp_path: Path) -> None:
     assert one_host["memory"]["host"]["fits"] is None
 
 
+def test_a_job_with_fsdp(tmp_path: Path) -> None:
+    """Llama-3 8B in float32 over 16 ranks: an eighth of the rows of half a model on each; vLLM has bfloat16."""
+    model, page = saved(tmp_path, LLAMA_3_8B), tmp_path / "page.html"
+    job = ("--model", model, "--train", "fsdp=8,replicas=2", "--infer", "tp=4,pp=2")
+    found = facts(*job, "--html", str(page), "--rank", "3")
+    numel = 8_030_261_248
+    assert found["train"] == {"num_shards": 8, "replicas": 2, "data": 16}
+    assert (found["model"]["train_dtype"], found["model"]["dtype"]) == ("float32", "bfloat16")
+    moved = found["bytes"]
+    assert moved["received"] == moved["least"]
+    # inference has half of the layers, a quarter of each; of that a rank holds between nothing and its own eighth
+    assert (1 / 8 - 1 / 16) * 2 * numel < moved["received"]["mean"] < 1 / 8 * 2 * numel * 1.07
+    (peer,) = found["peers"]
+    assert peer["system"] == "verl, TRL: full_tensor() of each parameter"
+    assert peer["nbytes"] == pytest.approx(7 / 8 * 4 * numel), "gathered before they are cast"
+    memory = {name: numbers["max"] for name, numbers in found["memory"]["device"].items() if isinstance(numbers, dict)}
+    assert memory["params"] == memory["grads"] == memory["optimizer"] / 2 == 4 * numel / 8
+    assert memory["inelastic"] == 0, "all of it splits evenly over 8 ranks"
+    assert memory["interleaved_switch"] < memory["switch"] == memory["params"] + memory["inference"]
+    assert found["rank"]["received"]["host"] + found["rank"]["received"]["network"] > 0
+    content = Page(page.read_text())
+    assert "verl, TRL: full_tensor() of each parameter: M - held" in content.cells
+    assert len(content.data["columns"]) == 8, "replicas are one"
+    result = run(*job, "--train-dtype", "bfloat16")
+    saved_share = f"{1 - moved['received']['mean'] / (peer['nbytes'] / 2):.1%}"
+    for text in ("of these leaving at the end of a switch", "gradients, bfloat16", "saved here", saved_share):
+        assert text in result.output, text
+    narrow = run(*job, "--dtype", "float32", "--train-dtype", "bfloat16")
+    assert "--train-dtype: bfloat16, but inference has float32" in narrow.stderr
+
+
+def test_models_that_transformers_does_not_build(tmp_path: Path) -> None:
+    """A checkpoint with code of its own; and one whose config says something else than its table."""
+    job = ("--train", "fsdp=2", "--infer", "tp=2")
+    foreign = run("--model", saved(tmp_path, {**LLAMA_3_8B, "model_type": "unheard-of"}), *job)
+    assert foreign.exit_code == 2
+    assert "--model: transformers builds no model from its config.json: ValueError: " in foreign.stderr
+    other = run("--model", saved(tmp_path, {**LLAMA_3_8B, "model_type": "qwen2"}), *job)
+    assert other.exit_code == 2
+    assert "--model: transformers builds another model from it: " in other.stderr
+    assert "model.layers.0.self_attn.q_proj.bias: no tensor of a checkpoint of this config" in other.stderr
+
+
 def test_the_tables_say_what_the_engine_does(tmp_path: Path) -> None:
     result = run(
         "--model", saved(tmp_path, EXPERTS), "--train", "tp=2,ep=2,etp=1,dp=3", "--infer", "tp=3,ep=6", "--rank", "1"
@@ -132,6 +175,13 @@ def test_everything_impossible_is_said_at_once(tmp_path: Path) -> None:
         ("tp=two,dp=1", "tp=0", "--train tp: 'two' cannot be read"),
         ("tp=two,dp=1", "tp=0", "--infer tp: 0 is not a valid size"),
         ("tp=1,tp=2,dp=1", "tp=1", "--train tp: given twice"),
+        ("fsdp=2", "tp=2,dp=2", "--infer dp: training has 2 ranks, inference 4"),
+        ("fsdp=2,replicas=2", "tp=3,dp=1", "--infer dp: training has 4 ranks, inference 3"),
+        ("fsdp=4,tp=2", "tp=2", "--train tp: Megatron's, but with fsdp or replicas FSDP2 trains. Known keys: fsdp"),
+        ("replicas=2", "tp=2", "--train fsdp: not given. Say how many ranks shard a parameter"),
+        ("fsdp=0,shards=2", "tp=2", "--train fsdp: 0 is not a valid size"),
+        ("fsdp=0,shards=2", "tp=2", "--train shards: unknown key. Known keys: fsdp, replicas"),
+        ("shards=2", "tp=2", "--train shards: unknown key. Known keys: tp, pp"),
         ("dp=2,layout=Et|ttL,pp=2", "tp=1", "--train layout: 3 layers (t), the model has 4"),
         ("dp=2,first=1,embedding=1,pp=2", "tp=1", "--train embedding: set beside the number of layers"),
         ("dp=4,etp=3", "tp=1", "--train etp: 3, but the model has no experts"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,14 +12,15 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 
 from hybrid_engine.layouts.inference import inference_side
-from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
+from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism
+from hybrid_engine.layouts.sharded import Packed, PackedModel, sharded_side
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.layouts.stages import split_violations
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import ModelTable, table_for
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import Layout
-from hybrid_engine.records.regions import Region, joined, union
+from hybrid_engine.records.regions import Region, StridedView, contiguous_strides, joined, union
 
 # 12 heads of 2 elements: 1, 2, 3, 4, 6 and 12 ranks can share them. 150 tokens: vLLM pads to 192, Megatron otherwise.
 DENSE: dict[str, Any] = {
@@ -78,18 +80,24 @@ JOBS = settings(
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """A job; `hosts` by rank, `relaying` those whose ranks read each other's memory; dtypes of both sides' weights."""
+    """A job; `hosts` by rank, `relaying` those whose ranks read each other's memory; dtypes of both sides' weights.
+
+    With `packed` FSDP2 trains.
+    """
 
     table: ModelTable = field(repr=False)
-    train: TrainParallelism
+    train: TrainParallelism | ShardedParallelism
     infer: InferenceParallelism
     hosts: tuple[int, ...]
     relaying: tuple[int, ...] = ()
     train_dtype: str = "bfloat16"
     infer_dtype: str = "bfloat16"
+    packed: PackedModel | None = field(default=None, repr=False)
 
     @property
     def source(self) -> SideLayout:
+        if self.packed is not None:
+            return sharded_side(self.table, self.packed, self.train, self.train_dtype)
         return training_side(self.table, self.train, self.train_dtype)
 
     @property
@@ -191,3 +199,33 @@ def layout_cases(draw: st.DrawFn) -> LayoutCase:
     relaying = draw(st.sampled_from([(), (1,), (0, 1, 2)]))
     dtypes = draw(st.sampled_from([("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32")]))
     return LayoutCase(table, train, infer, tuple(sorted(hosts)) if in_order else hosts, relaying, *dtypes)
+
+
+def packed_model(table: ModelTable) -> PackedModel:
+    """As transformers has a model: every tensor a parameter, but the experts of a layer, which are one of 3 dims.
+
+    Their gate and up projections lie one after the other in a parameter.
+    """
+    tensors, shapes = {}, {}
+    for name, shape in table.shapes.items():
+        layer, is_expert, rest = name.partition(".experts.")
+        if not is_expert:
+            tensors[name], shapes[name] = Packed(name, StridedView(0, shape, contiguous_strides(shape))), shape
+            continue
+        expert, projection, _ = rest.split(".")
+        packs = 1 if projection == "down_proj" else 2
+        numel, start = packs * math.prod(shape), math.prod(shape) if projection == "up_proj" else 0
+        parameter = f"{layer}.experts.{'down_proj' if packs == 1 else 'gate_up_proj'}"
+        view = StridedView(int(expert) * numel + start, shape, contiguous_strides(shape))
+        tensors[name] = Packed(parameter, view)
+        shapes[parameter] = table.dims.num_experts, packs * shape[0], shape[1]
+    return PackedModel(tensors, shapes)
+
+
+@st.composite
+def sharded_cases(draw: st.DrawFn) -> LayoutCase:
+    """The same with FSDP2: any number of ranks, whether rows divide or not, and replicas."""
+    case = draw(layout_cases())
+    world_size = len(case.hosts)
+    sizes = ShardedParallelism(world_size, draw(st.sampled_from(divisors(world_size))))
+    return replace(case, train=sizes, packed=packed_model(case.table))

@@ -19,11 +19,11 @@ from hybrid_engine.planning.plan import ByteCount, Link, ReshardPlan
 from hybrid_engine.planning.planner import plan, plan_sides
 from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.planning.summary import ByteSummary, summarize
-from hybrid_engine.records.holdings import Holdings, holdings_of, placed_holdings
+from hybrid_engine.records.holdings import holdings_of, placed_holdings
 from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.records.validation import layout_faults
-from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, layout_cases
+from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, layout_cases, sharded_cases
 from tests.hybrid_engine.planning.cases import Case, carry_out, cases, filled_buffers, whole
 
 
@@ -34,7 +34,7 @@ def full_plan(case: LayoutCase, rank: int | None = None) -> ReshardPlan:
 
 
 @JOBS
-@given(layout_cases())
+@given(st.one_of(layout_cases(), sharded_cases()))
 def test_every_element_arrives_where_vllm_has_it(case: LayoutCase) -> None:
     source, destination = case.source.layout(), case.destination.layout()
     assert layout_faults(source, exact=False) == []
@@ -46,31 +46,22 @@ def test_every_element_arrives_where_vllm_has_it(case: LayoutCase) -> None:
 
 
 @JOBS
-@given(layout_cases())
+@given(st.one_of(layout_cases(), sharded_cases()))
 def test_the_summary_is_the_plans(case: LayoutCase) -> None:
     summary = summarize(case.source.holdings, case.destination.holdings, case.hosts, case.relaying)
     assert_same_bytes(full_plan(case), summary)
 
 
 @JOBS
-@given(layout_cases())
+@given(st.one_of(layout_cases(), sharded_cases()))
 def test_no_rank_receives_more_than_the_least(case: LayoutCase) -> None:
     summary = summarize(case.source.holdings, case.destination.holdings, case.hosts, case.relaying)
     np.testing.assert_array_equal(summary.received, summary.lower_bound)
     if DTYPE_NBYTES[case.infer_dtype] <= DTYPE_NBYTES[case.train_dtype]:
-        np.testing.assert_array_equal(summary.own + summary.received, nbytes_by_rank(case.destination.holdings))
+        np.testing.assert_array_equal(summary.own + summary.received, case.destination.holdings.nbytes_by_rank())
     for host, least in zip(dict.fromkeys(case.hosts), summary.network_lower_bound, strict=True):
         entered = summary.network[np.array(case.hosts) == host].sum()
         assert entered == least if host in case.relaying else entered >= least
-
-
-def nbytes_by_rank(holdings: Holdings) -> np.ndarray:
-    """Of canonical tensors, as they are held."""
-    total = np.zeros(holdings.num_ranks, dtype=np.int64)
-    for name, owners in holdings.owners.items():
-        for box in owners:
-            np.add.at(total, box.ranks, box.region.numel * DTYPE_NBYTES[holdings.dtypes[name]])
-    return total
 
 
 @given(cases())

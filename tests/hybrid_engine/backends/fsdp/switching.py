@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 
+from hybrid_engine.advisor.cluster_plan import Cluster, JobPlan, plan_job
+from hybrid_engine.advisor.trainers import Fsdp
 from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
+from hybrid_engine.backends.fsdp.unbuilt_model import packed_model_of
 from hybrid_engine.backends.vllm.native_load import native_parameters
-from hybrid_engine.config import load_config
+from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.layouts.differences import differences
-from hybrid_engine.layouts.sharded import sharded_side
+from hybrid_engine.layouts.parallelism import ShardedParallelism
 from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.switch.rendezvous import gather_layouts
 from tests.zoo import sharded_models
 from tests.zoo.families import read_config, served_config, write_config
@@ -62,7 +64,9 @@ class Switched:
         different: parameters of vLLM that differ in a bit from its own load of the same checkpoint.
         num_compared: how many parameters were compared, over all switches.
         received, least: bytes of the last switch.
-        misplaced: tensors that this rank holds otherwise than layouts/sharded.py computes.
+        misplaced: tensors that this rank holds otherwise than `plan` computes from config.json and sizes alone.
+        planned: bytes that this rank receives, by the same plan. planned_memory, memory: bytes of parameters, of
+            gradients and of optimizer state, by the plan and as they are.
         losses: of the steps between.
         changed: parameters and optimizer state that differ in a bit from those of the same steps without an engine.
         elastic: share of the parameters' bytes whose memory comes and goes page by page.
@@ -74,6 +78,9 @@ class Switched:
     received: int = 0
     least: int = 0
     misplaced: list[str] = field(default_factory=list)
+    planned: int = 0
+    planned_memory: tuple[int, ...] = ()
+    memory: tuple[int, ...] = ()
     losses: list[float] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     elastic: float = 0.0
@@ -106,8 +113,13 @@ def _run(job: Job, path: Path, case: Case) -> Switched:
     layouts = gather_layouts(job, trainer.weights)
     inference = build_inference_engine(config, table, layouts, job)
     engine = HybridEngine(trainer, inference, config, training_layouts=layouts)
-    computed = _computed_side(trainer, job.world_size // case.replicas, case.replicas)
-    found = Switched(misplaced=differences(computed.layout_of(job.rank), layouts[job.rank]))
+    plan = _plan(config, case, job)
+    state = plan.memory.state
+    found = Switched(
+        misplaced=differences(plan.source.layout_of(job.rank), layouts[job.rank]),
+        planned=int(plan.bytes.received[job.rank]),
+        planned_memory=tuple(int(each[job.rank]) for each in (state.params, state.grads, state.optimizer)),
+    )
     try:
         for step in range(NUM_STEPS):
             with engine.train_context():
@@ -116,6 +128,7 @@ def _run(job: Job, path: Path, case: Case) -> Switched:
             with engine.train_context():
                 found.losses.append(_train(model, optimizer, step, job.rank))
         found.elastic = _elastic_share(trainer)
+        found.memory = tuple(_nbytes(trainer, kind) for kind in ("param", "grad", "optimizer"))
         found.changed = _differences(model, optimizer, *_trained_alone(path, case, job.rank))
     finally:
         engine.sharding.close()
@@ -123,11 +136,22 @@ def _run(job: Job, path: Path, case: Case) -> Switched:
     return found
 
 
-def _computed_side(trainer: ShardedModel, num_shards: int, replicas: int) -> SideLayout:
-    tensors = trainer.weights.tensors.tensors
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    whole = {name for name, tensor in tensors.items() if not isinstance(tensor, torch.nn.Parameter)}
-    return sharded_side(trainer.table, trainer.weights.packed, shapes, num_shards, replicas, whole=whole)
+def _plan(config: HybridConfig, case: Case, job: Job) -> JobPlan:
+    """What the command line would say of this job; ranks of one host."""
+    table = table_for(config.hf_config())
+    trainer = Fsdp(ShardedParallelism(job.world_size, case.replicas), packed_model_of(config.model, table))
+    infer, cluster = config.generate_config.sizes(job.world_size), Cluster(ranks_per_host=job.world_size)
+    return plan_job(table, trainer, infer, cluster, dtype=case.dtype, train_dtype="float32")
+
+
+def _nbytes(trainer: ShardedModel, kind: str) -> int:
+    """Of a kind of state; memory that several tensors share counts once."""
+    storages = {
+        item.tensor.untyped_storage().data_ptr(): item.tensor.untyped_storage().nbytes()
+        for item in trainer.offload_items()
+        if item.kind == kind
+    }
+    return sum(storages.values())
 
 
 def _sharded(path: Path, case: Case) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -68,8 +68,12 @@ def test_the_fewest_bytes_are_sent(by_rank: list[Switched]) -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), ALL)
-def test_the_computed_layout_is_the_real_one(by_rank: list[Switched]) -> None:
-    assert all(switched.misplaced == [] for switched in by_rank)
+def test_the_plan_of_the_command_line_is_the_one_that_runs(by_rank: list[Switched]) -> None:
+    for switched in by_rank:
+        assert switched.misplaced == []
+        assert switched.received == switched.planned
+        if switched.elastic > 0.99:  # FSDP2 pads other parts, which shows in such small models
+            assert switched.memory == pytest.approx(switched.planned_memory, rel=0.02)
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), ALL)
