@@ -104,8 +104,9 @@ format: $(ENV_READY) ## Fix style and formatting in place
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-docs: $(ENV_READY) ## Make docs/configuration.md and docs/constraints.md from their sources
+docs: $(ENV_READY) ## Make configuration.md, constraints.md and seventy_billion.md in docs/ from their sources
 	$(PY) docs/make_configuration.py
+	$(PY) docs/make_seventy_billion.py
 
 matrix: $(ENV_READY) ## Switch every layout and model family with both real engines (ONLY=text, JSON=file)
 	OMP_NUM_THREADS=1 $(PY) -m tests.hybrid_engine.verification.matrix $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json '$(JSON)')

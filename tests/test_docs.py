@@ -28,6 +28,16 @@ def test_the_configuration_page_is_up_to_date() -> None:
     assert written == made, "run: make docs"
 
 
+@pytest.mark.slow
+def test_the_page_of_a_large_model_is_up_to_date() -> None:
+    """Its figures are the planner's; and what it claims holds: of what a gather moves 85 % or more are saved."""
+    made = runpy.run_path(str(REPO_ROOT / "docs" / "make_seventy_billion.py"))["page"]()
+    assert (REPO_ROOT / "docs" / "seventy_billion.md").read_text() == made, "run: make docs"
+    saved = [float(share) for share in re.findall(r"\| ([\d.]+)% \|$", made, re.MULTILINE)]
+    assert len(saved) == 3
+    assert min(saved) >= 85
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_relative_links_lead_somewhere(page: str) -> None:
     path = REPO_ROOT / page

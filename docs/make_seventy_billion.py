@@ -1,0 +1,149 @@
+"""Makes docs/seventy_billion.md: what a switch of a 70B model on 64 devices moves, from FSDP2 to vLLM.
+
+Run `make docs` after a change of the planner; a test compares.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from hybrid_engine.advisor.cluster_plan import GIB, Cluster, JobPlan, plan_job
+from hybrid_engine.advisor.sizes_text import parse_job
+from hybrid_engine.advisor.trainers import Fsdp
+from hybrid_engine.backends.fsdp.unbuilt_model import packed_model_of
+from hybrid_engine.layouts.parallelism import ShardedParallelism
+from hybrid_engine.models import table_for
+from hybrid_engine.planning.plan import Link
+
+LLAMA_3_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+TRAIN, INFER = "fsdp=64", "tp=4,pp=2"
+A100 = Cluster(device_gib=80.0, link_gbps={Link.SELF: 1000.0, Link.HOST: 250.0, Link.NETWORK: 22.0})
+PUBLISHED = {"weights": (120, 15), "optimizer state": (240, 30), "gradients": (60, 10)}
+"""GB by a gather and after, as estimated for verl with a 70B model on eight nodes of A100."""
+
+
+def page() -> str:
+    """The whole page."""
+    job = _job()
+    model, received = job.model_nbytes, float(job.bytes.received.mean())
+    numel, ranks = model // 2, job.world_size
+    gathered = {"weights": 2, "optimizer state": 8, "gradients": 4}  # bytes per element
+    rows = []
+    for name, (before, after) in PUBLISHED.items():
+        gather = gathered[name] * numel * (1 - 1 / ranks)
+        ours = received if name == "weights" else 0.0
+        published = f"{before} -> {after} GB, {1 - after / before:.1%} less"
+        rows.append(f"| {name} | {published} | {_gb(gather)} | {_gb(ours)} | {1 - ours / gather:.1%} |")
+    held, needed, memory = float(job.bytes.own.mean()), received + float(job.bytes.own.mean()), job.memory
+    return _PAGE.format(
+        rows="\n".join(rows),
+        numel=f"{numel / 1e9:.1f}",
+        model=_gb(model),
+        full_tensor=_gb(job.peers[0].nbytes or 0),
+        full_tensor_less=f"{1 - received / (job.peers[0].nbytes or 1):.1%}",
+        needed=_gb(needed),
+        held=_gb(held),
+        received=_gb(received),
+        most=_gb(float(job.bytes.received.max())),
+        own_shard=_gb(model / ranks),
+        bound=_gb(needed - model / ranks / 2),
+        network=_gb(float(job.received_by_host.mean())),
+        seconds=f"{job.seconds.max():.2f}",
+        gather_seconds=f"{(model * 7 / 8 / 8) / 22e9:.2f}",
+        training=_gib(memory.training.max()),
+        params=_gib(memory.state.params.max()),
+        inference=_gib(memory.inference.max()),
+        switch=_gib(memory.switch.max()),
+        interleaved=_gib(memory.interleaved_switch.max()),
+        host=_gib(job.host_nbytes.max()),
+        train=TRAIN,
+        infer=INFER,
+    )
+
+
+def _job() -> JobPlan:
+    table = table_for(LLAMA_3_70B)
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(LLAMA_3_70B))
+        model = packed_model_of(Path(directory), table)
+    training, inference = parse_job(TRAIN, INFER, table)
+    assert isinstance(training, ShardedParallelism)
+    return plan_job(table, Fsdp(training, model), inference, A100, train_dtype="float32")
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB"
+
+
+def _gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.1f} GiB"
+
+
+_PAGE = """# A 70B model on 64 devices
+
+What a switch from FSDP2 over all ranks to vLLM with TP=4 x PP=2 (8 replicas) moves, by the planner; nothing here was
+measured. Llama 3 70B, {numel} billion parameters, float32 while training, {model} of bfloat16 in vLLM; eight hosts of
+eight A100. Bytes are those that one device receives, on average. Beside them are figures that were published for such a
+job: estimates of what a gather moves, and what is left when only what must change place does.
+
+| | published | a gather, here | this plan | less |
+|---|---|---|---|---|
+{rows}
+
+- *weights*: a gather brings every device all of the model but its own 64th, here counted in bfloat16. `full_tensor()`
+  of every parameter, as verl and TRL do it, gathers float32 and casts then: {full_tensor}, of which this plan saves
+  {full_tensor_less}.
+- *optimizer state* and *gradients* are used where they lie. They leave the device for the memory of its own host and
+  come back; no device receives anything of them. A gather is counted in float32, two moments and one gradient.
+
+## Why it is no less
+
+A device computes with {needed} of weights in vLLM: an eighth of the model, for TP=4 x PP=2. Of these it holds {held} in
+training. It has {own_shard} of the model there, 1/64 of the rows of every tensor; but half of the tensors belong to the
+other pipeline stage, and of a tensor whose rows are cut over TP its rows are needed by one of four devices, which
+often is another one: consecutive ranks hold neighbouring rows, but are the four devices of a tensor parallel group,
+which stays on one host. What a device needs and does not hold must come to it: {received} on average, {most} at most.
+The plan receives exactly that on every device (`received` and `least` of `plan --json` are equal). In any order of
+ranks at least {bound} would have to come, for a device holds no more than half of its 64th in its own stage.
+
+Each host needs the whole model, of which it has an eighth. The other seven eighths come over the network once,
+{network} for each host, and are handed on inside it.
+
+## Time and memory
+
+The slowest device is busy for {seconds} s by assumed rates (250 GB/s within a host, 22 GB/s over the network for each
+device, 1000 GB/s within a device), of which the network alone takes {gather_seconds} s.
+
+| bytes on one device | |
+|---|---|
+| parameters, gradients and two moments, float32 | {training} |
+| of these parameters | {params} |
+| vLLM's weights | {inference} |
+| peak of a switch with vLLM's sleep mode, which wakes all weights at once | {switch} |
+| peak where weights come bucket by bucket | {interleaved} |
+| memory of a host for what leaves its eight devices | {host} |
+
+All parameters of this model split evenly over 64 ranks, so they leave page by page while vLLM's weights come. Others
+would leave at the end of the switch (`inelastic` in the plan).
+
+The same, and what each rank does:
+
+    python -m hybrid_engine plan --model DIR --train {train} --infer {infer} --device-gib 80 \\
+        --link-gbps self=1000,host=250,network=22
+"""
+
+
+if __name__ == "__main__":
+    (Path(__file__).parent / "seventy_billion.md").write_text(page())
