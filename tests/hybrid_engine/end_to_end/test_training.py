@@ -34,6 +34,8 @@ ACTORS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16 distributed tp2 pp2": (4, {**TP2, "pipeline_model_parallel_size": 2, **BF16}),
 }
 """Name -> number of ranks, actor_config."""
+PREFETCHED = frozenset({"fp32 overlap dp2"})
+"""Those whose training state comes back during rollouts, and leaves during fills."""
 GATHERS = "overlapped gathers"
 
 
@@ -51,19 +53,21 @@ class TrainedWithSwitches(Trained):
     """
     Attributes:
         offloaded: in each switch, the share of the training bytes that left.
+        prefetched: bytes that came back in each rollout.
         model_is_left, num_gloo_threads_more: once the worker is shut down and dropped.
     """
 
     offloaded: list[float]
+    prefetched: list[int]
     model_is_left: bool
     num_gloo_threads_more: int
 
 
-def train_with_switches(model: Path, actor: dict[str, Any]) -> TrainedWithSwitches:
+def train_with_switches(model: Path, actor: dict[str, Any], prefetch: str = "off") -> TrainedWithSwitches:
     """A switch and an offload of everything after each update."""
     num_threads = _num_gloo_threads()
-    worker = workers.build_worker(model, actor)
-    losses, offloaded = [], []
+    worker = workers.build_worker(model, actor, {"prefetch": prefetch})
+    losses, offloaded, prefetched = [], [], []
     for number in range(NUM_UPDATES):
         with worker.train_context():
             losses.append(worker.update(workers.batch(seed=number), workers.cross_entropy)["loss"])
@@ -72,6 +76,7 @@ def train_with_switches(model: Path, actor: dict[str, Any]) -> TrainedWithSwitch
             worker.inference.generate([[1, 2, 3]], workers.GREEDY)
             offloaded.append(worker.sharding.last_report.bytes_offloaded / training_nbytes)
         with worker.forward_context():
+            prefetched.append(worker.sharding.last_report.bytes_prefetched)
             worker.compute_log_probs(workers.batch(seed=number))
     with worker.train_context():
         state = training_state(worker.train)
@@ -80,7 +85,7 @@ def train_with_switches(model: Path, actor: dict[str, Any]) -> TrainedWithSwitch
     del worker
     gc.collect()
     is_left, num_more = chunk() is not None, _num_gloo_threads() - num_threads
-    return TrainedWithSwitches(losses, state, version, offloaded, is_left, num_more)
+    return TrainedWithSwitches(losses, state, version, offloaded, prefetched, is_left, num_more)
 
 
 def _num_gloo_threads() -> int:
@@ -121,7 +126,8 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callab
         else:  # some groups of a worker stay until the next one is built: so here is one before those that are counted
             calls["first"] = train_with_switches, (model, next(iter(actors.values())))
         for name, actor in actors.items():
-            calls[f"{name}, switched"] = train_with_switches, (model, actor)
+            prefetch = "auto" if name in PREFETCHED else "off"
+            calls[f"{name}, switched"] = train_with_switches, (model, actor, prefetch)
             calls[f"{name}, without"] = train_without, (model, actor)
         return engines.launch_in_turn(num_ranks, calls, timeout=800)
 
@@ -154,6 +160,13 @@ def test_a_switch_counts_as_no_update(pair: Pair) -> None:
 
 def test_all_training_bytes_leave_in_every_switch(pair: Pair) -> None:
     assert [result.offloaded for result in pair.switched] == [[1.0] * NUM_UPDATES] * len(pair.switched)
+
+
+def test_parameters_come_back_during_a_rollout_if_asked(request: pytest.FixtureRequest, pair: Pair) -> None:
+    is_asked = request.node.callspec.params["pair"] in PREFETCHED
+    assert [[nbytes > 0 for nbytes in result.prefetched] for result in pair.switched] == (
+        [[is_asked] * NUM_UPDATES] * len(pair.switched)
+    )
 
 
 def test_a_dropped_worker_leaves_no_model(pair: Pair) -> None:

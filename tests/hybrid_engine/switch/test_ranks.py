@@ -166,6 +166,30 @@ def way_back_fails_on_rank_1() -> dict[str, object]:
 
 
 @scenario
+def prefetch_on_rank_0() -> dict[str, object]:
+    """Its replica is done while rank 1 still generates, or fails."""
+    rig = Rig(elastic=True, prefetch="auto")
+    prefetched = []
+    for fails in (False, True):
+        rig.training.step()
+        rig.manager.enter(INFER)
+        if rig.training.rank == 0:
+            rig.manager.near_end()
+
+        def generate(fails: bool = fails) -> None:
+            with rig.job.agreement.phase("generate"):
+                if fails and rig.training.rank == 1:
+                    raise OSError("out of tokens")
+
+        error = error_of(generate) if fails else generate()
+        prefetched.append(rig.manager.enter(TRAIN).bytes_prefetched)
+        rig.assert_is(TRAIN)
+    rig.training.step()
+    assert_goes_on(rig)
+    return {**error, "prefetched": prefetched}
+
+
+@scenario
 def release_fails_on_rank_0() -> dict[str, object]:
     """Its inference weights are still there when both start again; the next fill must not leave rank 1 waiting."""
     rig = Rig(transport="collective", timeout_seconds=5)
@@ -271,6 +295,15 @@ def test_the_way_back_fails_on_one_rank_and_both_are_idle(two_ranks: list[dict[s
         assert error["names"][0] == ReshardError.__name__
         assert "disk on fire" in error["text"]
         assert "no memory left" in error["text"]
+
+
+def test_one_rank_prefetches_and_both_go_on(two_ranks: list[dict[str, dict]]):
+    done, other = (results["prefetch_on_rank_0"] for results in two_ranks)
+    parameters = NBYTES // 2
+    # once training has followed, also that half of optimizer state which stays within the peak of the switches
+    assert done["prefetched"] == [parameters, 2 * parameters]
+    assert other["prefetched"] == [0, 0]
+    assert all("OSError: out of tokens" in each["text"] for each in (done, other))
 
 
 def test_release_fails_on_one_rank_and_both_go_on(two_ranks: list[dict[str, dict]]):
