@@ -14,6 +14,7 @@ Who calls what, on every rank (switch/sharding_manager.py, switch/weight_contain
      4           for each bucket:
                    InferenceWeights.allocate                                 + one bucket
                    Transport.start, .run (.tell)                             the bytes cross
+                   FillObserver.filled                                       where a fill is verified
                    BucketFollower.sent                                       - training memory of the bucket before
                    InferenceWeights.commit                                   the engine's own post-load processing
      5           BucketFollower.finish, InferenceWeights.finish_fill         - staging memory
@@ -31,13 +32,14 @@ vLLM, or assumes that one process trains and generates: a side is what its layou
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from hybrid_engine.memory.offload_items import OffloadItem, Reached
-from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.planning.plan import Bucket, Transfer
 from hybrid_engine.records.layout import Layout
 
 # -- sides ------------------------------------------------------------------------------------------------------------
@@ -135,6 +137,12 @@ class InferenceWeights(WeightAdaptor, Protocol):
         """Free the memory of all weights; they cannot be used before the next allocate, fill and commit."""
         ...
 
+    def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> AbstractContextManager[None]:
+        """Within this context `commit` proves of every group with one of these canonical tensors that the engine
+        computes with what the group was filled with; `unproven` is told what is not so. Called where a fill is
+        verified only."""
+        ...
+
     def resident_nbytes(self) -> int:
         """Bytes of device memory that the weights take now, those in flight and memory kept for them included."""
         ...
@@ -182,6 +190,16 @@ class BucketFollower(Protocol):
 
     def drain(self) -> None:
         """After `abandon`, when no transport waits any more."""
+        ...
+
+
+class FillObserver(Protocol):
+    """Looks at a fill, bucket by bucket (switch/verifier.py)."""
+
+    def filled(
+        self, bucket: Bucket, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor]
+    ) -> None:
+        """All that this rank needs of a bucket is in `destination`, and not committed; `source` is still there."""
         ...
 
 

@@ -38,7 +38,7 @@ class ReshardingOptions:
     offload_train_optimizer: bool | None = None
     prompts: Path | None = None
     output: Path | None = None
-    verify: str = "off"
+    verify: str | None = None
     callback: str | None = None
     engine: str | None = None
     allow_version: bool = False
@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
     add("prompts", 'JSON lines with "prompt": text, or a list of token ids.', type=Path, metavar="FILE")
     add("output", "Directory for samples and timings.", type=Path, metavar="DIR")
     choices = ("off", "sample", "full")
-    add("verify", "Compare inference weights with training's, bit by bit (default: off).", choices=choices)
+    add("verify", "Compare inference weights with training's, bit by bit (default: as in the file).", choices=choices)
     add("callback", "Called with the live inference engine in every switch.", metavar="MODULE:FUNCTION")
     add("engine", "The engine, where none is installed or several are.", metavar="MODULE:OBJECT")
     add("allow_version", "Accept a Megatron version that was not tested.", nargs=0)

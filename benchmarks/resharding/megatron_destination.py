@@ -6,7 +6,8 @@ plan(training.layout(), destination.layout(), ...)                              
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -56,6 +57,10 @@ class MegatronDestination:
 
     def release(self) -> None:
         """Nothing: the model keeps its memory."""
+
+    def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> AbstractContextManager[None]:
+        """As the port says: Megatron computes with the buffers themselves."""
+        return nullcontext()
 
     def resident_nbytes(self) -> int:
         """Bytes of the model's parameters."""

@@ -92,13 +92,13 @@ class Settings(pydantic.BaseModel):
     world_size: int
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a resumed run must have in common with the one it continues: all but how long it runs and logs, and
-        when memory moves."""
+        """What a resumed run must have in common with the one it continues: all but how long it runs, what it looks at,
+        and when memory moves."""
         free = {"iterations", "evaluate_every", "checkpoint_every", "data"}
         prefetch = {"prefetch", "prefetch_share", "prefetch_mb"}
         values = {
             "world_size": self.world_size,
-            **self.engine.model_dump(exclude={"model": True, "generate_config": prefetch}),
+            **self.engine.model_dump(exclude={"model": True, "generate_config": {*prefetch, "verify"}}),
             "rl_config": self.rl.model_dump(exclude=free),
         }
         return json.loads(json.dumps(values, default=str, sort_keys=True))

@@ -231,6 +231,9 @@ class GenerateConfig(Section):
     more than is free there beside gpu_memory_utilization."""
     check_nan: bool = True
     """Read every weight once before a switch and refuse NaN and infinities."""
+    verify: Literal["off", "sample", "full"] = "off"
+    """Compare vLLM's weights with training's in the switch, bit by bit: all of them, or a few tensors each time. A
+    difference fails the switch, and the state before is restored."""
     timeout_seconds: Seconds = 300.0
     """Longest wait for a peer in seconds, also in vLLM and for a replica that generates longer than another. While
     engines are built it is 300 at least."""

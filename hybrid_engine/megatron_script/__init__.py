@@ -4,7 +4,6 @@
       make_engine(script)    ->   script_engine.py     ScriptEngine: the order of events
       engine.attach, switch         script_settings.py   Megatron's arguments + YAML -> HybridConfig, all checked
                                     matching.py          does the Hugging Face config describe Megatron's model?
-                                    checked_weights.py   --resharding-verify: inference weights, bit by bit
                                     journal.py           samples, timings, Megatron's timers and writers
 
 The engines are put together and switched by assembly.py and switch/, as everywhere. Registered as an entry point of the

@@ -12,7 +12,6 @@ from hybrid_engine.backends.vllm.process.random_state import random_state_kept
 from hybrid_engine.backends.vllm.requests import sampling_params
 from hybrid_engine.errors import ConfigError, StateError
 from hybrid_engine.hybrid_engine import HybridEngine
-from hybrid_engine.megatron_script.checked_weights import CheckedWeights
 from hybrid_engine.megatron_script.journal import TIMERS, Journal
 from hybrid_engine.megatron_script.matching import vocabulary_mismatches
 from hybrid_engine.megatron_script.script_settings import Prompt, ScriptSettings, read_settings
@@ -83,12 +82,7 @@ class ScriptEngine:
         layouts = gather_layouts(job, live.weights)
         self.inference: InferenceEngine = build_inference_engine(config, self.settings.table, layouts, job)
         undo.callback(self.inference.shutdown)
-        with job.agreement.phase("looking at vLLM's weights"):
-            verifies = self.settings.verify != "off"
-            self._checked = CheckedWeights(self.inference.adaptor, job.agreement) if verifies else None
-        self.hybrid = HybridEngine(
-            live, self.inference, config, offloader=offloader, weights=self._checked, training_layouts=layouts
-        )
+        self.hybrid = HybridEngine(live, self.inference, config, offloader=offloader, training_layouts=layouts)
         undo.callback(self.hybrid.sharding.close)
         with job.agreement.phase("prompts and output"):
             self._tokens = [self._tokenize(prompt) for prompt in self.settings.prompts]
@@ -140,15 +134,11 @@ class ScriptEngine:
         self._ends.close()
 
     def _enter(self, state: State, timer: str) -> ReshardReport:
-        checked = self._checked if state is State.INFER else None
-        if checked is not None:
-            checked.expect(self.hybrid.train.weights, sample=self.settings.verify == "sample")
         with self._journal.timed(timer):
             report = self.hybrid.sharding.enter(state)
         assert report is not None  # each switch leaves the state that the one before entered
-        if checked is not None:
-            checked.require_same()
-            logger.info("[Reshard] verified: %d shards of rank %d", checked.num_checked, self.job.rank)
+        if report.tensors_verified:
+            logger.info("[Reshard] verified: %d tensors on rank %d", report.tensors_verified, self.job.rank)
         return report
 
     def _generate(self, iteration: int) -> list[list[Any]]:

@@ -71,7 +71,6 @@ class ScriptSettings:
         sampling: how completions are drawn.
         prompts: text, or token ids.
         output: directory for samples and timings.
-        verify: "off", "sample" or "full".
         callback: None without --resharding-callback.
     """
 
@@ -80,7 +79,6 @@ class ScriptSettings:
     sampling: Sampling
     prompts: tuple[Prompt, ...]
     output: Path | None
-    verify: str
     callback: Callback | None
 
 
@@ -105,7 +103,7 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
         raise ConfigError(found)
     assert config is not None, "whatever kept them from being read was reported"
     assert table is not None, "whatever kept them from being read was reported"
-    return ScriptSettings(config, table, sampling, prompts, options.output, options.verify, callback)
+    return ScriptSettings(config, table, sampling, prompts, options.output, callback)
 
 
 class _Collected:

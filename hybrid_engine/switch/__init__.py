@@ -10,6 +10,9 @@
       peer_access.py        which hosts' ranks can read each other's memory
     weight_container.py   the inference weights: empty -> filled bucket by bucket -> released
     release_fence.py      releases training memory as soon as all ranks have read it
+    verifier.py           `generate_config.verify`: vLLM's weights against training's, while they are filled
+      common_regions.py     what is compared: regions that both sides have whole
+      digests.py            a digest of a region, computed where it lies
 
 Set-up, once, on every rank:
 
@@ -24,9 +27,11 @@ A switch to INFER, each step a phase that all ranks leave together; on the devic
     3  WeightContainer.fill    for each bucket:
          allocate                                                                        + one bucket of inference
          TransportSet.run        read, transfer, write; the next bucket's messages go
+         Verification.filled     digests of both sides, where switches are verified
          ReleaseFence.sent       all ranks have read the bucket before                   - that bucket of parameters
          commit                  the engine's post-load processing
        finish_fill, trim       staging memory is freed                                   inference weights
+       Verification.conclude   digests travel and are compared
     4  offload                 the rest of the parameters                                inference weights
     5  wake_kv_cache, reset_caches
 

@@ -30,6 +30,7 @@ from hybrid_engine.planning.release_schedule import Releases, release_schedule
 from hybrid_engine.ports import InferenceWeights, TrainingWeights, WeightAdaptor
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import BufferId, Layout
+from hybrid_engine.switch.common_regions import CommonRegions
 from hybrid_engine.switch.peer_access import hosts_without_access
 from hybrid_engine.switch.weight_container import WeightContainer
 from hybrid_engine.transports.relay_buffers import RelayBuffers
@@ -52,6 +53,7 @@ class Connection:
         router: the transports, connected for the plan.
         container: the inference weights, to be filled by the router.
         fence_group: for the fences of a switch (release_fence.py).
+        regions: of this rank, where switches are verified.
     """
 
     plan: ReshardPlan
@@ -59,6 +61,7 @@ class Connection:
     router: TransportSet
     container: WeightContainer
     fence_group: dist.ProcessGroup
+    regions: CommonRegions | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,10 @@ def connect(
             # On CUDA releasing training memory waits for the device, so for messages in flight: a peer that hangs.
             container = WeightContainer(destination, made, router, sends_ahead=job.device.type != "cuda")
             schedule = release_schedule(source_layouts[job.rank].shards, made.buckets)
-    return Connection(made, schedule, router, container, fence_group)
+            regions = None
+            if config.verify != "off":
+                regions = CommonRegions(source_layouts, [each.destination for each in offers], job.rank)
+    return Connection(made, schedule, router, container, fence_group, regions)
 
 
 def _require_device(job: Job, buffers: Mapping[str, torch.Tensor]) -> None:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hybrid_engine.planning.plan import Link
+from hybrid_engine.switch.verifier import VerifyReport
 from hybrid_engine.switch.weight_container import FillReport
 from hybrid_engine.transports.pull import LocalTransport
 
@@ -23,7 +24,7 @@ class ReshardReport:
         seconds: wall-clock time of the whole switch.
         seconds_by_phase: layout and plan (in the first report), start hooks, survey (of the device), offload, onload,
             prepare, check, fill (of which allocate, read, transfer, write, commit), release, resume; each with its wait
-            for the slowest rank.
+            for the slowest rank. verify: digests, made during the fill, and their comparison.
         bytes_received: from other ranks. bytes_own: copied inside this rank. bytes_least: no plan receives less.
         bytes_across_hosts: those received from ranks of other hosts. What several ranks of a host need of them comes to
             one of these and counts there; the others have it from that rank.
@@ -33,6 +34,8 @@ class ReshardReport:
         seconds_hidden: for which copies between device and host went on beside other work of this rank.
         peak_bytes: training and inference state on the device at once, at its highest during the switch.
         staging_bytes: beside it, memory of messages in flight: on the device with NCCL, on the host with gloo.
+        tensors_verified: canonical tensors that were compared. bytes_verified: read for that, of both sides on this
+            rank. bytes_of_digests: received for that.
     """
 
     direction: str
@@ -51,6 +54,9 @@ class ReshardReport:
     seconds_hidden: float = 0.0
     bytes_by_transport: Mapping[str, int] = field(default_factory=dict)
     pairs_by_transport: Mapping[str, int] = field(default_factory=dict)
+    tensors_verified: int = 0
+    bytes_verified: int = 0
+    bytes_of_digests: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a metrics file."""
@@ -66,10 +72,16 @@ class ReshardReport:
             ways += f", prefetched {self.bytes_prefetched / 1e9:.6f} GB"
         if self.seconds_hidden:
             ways += f", hidden {self.seconds_hidden:.3f} s"
+        verified = ""
+        if self.tensors_verified:
+            verified = (
+                f", verified={self.tensors_verified} tensors, {self.bytes_verified / 1e9:.6f} GB read, "
+                f"{self.bytes_of_digests} bytes of digests in {self.seconds_by_phase['verify']:.3f} s"
+            )
         return (
             f"[Reshard] direction={self.direction} version={self.version} duration={self.seconds:.3f} s, "
             f"transferred={self.bytes_received / 1e9:.6f} GB (least possible {self.bytes_least / 1e9:.6f} GB), "
-            f"{rate:.3f} GB/s, peak={self.peak_bytes / 1e9:.6f} GB{ways}"
+            f"{rate:.3f} GB/s, peak={self.peak_bytes / 1e9:.6f} GB{ways}{verified}"
         )
 
 
@@ -84,6 +96,7 @@ class SwitchTally:
     seconds_hidden: float = 0.0
     peak: int = 0
     fill: FillReport | None = None
+    verified: VerifyReport | None = None
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -97,9 +110,15 @@ class SwitchTally:
         self.fill = fill
         self.seconds.update(fill.seconds)
 
+    def add_verified(self, verified: VerifyReport) -> None:
+        """Of the fill."""
+        self.verified = verified
+        self.seconds["verify"] = verified.seconds
+
     def report(self, direction: str, version: int, seconds: float, bytes_least: int) -> ReshardReport:
         """All of it; `bytes_least` counts where there was a fill."""
         fill = self.fill or FillReport({}, dict.fromkeys(Link, 0), {})
+        verified = self.verified or VerifyReport(0, 0, 0, 0.0)
         from_others = {
             name: by_peer for name, by_peer in fill.nbytes_by_peer.items() if by_peer and name != LocalTransport.name
         }
@@ -120,4 +139,7 @@ class SwitchTally:
             bytes_across_hosts=fill.nbytes_by_link[Link.NETWORK],
             bytes_by_transport={name: sum(by_peer.values()) for name, by_peer in from_others.items()},
             pairs_by_transport={name: len(by_peer) for name, by_peer in from_others.items()},
+            tensors_verified=verified.num_tensors,
+            bytes_verified=verified.nbytes,
+            bytes_of_digests=verified.digest_nbytes,
         )

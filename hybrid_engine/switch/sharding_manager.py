@@ -37,6 +37,7 @@ from hybrid_engine.switch.release_fence import ReleaseFence
 from hybrid_engine.switch.rendezvous import Connection, connect
 from hybrid_engine.switch.report import ReshardReport, SwitchTally
 from hybrid_engine.switch.states import NEEDED_KINDS, State, require
+from hybrid_engine.switch.verifier import Verifier
 from hybrid_engine.switch.weight_container import WeightContainer
 from hybrid_engine.transports.router import TransportSet
 
@@ -103,6 +104,8 @@ class ShardingManager:
             with self._phase("onload"):
                 offloader.onload(KINDS)
             self._connection, self._ends = connection, undo.pop_all()
+            regions, mode = connection.regions, config.verify
+            self._verifier = None if regions is None or mode == "off" else Verifier(regions, job, mode)
         self._setup_seconds = dict(self._tally.seconds)
         planned = connection.plan.bytes_by_rank.get(job.rank)
         self._filled_nbytes = planned.own + planned.received if planned else 0  # of inference weights; measured later
@@ -247,11 +250,17 @@ class ShardingManager:
                 self.training.check_values()
         if self.config.prefetch == "auto":
             self._make_room(leaving)
+        verification = None if self._verifier is None else self._verifier.begin()
         with self._phase("fill"):
             buffers = self.training.buffers()
-            self._tally.add_fill(self.container.fill(buffers, self._follower(buffers)))
+            with ExitStack() as observing:
+                if verification is not None:
+                    observing.enter_context(self.inference.proving(verification.tensors, verification.unproven))
+                self._tally.add_fill(self.container.fill(buffers, self._follower(buffers), verification))
             self._note_peak()
             self._filled_nbytes = self.inference.resident_nbytes()
+        if verification is not None:
+            self._tally.add_verified(verification.conclude())
 
     def _begin_offload(self, kinds: frozenset[Kind]) -> None:
         """Gradients leave now; the rest leaves when `_make_room` needs its memory, or after the fill."""

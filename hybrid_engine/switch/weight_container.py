@@ -3,6 +3,7 @@
     for bucket in plan.buckets:                     on every rank
         buffers = weights.allocate(groups)          this rank's groups of the bucket, maybe none
         router.run(bucket, source, buffers, next)   read, transfer, write; the next bucket's messages go meanwhile
+        observer.filled(bucket, source, buffers)    where the fill is verified
         follower.sent(bucket.index)                 training memory of earlier buckets can go (switch/release_fence.py)
         weights.commit(groups)                      the engine's own post-load processing
     weights.finish_fill()                           staging memory is freed
@@ -29,7 +30,7 @@ import torch
 
 from hybrid_engine.errors import HybridEngineError, PlanError, ReshardError, StateError
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan
-from hybrid_engine.ports import BucketFollower, InferenceWeights
+from hybrid_engine.ports import BucketFollower, FillObserver, InferenceWeights
 from hybrid_engine.transports.router import RunReport, TransportSet
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,12 @@ class WeightContainer:
         return self._state
 
     @torch.no_grad()
-    def fill(self, source: Mapping[str, torch.Tensor], follower: BucketFollower | None = None) -> FillReport:
+    def fill(
+        self,
+        source: Mapping[str, torch.Tensor],
+        follower: BucketFollower | None = None,
+        observer: FillObserver | None = None,
+    ) -> FillReport:
         """Make `source` (`TrainingWeights.buffers()`) the inference weights, bucket by bucket. All ranks call it.
 
         The caller fences before (all sources are final) and, without a follower, after (nobody reads them any more).
@@ -120,7 +126,7 @@ class WeightContainer:
                 raise
             raise ReshardError(reason) from error
         for bucket in self._plan.buckets:
-            self._fill_bucket(bucket, source, follower, tally)
+            self._fill_bucket(bucket, source, follower, observer, tally)
         if follower is not None:
             follower.finish()
         self._weights.finish_fill()
@@ -154,7 +160,12 @@ class WeightContainer:
         return [group for group in bucket.groups if group in self._groups]
 
     def _fill_bucket(
-        self, bucket: Bucket, source: Mapping[str, torch.Tensor], follower: BucketFollower | None, tally: _Tally
+        self,
+        bucket: Bucket,
+        source: Mapping[str, torch.Tensor],
+        follower: BucketFollower | None,
+        observer: FillObserver | None,
+        tally: _Tally,
     ) -> None:
         groups, phase = self._owned(bucket), "allocate"
         try:
@@ -162,6 +173,9 @@ class WeightContainer:
                 destination = self._weights.allocate(groups) if groups else {}
             phase = "transfer"
             tally.add_run(self._router.run(bucket, source, destination, self._following(bucket)))
+            if observer is not None:
+                phase = "verify"
+                observer.filled(bucket, source, destination)
             if follower is not None:
                 follower.sent(bucket.index)
             phase = "commit"

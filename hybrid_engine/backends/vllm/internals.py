@@ -230,7 +230,7 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         "vllm.model_executor.models.registry:_LazyRegisteredModel": ("module_name", "load_model_cls"),
     },
     "say how weights are processed after loading, and let it be done again": {
-        QUANTIZE_METHOD.target: ("process_weights_after_loading", "uses_meta_device"),
+        QUANTIZE_METHOD.target: ("apply", "process_weights_after_loading", "uses_meta_device"),
         f"{_LOADING}.reload.types:LayerReloadingInfo": ("reset",),
         f"{_LAYERS}.linear:LinearBase": ("update_param_tp_status",),
         f"{_LAYERS}.fused_moe.fused_moe_method_base:FusedMoEMethodBase": ("moe_kernel", "moe_quant_config"),

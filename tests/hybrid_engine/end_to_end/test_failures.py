@@ -60,6 +60,7 @@ class Misadventures:
         generating_in_train: generation before any switch.
         nan, inf: a switch with such an element in a weight of rank 1.
         transfer: a switch whose second bucket rank 0 fails to move.
+        flipped: a switch with a bit of another value in what rank 1 got; switches are verified.
         moved: a switch after somebody gave a parameter other memory.
         states: the training state, before the first failure and after each but the first.
         bad_prompt: a prompt with a token that there is not.
@@ -74,6 +75,7 @@ class Misadventures:
     nan: Failure
     inf: Failure
     transfer: Failure
+    flipped: Failure
     moved: Failure
     states: list[dict[str, str]]
     bad_prompt: Failure | None
@@ -87,7 +89,7 @@ class Misadventures:
 
 def fail_and_go_on(model: Path) -> Misadventures:
     """Failures of all kinds, on one rank only where that can be."""
-    worker = workers.build_worker(model, TP2, {"bucket_mb": 1})
+    worker = workers.build_worker(model, TP2, {"bucket_mb": 1, "verify": "full"})
     generating_in_train = failure_of(lambda: worker.generate_sequences([[1, 2]], workers.GREEDY))
     with worker.train_context():
         worker.update(workers.batch(seed=0), workers.cross_entropy)
@@ -103,10 +105,12 @@ def fail_and_go_on(model: Path) -> Misadventures:
     parameter.data[3, 5] = good
     states.append(training_state(worker.train))
 
-    run, worker.sharding.router.run = worker.sharding.router.run, _second_bucket_on_fire(worker)
-    failures.append(_failure_of_switch(worker))
-    worker.sharding.router.run = run
-    states.append(training_state(worker.train))
+    run = worker.sharding.router.run
+    for fault in (_second_bucket_on_fire, _flipped_bit):
+        worker.sharding.router.run = fault(worker)
+        failures.append(_failure_of_switch(worker))
+        worker.sharding.router.run = run
+        states.append(training_state(worker.train))
 
     home, parameter.data = parameter.data, parameter.data.clone()
     failures.append(_failure_of_switch(worker))
@@ -179,6 +183,20 @@ def _second_bucket_on_fire(worker: Any) -> Any:
     return fail
 
 
+def _flipped_bit(worker: Any) -> Any:
+    """The router's run, after which a bit of an attention projection differs on rank 1."""
+    run = worker.sharding.router.run
+
+    def flip(bucket: Any, source: Any, destination: Any, *args: Any) -> Any:
+        report = run(bucket, source, destination, *args)
+        flat = destination.get("model.layers.1.self_attn.o_proj.weight")
+        if worker.rank == 1 and flat is not None:
+            flat[3:4].view(torch.uint8)[0] ^= 1
+        return report
+
+    return flip
+
+
 @pytest.fixture
 def seen(outcomes: Outcomes) -> list[Misadventures]:
     return outcomes["failures"]
@@ -202,13 +220,21 @@ def test_a_failed_transfer_is_told_to_all_with_its_bucket(seen: list[Misadventur
         assert "bucket 1" in found.transfer.text
 
 
+def test_a_flipped_bit_is_named_on_all_ranks(seen: list[Misadventures]) -> None:
+    assert [found.flipped.kind for found in seen] == ["RemoteError", "WeightError"]
+    tensor = "model.layers.1.self_attn.o_proj.weight"
+    for found in seen:
+        assert f"{tensor}[" in found.flipped.text
+        assert f"]: {tensor} of rank 1 differs from the training weights of rank" in found.flipped.text
+
+
 def test_a_parameter_with_other_memory_is_named(seen: list[Misadventures]) -> None:
     assert all("decoder.layers.1.mlp.linear_fc2.weight" in found.moved.text for found in seen)
 
 
 def test_no_failed_switch_changes_the_training_state(seen: list[Misadventures]) -> None:
     for found in seen:
-        assert found.states == [found.states[0]] * 4
+        assert found.states == [found.states[0]] * 5
 
 
 def test_generation_is_refused_before_a_switch(seen: list[Misadventures]) -> None:

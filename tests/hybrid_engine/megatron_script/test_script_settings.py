@@ -42,6 +42,7 @@ def test_flags_override_the_file_and_megatron_gives_the_training_side(files: dic
         output=files["output"],
         infer_tensor_parallel_size=2,
         offload_train_grad=False,
+        verify="sample",
         callback="json:dumps",
     )
     settings = read_settings(script_of(options))
@@ -51,6 +52,7 @@ def test_flags_override_the_file_and_megatron_gives_the_training_side(files: dic
     assert settings.config.generate_config.max_model_len == 64
     assert not settings.config.generate_config.offload_train_grad
     assert settings.config.generate_config.offload_train_param
+    assert settings.config.generate_config.verify == "sample"
     assert settings.sampling == Sampling(max_tokens=5)
     assert settings.prompts == ((1, 2), "text")
     assert settings.callback is json.dumps

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -170,6 +171,11 @@ class FakeInference:
         self.script.reach("release")
         self.live.clear()
         self.in_force.clear()
+
+    @contextmanager
+    def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> Iterator[None]:
+        self.script.reach("proving")
+        yield
 
     def resident_nbytes(self) -> int:
         return sum(flat.nbytes for flat in self.live.values())

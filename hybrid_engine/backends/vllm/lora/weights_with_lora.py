@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -78,6 +79,10 @@ class WeightsWithLora:
         self._arriving = {}
         self._loras.drop_from_device()
         self._weights.release()
+
+    def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> AbstractContextManager[None]:
+        """As the port says, of the weights; what vLLM makes of a LoRA is not looked at."""
+        return self._weights.proving(tensors, unproven)
 
     def resident_nbytes(self) -> int:
         """As the port says; vLLM's copy of the LoRA on the host is not counted."""

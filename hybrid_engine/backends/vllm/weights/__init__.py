@@ -10,7 +10,8 @@
     adaptor.py        VllmAdaptor: in a switch, group by group, allocates, commits, releases
       group_states.py   released, filling, committed, void: one state a group, one table
       weight_memory.py  where memory comes from: host pages, vLLM's sleep mode
-      commit.py         how one group is committed, and dropped
+  commit.py         how one group is committed, and dropped
+  proof.py          where a switch is verified: whether vLLM computes with what was committed
     postload.py       what vLLM does to weights after loading (repacks them, or not), and how to do it again
 
 For a vLLM method that repacks weights after loading, name its class in a tuple of backends/vllm/internals.py and say

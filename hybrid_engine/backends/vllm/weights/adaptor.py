@@ -12,12 +12,13 @@ while serving:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from hybrid_engine.backends.vllm.weights.commit import Observer, commit_group, drop_group
 from hybrid_engine.backends.vllm.weights.group_states import HOLDING, Event, GroupStates
+from hybrid_engine.backends.vllm.weights.proof import CommitProof
 from hybrid_engine.backends.vllm.weights.storages import flat_view
 from hybrid_engine.backends.vllm.weights.traced_layout import STAGED
 from hybrid_engine.backends.vllm.weights.traced_model import ProcessedModel, unwritten_extents
@@ -52,6 +53,7 @@ class VllmAdaptor:
         self._states = GroupStates(traced.groups)
         self._filling: dict[str, dict[str, torch.Tensor]] = {}  # by group and buffer, between allocate and commit
         self._observers: list[Observer] = []
+        self._proof: CommitProof | None = None
 
     # -- the port -----------------------------------------------------------------------------------------------------
 
@@ -77,8 +79,10 @@ class VllmAdaptor:
         self._states.require(Event.COMMIT, groups)
         with torch.no_grad(), self._processed.context():
             for name in groups:
+                group = self._traced.groups[name]
+                proof = None if self._proof is None else self._proof.of_group(self._traced, group)
                 with self._failing([name]):
-                    commit_group(self._processed, self._traced.groups[name], self._filling[name], self._observe)
+                    commit_group(self._processed, group, self._filling[name], self._observe, proof)
                 del self._filling[name]
                 self._states.advance(Event.COMMIT, [name])
 
@@ -98,6 +102,15 @@ class VllmAdaptor:
         self._drop(self._traced.groups)
         self._memory.free(self._processed.live)
         self._memory.trim()
+
+    @contextlib.contextmanager
+    def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> Iterator[None]:
+        """As the port says; see proof.py."""
+        self._proof = CommitProof(tensors, unproven)
+        try:
+            yield
+        finally:
+            self._proof = None
 
     def resident_nbytes(self) -> int:
         """Bytes of weights in memory now; a packed copy counts as many bytes as its loader layout."""

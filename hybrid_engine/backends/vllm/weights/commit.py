@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import cast
 
 import torch
 
 from hybrid_engine.backends.vllm.weights import postload
 from hybrid_engine.backends.vllm.weights.groups import CommitGroup
+from hybrid_engine.backends.vllm.weights.proof import GroupProof, Process
 from hybrid_engine.backends.vllm.weights.traced_layout import STAGED
 from hybrid_engine.backends.vllm.weights.traced_model import ProcessedModel
 from hybrid_engine.backends.vllm.weights.tracing import LoadWeights
@@ -18,7 +20,11 @@ Observer = Callable[[str, torch.Tensor], None]
 
 
 def commit_group(
-    model: ProcessedModel, group: CommitGroup, tensors: dict[str, torch.Tensor], observe: Observer
+    model: ProcessedModel,
+    group: CommitGroup,
+    tensors: dict[str, torch.Tensor],
+    observe: Observer,
+    proof: GroupProof | None = None,
 ) -> None:
     """Bind tensors as at load, then run vLLM's own post-load processing of the modules that repack.
 
@@ -27,6 +33,7 @@ def commit_group(
         group: which of them.
         tensors: filled, by buffer; each is removed once it is not needed.
         observe: is shown every parameter.
+        proof: sees whether the modules take up their weights.
 
     Memory: loader layout and what is made of it, module by module.
     """
@@ -37,11 +44,17 @@ def commit_group(
         del staged
     for name in group.storages:
         observe(name, tensors.pop(name))
+    run = _process if proof is None else proof.process
     for name in group.repacked:
-        postload.process(model.modules[name])
+        run(model, name, postload.process)
     for name in group.attention:
-        process = cast(Callable[[torch.dtype], None], model.modules[name].process_weights_after_loading)
-        process(model.act_dtype)
+        run(model, name, partial(postload.process_attention, dtype=model.act_dtype))
+    if proof is not None:
+        proof.require_live(model, group)
+
+
+def _process(model: ProcessedModel, name: str, process: Process) -> None:
+    process(model.modules[name])
 
 
 def bind_group(model: ProcessedModel, group: CommitGroup, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -8,8 +8,8 @@ and the quantisation method; a method that was not tried is an error, never a gu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -57,6 +57,17 @@ def _is_one_of(kinds: Sequence[internals.Internal], method: object) -> bool:
     return any(kind.is_type_of(method) for kind in kinds)
 
 
+def is_dense_method(method: object) -> bool:
+    """Whether the method computes with the values that were loaded, in any form."""
+    return _is_one_of(internals.DENSE_METHODS, method)
+
+
+def is_linear_method(method: object) -> bool:
+    """Whether the method's `apply` multiplies by one matrix."""
+    online = (kind for kinds in internals.ONLINE_METHODS.values() for kind in kinds)
+    return is_dense_method(method) or _is_one_of([*online], method)
+
+
 def process(module: torch.nn.Module) -> None:
     """Run a module's post-load processing on the weights it holds now, in loader layout."""
     method = post_load_method(module)
@@ -65,6 +76,11 @@ def process(module: torch.nn.Module) -> None:
     method.process_weights_after_loading(module)
     if (update := getattr(module, "update_param_tp_status", None)) is not None:
         update()
+
+
+def process_attention(layer: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Derive again what an attention layer makes of the weights inside it; `dtype`: of the model's activations."""
+    cast(Callable[[torch.dtype], None], layer.process_weights_after_loading)(dtype)
 
 
 def forget_kernel(method: Any) -> None:

@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -58,6 +59,14 @@ class TracedModel:
     live: Mapping[str, torch.Tensor]
     repacked: Mapping[str, weakref.ref[torch.Tensor]]
     attributes: Mapping[str, frozenset[str]]
+
+    @cached_property
+    def sources(self) -> Mapping[str, frozenset[str]]:
+        """Buffer -> canonical tensors that go into it."""
+        found: dict[str, set[str]] = {}
+        for shard in self.layout.shards:
+            found.setdefault(shard.place.buffer.name, set()).add(shard.region.tensor)
+        return {name: frozenset(tensors) for name, tensors in found.items()}
 
     def processed(self, context: Context, act_dtype: torch.dtype) -> ProcessedModel:
         """See what vLLM's post-load processing, which is over, has changed.

@@ -1,0 +1,62 @@
+"""Digests of boxes of tensors, computed where the bytes lie: 8 bytes for a box of any size.
+
+A box is taken in pieces, each piece as 32-bit words w; with fixed random odd 64-bit numbers r and m, mod 2**64:
+
+    piece  = sum over i of r[i] * w[i]            digest = (... (piece[0] * m + piece[1]) * m + ...)
+
+One word that differs always shows: an odd number times what differs is not 0. Several that differ are missed with a
+probability of at most 2**-32 (multilinear hashing; Dietzfelbinger, 1996). It is no protection against an attacker.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+
+_PIECE_NUMEL = 1 << 18
+"""Elements of a piece: on the device two copies of it, in 64 bits, beside the numbers r."""
+
+_FOLD = -7046029254386353131  # 2**64 divided by the golden ratio, odd
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+"""Bytes per element -> as what elements are read, where their number does not make whole 32-bit words."""
+
+
+@torch.no_grad()
+def box_digest(box: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The digest of the bytes that `box`, any view, has in `dtype`, in row-major order: an int64 scalar on its device.
+
+    Boxes of one shape have the same pieces, so equal digests are equal bytes wherever and however the boxes lie.
+    """
+    digest = torch.zeros((), dtype=torch.int64, device=box.device)
+    for piece in _pieces(box):
+        words = _words(piece.to(dtype).contiguous())
+        digest = digest * _FOLD + (words * _factors(words.device)[: words.numel()]).sum()
+    return digest
+
+
+def _pieces(box: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views that together are the box, in order."""
+    if box.numel() <= _PIECE_NUMEL:
+        yield box
+    elif len(box) == 1:
+        yield from _pieces(box[0])
+    else:
+        for part in box.split(max(1, _PIECE_NUMEL * len(box) // box.numel())):
+            yield from _pieces(part)
+
+
+def _words(piece: torch.Tensor) -> torch.Tensor:
+    flat = piece.view(-1)
+    is_whole = flat.numel() * flat.element_size() % 4 == 0
+    return flat.view(torch.int32 if is_whole else _WORDS[flat.element_size()]).to(torch.int64)
+
+
+@functools.cache
+def _factors(device: torch.device) -> torch.Tensor:
+    """The numbers r; the same on all ranks and devices."""
+    generator = torch.Generator().manual_seed(0)
+    most_words = 2 * _PIECE_NUMEL  # of 8-byte elements
+    random = torch.randint(-(2**63), 2**63 - 1, (most_words,), generator=generator, dtype=torch.int64)
+    return (random | 1).to(device)

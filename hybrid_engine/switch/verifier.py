@@ -1,0 +1,193 @@
+"""`generate_config.verify`: whether vLLM has the bits of training, found out inside the switch, by digests.
+
+    begin          before a fill: which tensors, the same on all ranks
+    filled         a bucket has crossed: digests of its regions on both sides (digests.py, common_regions.py)
+    unproven       the engine says, while it commits, that it computes with something else than it was given
+    conclude       digests of training travel, each rank compares those of what it received
+
+A region is right when it has the bits of one of the ranks that train it. Ranks whose copies differ are logged: that is
+training's affair. `WeightError` on any rank fails the switch, so the state before is restored.
+
+Memory: 16 bytes for every region of the verified tensors, of all ranks that train them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from hybrid_engine.errors import WeightError
+from hybrid_engine.planning.plan import Bucket
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.records.regions import Region
+from hybrid_engine.switch.common_regions import CommonRegions, PlacedRegion
+from hybrid_engine.switch.digests import box_digest
+from hybrid_engine.transports.copies import strided
+
+logger = logging.getLogger("hybrid_engine")
+
+NUM_SAMPLED = 8
+"""Canonical tensors that "sample" compares at every switch, others each time."""
+
+_NUM_NAMED = 4  # tensors in a warning
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What a verification did on this rank.
+
+    Attributes:
+        num_tensors: canonical tensors that were compared.
+        nbytes: of both sides, read for digests.
+        digest_nbytes: received from other ranks.
+        seconds: for digests and comparison; what the engine takes for its own proof counts as commit.
+    """
+
+    num_tensors: int
+    nbytes: int
+    digest_nbytes: int
+    seconds: float
+
+
+class Verifier:
+    """Verifies the switches of a job; one on every rank.
+
+    Args:
+        regions: what is compared.
+        job: of all ranks.
+        mode: "full" compares every tensor, "sample" the next few of a round through all.
+    """
+
+    def __init__(self, regions: CommonRegions, job: Job, mode: Literal["sample", "full"]) -> None:
+        self._regions, self._job, self._mode = regions, job, mode
+        self._next = 0
+
+    def begin(self) -> Verification:
+        """The verification of one fill; called on all ranks, or none."""
+        names = list(self._regions.dtypes)
+        if self._mode == "sample" and len(names) > NUM_SAMPLED:
+            first, self._next = self._next, (self._next + NUM_SAMPLED) % len(names)
+            names = [names[(first + index) % len(names)] for index in range(NUM_SAMPLED)]
+        return Verification(self._regions, self._job, frozenset(names))
+
+
+@dataclass
+class _Digests:
+    """Of one side on this rank: a digest for each region, in the same order."""
+
+    regions: list[PlacedRegion] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)  # int64, a vector for each bucket
+
+    def rows(self) -> torch.Tensor:
+        """[N, 2] int64: number of the region, digest."""
+        numbers = torch.tensor([region.number for region in self.regions], dtype=torch.int64)
+        return torch.stack([numbers, torch.cat([numbers[:0], *self.values])], dim=1)
+
+
+class Verification:
+    """Of one fill on one rank (port `FillObserver`).
+
+    Attributes:
+        tensors: canonical tensors that are compared.
+    """
+
+    def __init__(self, regions: CommonRegions, job: Job, tensors: frozenset[str]) -> None:
+        self.tensors = tensors
+        self._regions, self._job = regions, job
+        self._source, self._destination = _Digests(), _Digests()
+        self._nbytes = 0
+        self._seconds = 0.0
+        self._findings: list[str] = []
+
+    def filled(
+        self, bucket: Bucket, source: Mapping[str, torch.Tensor], destination: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Digest what this rank has of a bucket's tensors on either side."""
+        with self._timed():
+            names = [name for name in bucket.tensors if name in self.tensors]
+            self._digest(names, self._regions.source, source, self._source)
+            self._digest(names, self._regions.destination, destination, self._destination)
+
+    def unproven(self, finding: str) -> None:
+        """Note what the engine found to be wrong; `conclude` raises it."""
+        self._findings.append(finding)
+
+    def conclude(self) -> VerifyReport:
+        """Compare. Collective. Raises WeightError with all that is wrong, RemoteError with that of other ranks."""
+        with self._timed():
+            rows = self._source.rows()
+            sources: list[torch.Tensor] = self._job.agreement.gather(rows, "verify")
+            received = sum(each.nbytes for each in sources) - rows.nbytes
+            with self._job.agreement.phase("verify"):
+                self._compare(sources)
+                if self._findings:
+                    raise WeightError(self._findings)
+        return VerifyReport(len(self.tensors), self._nbytes, received, self._seconds)
+
+    def _digest(
+        self,
+        names: Sequence[str],
+        own: Mapping[str, Sequence[PlacedRegion]],
+        buffers: Mapping[str, torch.Tensor],
+        digests: _Digests,
+    ) -> None:
+        values = []
+        for name in names:
+            dtype = getattr(torch, self._regions.dtypes[name])
+            for part in own[name]:
+                box = strided(buffers[part.place.buffer.name].detach(), part.lengths, part.place)
+                values.append(box_digest(box, dtype))
+                digests.regions.append(part)
+                self._nbytes += box.numel() * box.element_size()
+        if values:
+            digests.values.append(torch.stack(values).cpu())  # one wait for the device a bucket
+
+    def _compare(self, sources: Sequence[torch.Tensor]) -> None:
+        rows = torch.cat(list(sources))
+        ranks = torch.cat([torch.full((len(each),), rank) for rank, each in enumerate(sources)])
+        order = rows[:, 0].argsort(stable=True)
+        numbers, digests, ranks = rows[order, 0].contiguous(), rows[order, 1], ranks[order]
+        self._warn_of_replicas(numbers, digests)
+        found = self._destination.rows()
+        first = torch.searchsorted(numbers, found[:, 0].contiguous())
+        end = torch.searchsorted(numbers, found[:, 0].contiguous(), right=True)
+        is_right = torch.zeros(len(found), dtype=torch.bool)
+        for step in range(int((end - first).max()) if len(found) else 0):  # one for each replica
+            at = (first + step).clamp(max=len(numbers) - 1)
+            is_right |= (first + step < end) & (digests[at] == found[:, 1])
+        for index in (~is_right).nonzero().flatten().tolist():
+            part = self._destination.regions[index]
+            senders = ranks[int(first[index]) : int(end[index])].tolist()
+            region, own = self._regions.region(part.number), self._job.rank
+            self._findings.append(f"{_named(region)}: {part.place.buffer.name} of rank {own} {_differs(senders)}")
+
+    def _warn_of_replicas(self, numbers: torch.Tensor, digests: torch.Tensor) -> None:
+        differ = (numbers[1:] == numbers[:-1]) & (digests[1:] != digests[:-1])
+        names = sorted({self._regions.region(number).tensor for number in numbers[1:][differ].tolist()})
+        if names and self._job.rank == 0:
+            more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+            shown = ", ".join(names[:_NUM_NAMED])
+            logger.warning("[Reshard] replicas of %s%s differ between ranks that train", shown, more)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - started
+
+
+def _named(region: Region) -> str:
+    """As an index into the tensor."""
+    box = ", ".join(f"{low}:{high}" for low, high in zip(region.offsets, region.ends, strict=True))
+    return f"{region.tensor}[{box}]"
+
+
+def _differs(senders: Sequence[int]) -> str:
+    plural = "s" if len(senders) > 1 else ""
+    return f"differs from the training weights of rank{plural} {', '.join(map(str, senders))}"

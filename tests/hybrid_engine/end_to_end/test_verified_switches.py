@@ -1,0 +1,252 @@
+"""Faults between training and vLLM's kernels are found inside the switch, named on all ranks, and rolled back.
+
+Two ranks, FSDP2 -> vLLM's TP 2, a model with experts: real transports, real vLLM. Each fault is on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine import HybridEngine, Sampling
+from hybrid_engine.backends.fsdp.sharded_tensors import local_of
+from hybrid_engine.errors import HybridEngineError
+from hybrid_engine.switch.digests import box_digest
+from tests.harness.launch import Ranks
+from tests.zoo import sharded_models
+from tests.zoo.families import served_config, write_config
+
+GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
+OUTPUT_PROJECTION = "model.layers.1.self_attn.o_proj"
+EXPERTS = "model.layers.1.mlp.experts"
+
+
+@dataclass
+class Seen:
+    """What one rank saw of one fault.
+
+    Attributes:
+        error: text of what the switch raised, with the name of its class before it.
+        state: of the engine afterwards.
+        is_unchanged: training state, bit by bit.
+        tensors: those of the bucket that was left out.
+        goes_on: the next switch, without the fault, verifies everything, and vLLM generates.
+    """
+
+    error: str = ""
+    state: str = ""
+    is_unchanged: bool = False
+    tensors: list[str] = field(default_factory=list)
+    goes_on: bool = False
+
+
+def inject(directory: str) -> dict[str, Seen]:
+    """Every fault in turn, a training step before each."""
+    dist.init_process_group("gloo")
+    model = sharded_models.shard(sharded_models.from_config(Path(directory)))
+    engine = HybridEngine(
+        model=model,
+        rollout_config={
+            **{"model": directory, "max_model_len": 64, "max_num_seqs": 8, "tp_size": 2, "bucket_mb": 1},
+            **{"verify": "full", "release_weights": False},  # old values stay where they are
+        },
+        compress_reshard=True,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = {}
+    with engine.rollout_context():
+        engine.generate([[5, 6, 7]], GREEDY)
+    for name, fault in FAULTS.items():
+        found[name] = seen = Seen()
+        with engine.train_context():
+            model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before = _training_digests(model, optimizer)
+        try:
+            with fault(engine, seen), engine.rollout_context():
+                pass
+        except HybridEngineError as error:
+            seen.error = f"{type(error).__name__}: {error}"
+        seen.state = engine.sharding.state.value
+        seen.is_unchanged = _training_digests(model, optimizer) == before
+        with engine.rollout_context():
+            report = engine.sharding.last_report
+            planned = [name for bucket in engine.sharding.plan.buckets for name in bucket.tensors]
+            is_verified = report is not None and report.tensors_verified == len(planned)
+            seen.goes_on = is_verified and len(engine.generate([[5, 6, 7]], GREEDY)[0][0].token_ids) == 4
+    engine.shutdown()
+    return found
+
+
+def _training_digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
+    tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
+    return [int(box_digest(local_of(tensor), tensor.dtype)) for tensor in tensors]
+
+
+@contextmanager
+def _wrapped_transports(engine: Any, wrap: Callable[[Any], Callable[..., None]]) -> Iterator[None]:
+    """Each transport's `run` replaced by what `wrap` makes of it."""
+    transports = list(engine.sharding.router._transports.values())
+    for transport in transports:
+        transport.run = wrap(transport)
+    try:
+        yield
+    finally:
+        for transport in transports:
+            del transport.run
+
+
+@contextmanager
+def flipped_bit(engine: Any, seen: Seen) -> Iterator[None]:
+    """In the first of what rank 1 gets from rank 0."""
+    rank, flipped = dist.get_rank(), []
+
+    def wrap(transport: Any) -> Callable[..., None]:
+        run = transport.run
+
+        def flip(bucket: int, transfers: Any, source: Any, destination: Any) -> None:
+            run(bucket, transfers, source, destination)
+            received = [each for each in transfers if each.dst_rank == rank != each.src_rank]
+            if rank == 1 and received and not flipped:
+                flipped.append(place := received[0].dst)
+                destination[place.buffer.name][place.offset : place.offset + 1].view(torch.int16).bitwise_xor_(1)
+
+        return flip
+
+    with _wrapped_transports(engine, wrap):
+        yield
+
+
+@contextmanager
+def stale_bucket(engine: Any, seen: Seen) -> Iterator[None]:
+    """The last bucket of rank 0, whose transfers do not run."""
+    last = engine.sharding.plan.buckets[-1]
+    seen.tensors = list(last.tensors)
+
+    def wrap(transport: Any) -> Callable[..., None]:
+        run = transport.run
+
+        def skip(bucket: int, transfers: Any, source: Any, destination: Any) -> None:
+            if dist.get_rank() == 1 or bucket != last.index or transport.name == "collective":
+                run(bucket, transfers, source, destination)
+
+        return skip
+
+    with _wrapped_transports(engine, wrap):
+        yield
+
+
+@contextmanager
+def dense_kernel(engine: Any, seen: Seen) -> Iterator[None]:
+    """A linear layer of rank 1 computes with what was packed before."""
+    from vllm.model_executor.layers import utils
+
+    layer = engine.inference.adaptor.model.get_submodule(OUTPUT_PROJECTION)
+    packed, dispatch = layer.cpu_linear, utils.dispatch_cpu_unquantized_gemm
+
+    def keep(module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        dispatch(module, *args, **kwargs)
+        if module is layer and dist.get_rank() == 1:
+            layer.cpu_linear = packed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "dispatch_cpu_unquantized_gemm", keep)
+        yield
+
+
+@contextmanager
+def expert_kernel(engine: Any, seen: Seen) -> Iterator[None]:
+    """The experts of a layer of rank 0 keep what was packed before."""
+    modules = dict(engine.inference.adaptor.model.named_modules())
+    layer = next(
+        module for name, module in modules.items() if name.startswith(EXPERTS) and "w2_weight" in module._parameters
+    )
+    method, packed = type(layer.quant_method), layer.w2_weight.detach().clone()
+    process = method.process_weights_after_loading
+
+    def keep(self: Any, module: torch.nn.Module) -> None:
+        process(self, module)
+        if module is layer and dist.get_rank() == 0:
+            layer.w2_weight.data.copy_(packed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(method, "process_weights_after_loading", keep)
+        yield
+
+
+FAULTS: dict[str, Callable[[Any, Seen], Any]] = {
+    "flipped bit": flipped_bit,
+    "stale bucket": stale_bucket,
+    "dense kernel": dense_kernel,
+    "expert kernel": expert_kernel,
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = served_config("qwen3_moe", torch_dtype="bfloat16", vocab_size=16384)  # several buckets
+    return write_config(tmp_path_factory.mktemp("model"), config)
+
+
+@pytest.fixture(scope="module")
+def seen(engines: Ranks, directory: Path) -> list[dict[str, Seen]]:
+    return engines.launch(inject, 2, str(directory))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_rolled_back_and_the_next_switch_works(seen: list[dict[str, Seen]], fault: str) -> None:
+    for found in seen:
+        assert found[fault].error
+        assert found[fault].state == "train"
+        assert found[fault].is_unchanged
+        assert found[fault].goes_on
+
+
+def _lines(found: Seen) -> list[str]:
+    return [line.strip(" -") for line in found.error.splitlines() if line.startswith("  - ")]
+
+
+@pytest.mark.parametrize(("fault", "rank"), [("flipped bit", 1), ("dense kernel", 1), ("expert kernel", 0)])
+def test_one_place_is_named_on_all_ranks(seen: list[dict[str, Seen]], fault: str, rank: int) -> None:
+    errors = [found[fault].error for found in seen]
+    assert [error.partition(":")[0] for error in errors] == (
+        ["RemoteError", "WeightError"] if rank else ["WeightError", "RemoteError"]
+    )
+    first, second = (_lines(found[fault]) for found in seen)
+    assert first == second
+    assert len(first) == 1
+    assert f"rank {rank}" in first[0]
+
+
+def test_the_flipped_bit_has_a_tensor_a_region_and_ranks(seen: list[dict[str, Seen]]) -> None:
+    (line,) = _lines(seen[0]["flipped bit"])
+    tensor, _, rest = line.partition("[")
+    assert tensor.startswith(("model.", "lm_head"))
+    box, _, rest = rest.partition("]: ")
+    assert all(len(bounds.split(":")) == 2 for bounds in box.split(", "))
+    assert rest.endswith(" of rank 1 differs from the training weights of rank 0")
+
+
+def test_a_stale_bucket_is_all_of_its_tensors_and_no_other(seen: list[dict[str, Seen]]) -> None:
+    found = seen[0]["stale bucket"]
+    assert {line.partition("[")[0] for line in _lines(found)} == set(found.tensors)
+    assert found.error.startswith("WeightError")
+    assert seen[1]["stale bucket"].error.startswith("RemoteError")
+
+
+def test_a_stale_kernel_is_named_with_its_weights(seen: list[dict[str, Seen]]) -> None:
+    (dense,), (experts,) = (_lines(seen[0][name]) for name in ("dense kernel", "expert kernel"))
+    assert dense == (
+        f"{OUTPUT_PROJECTION}.weight: on rank 1, vLLM's {OUTPUT_PROJECTION} (UnquantizedLinearMethod) computes with "
+        "other weights than it was given"
+    )
+    assert f"{EXPERTS}.0.down_proj.weight" in experts
+    assert "(UnquantizedFusedMoEMethod) computes with other weights than it was given" in experts

@@ -1,0 +1,198 @@
+"""`generate_config.verify` with fakes of both engines: what is compared, what is found, what it costs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from hybrid_engine.errors import WeightError
+from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
+from hybrid_engine.records.regions import Region
+from hybrid_engine.switch.common_regions import CommonRegions
+from hybrid_engine.switch.digests import box_digest
+from hybrid_engine.switch.verifier import NUM_SAMPLED, Verifier
+from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool]
+
+
+# -- digests -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_flipped_bit_changes_the_digest(dtype: torch.dtype) -> None:
+    values = torch.zeros(5, 7, dtype=torch.uint8 if dtype is torch.bool else dtype)
+    seen = {box_digest(values, values.dtype).item()}
+    flat = values.view(-1).view(torch.uint8)
+    for byte in range(flat.numel()):
+        for bit in range(8):
+            flat[byte] ^= 1 << bit
+            seen.add(box_digest(values, values.dtype).item())
+            flat[byte] ^= 1 << bit
+    assert len(seen) == 1 + 8 * flat.numel()
+
+
+def test_order_counts_and_signs_do_not_cancel() -> None:
+    values = torch.arange(1.0, 9.0)
+    swapped, negated = values.flip(0), -values
+    assert len({box_digest(each, torch.float32).item() for each in (values, swapped, negated)}) == 3
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 1 << 17), (1, 3 << 17), (2, 3, 1 << 16)], ids=str)
+def test_a_digest_does_not_depend_on_strides_and_casts_first(shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    flat = torch.zeros(2 * values.numel() + 3)
+    strides = tuple(2 * stride for stride in values.stride())
+    lying_elsewhere = flat.as_strided(shape, strides, 3).copy_(values)
+    assert torch.equal(box_digest(values, torch.bfloat16), box_digest(lying_elsewhere, torch.bfloat16))
+    assert not torch.equal(box_digest(values, torch.bfloat16), box_digest(values, torch.float32))
+
+
+def test_a_difference_in_any_piece_shows() -> None:
+    values = torch.zeros(4, 1 << 18)
+    digest = box_digest(values, torch.float32).item()
+    for row in range(4):
+        values[row, 17] = 1
+        assert box_digest(values, torch.float32).item() != digest
+        values[row, 17] = 0
+
+
+# -- regions -----------------------------------------------------------------------------------------------------------
+
+
+def side(name: str, dtype: str, *boxes: tuple[int, int, int]) -> list[Layout]:
+    """Layouts of a tensor of 12 elements; boxes are (rank, start, stop), each in a buffer of its own."""
+    layouts = []
+    for rank in range(1 + max(rank for rank, _, _ in boxes)):
+        own = [(start, stop) for owner, start, stop in boxes if owner == rank]
+        buffer = BufferId(rank, f"{name} of {rank}")
+        shards, offset = [], 0
+        for start, stop in own:
+            shards.append(Shard(Region("t", (start,), (stop - start,)), Place(buffer, offset, (1,))))
+            offset += stop - start
+        layouts.append(Layout({"t": (12,)}, {buffer: Buffer(max(offset, 1), dtype)}, tuple(shards)))
+    return layouts
+
+
+def test_regions_are_what_two_boxes_have_in_common() -> None:
+    training = side("training", "float32", (0, 0, 6), (1, 6, 12))
+    inference = side("inference", "bfloat16", (0, 0, 4), (1, 4, 12))
+    ranks = [CommonRegions(training, inference, rank) for rank in range(2)]
+    boxes = [(region.offsets[0], region.ends[0]) for region in map(ranks[0].region, range(3))]
+    assert boxes == [(0, 4), (4, 6), (6, 12)]
+    assert [[part.number for part in each.source["t"]] for each in ranks] == [[0, 1], [2]]
+    assert [[part.number for part in each.destination["t"]] for each in ranks] == [[0], [1, 2]]
+    assert [part.place.offset for part in ranks[0].source["t"]] == [0, 4]
+    assert [part.place.offset for part in ranks[1].destination["t"]] == [0, 2]
+    assert ranks[0].dtypes == {"t": "bfloat16"}
+
+
+# -- switches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def verified(job: None) -> Rig:
+    return Rig(verify="full")
+
+
+def spoil(rig: Rig, after: Callable[[int, dict[str, torch.Tensor]], object]) -> None:
+    """Once, call `after(bucket, destination)` when a bucket has crossed."""
+    router = rig.manager.router
+    run = router.run
+
+    def spoiled(bucket, source, destination, following=None):
+        report = run(bucket, source, destination, following)
+        after(bucket.index, destination)
+        return report
+
+    router.run = spoiled
+
+
+def test_a_right_switch_passes_and_says_what_it_cost(verified: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        verified.training.step()
+        report = verified.manager.enter(INFER)
+        verified.assert_is(INFER)
+        assert (report.tensors_verified, report.bytes_verified, report.bytes_of_digests) == (2, 2 * NBYTES, 0)
+        assert 0 < report.seconds_by_phase["verify"] < report.seconds
+        assert f"verified=2 tensors, {2 * NBYTES / 1e9:.6f} GB read" in str(report)
+        back = verified.manager.enter(TRAIN)
+        assert back.tensors_verified == 0
+        assert "verified" not in str(back)
+
+
+def test_off_looks_at_nothing(rig: Rig) -> None:
+    report = rig.manager.enter(INFER)
+    assert (report.tensors_verified, report.bytes_verified) == (0, 0)
+    assert "verify" not in report.seconds_by_phase
+    assert "proving" not in rig.script.take()
+
+
+def test_a_flipped_bit_is_named_and_rolled_back(verified: Rig) -> None:
+    def flip(bucket: int, destination: dict[str, torch.Tensor]) -> None:
+        if "second.weight" in destination:
+            destination["second.weight"][-1:].view(torch.int32).bitwise_xor_(1)
+
+    router_run = verified.manager.router.run
+    spoil(verified, flip)
+    verified.training.step()
+    with pytest.raises(WeightError) as caught:
+        verified.manager.enter(INFER)
+    assert caught.value.findings == (
+        "second[0:64, 0:512]: second.weight of rank 0 differs from the training weights of rank 0",
+    )
+    verified.assert_is(TRAIN)
+    verified.manager.router.run = router_run
+    verified.manager.enter(INFER)
+    verified.assert_is(INFER)
+
+
+def test_what_the_engine_cannot_prove_fails_the_switch(verified: Rig) -> None:
+    told = []
+    proving = verified.inference.proving
+
+    def remember(tensors, unproven):
+        told.append((tensors, unproven))
+        return proving(tensors, unproven)
+
+    verified.inference.proving = remember
+    spoil(verified, lambda bucket, destination: told[-1][1](f"bucket {bucket}: the kernel of layer 3"))
+    with pytest.raises(WeightError, match="bucket 1: the kernel of layer 3") as caught:
+        verified.manager.enter(INFER)
+    assert len(caught.value.findings) == 2
+    assert told[-1][0] == {"first", "second"}
+    verified.assert_is(TRAIN)
+
+
+def test_samples_go_round(verified: Rig) -> None:
+    names = [f"tensor{number:02}" for number in range(NUM_SAMPLED + 3)]
+    regions = verified.manager._connection.regions
+    regions.dtypes = dict.fromkeys(names, "float32")
+    sampling, full = (Verifier(regions, verified.job, mode) for mode in ("sample", "full"))
+    first, second = (sampling.begin().tensors for _ in range(2))
+    assert first == set(names[:NUM_SAMPLED])
+    assert second == {*names[NUM_SAMPLED:], *names[: NUM_SAMPLED - 3]}
+    assert full.begin().tensors == set(names)
+
+
+def test_replicas_that_differ_are_logged_and_either_may_arrive(
+    verified: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second rank that trains the same is added to what is gathered; its copy of a tensor differs."""
+    gather = type(verified.job.agreement).gather
+
+    def with_another(agreement, value, phase="gather"):
+        (own,) = gather(agreement, value, phase)
+        if phase != "verify":
+            return [own]
+        other = own.clone()
+        other[-1, 1] += 1
+        return [other, own]
+
+    monkeypatch.setattr(type(verified.job.agreement), "gather", with_another)
+    with caplog.at_level(logging.WARNING, "hybrid_engine"):
+        verified.manager.enter(INFER)
+    assert "replicas of second differ between ranks that train" in caplog.text
