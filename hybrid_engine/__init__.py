@@ -33,6 +33,7 @@ A canonical tensor is a tensor of a Hugging Face checkpoint. Nothing but backend
     models/            name tables of model families
     memory/            elastic buffers, offloading
     ranks/             the ranks of a job: start, agreement, failures
+    tracing/           a timeline of the switches
     config/            configuration keys and their rules
     files/             reading users' files, writing durable ones
     megatron_script/   --enable-resharding on Megatron-LM's own scripts

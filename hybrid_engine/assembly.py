@@ -21,6 +21,7 @@ from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.holdings import holdings_of
 from hybrid_engine.records.layout import Layout
+from hybrid_engine.tracing.timeline import check_path
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings
@@ -44,6 +45,8 @@ def build_inference_engine(
     """
     generate, sizes = config.generate_config, config.generate_config.sizes(job.world_size)
     with job.agreement.phase("choosing the order of ranks"):
+        if generate.trace is not None and job.rank == 0:
+            check_path(generate.trace)
         positions, order = None, tuple(range(job.world_size))
         if generate.infer_rank_order != "sequential":
             positions = inference_side(table, sizes, config.actor_config.params_dtype)

@@ -98,7 +98,7 @@ class Settings(pydantic.BaseModel):
         prefetch = {"prefetch", "prefetch_share", "prefetch_mb"}
         values = {
             "world_size": self.world_size,
-            **self.engine.model_dump(exclude={"model": True, "generate_config": {*prefetch, "verify"}}),
+            **self.engine.model_dump(exclude={"model": True, "generate_config": {*prefetch, "verify", "trace"}}),
             "rl_config": self.rl.model_dump(exclude=free),
         }
         return json.loads(json.dumps(values, default=str, sort_keys=True))

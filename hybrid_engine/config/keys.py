@@ -234,6 +234,8 @@ class GenerateConfig(Section):
     verify: Literal["off", "sample", "full"] = "off"
     """Compare vLLM's weights with training's in the switch, bit by bit: all of them, or a few tensors each time. A
     difference fails the switch, and the state before is restored."""
+    trace: Path | None = None
+    """A file for a timeline of all switches on all ranks, which https://ui.perfetto.dev shows; default: none."""
     timeout_seconds: Seconds = 300.0
     """Longest wait for a peer in seconds, also in vLLM and for a replica that generates longer than another. While
     engines are built it is 300 at least."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
 from hybrid_engine.ranks.process_groups import plain_text
+from hybrid_engine.tracing.recording import span
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,8 @@ class ReleaseFence:
     def _end_next(self, index: int) -> None:
         if failed_rank := self._wait():
             raise PeerTransportError(f"bucket {index}, phase release: rank {failed_rank - 1} failed")
-        self._give_back(index)
+        with span("offload bucket", index=index):
+            self._give_back(index)
 
     def _wait(self) -> int:
         """End the oldest fence; returns what it tells."""
@@ -102,7 +104,8 @@ class ReleaseFence:
         work, told = self._fences[index]
         self._num_ended += 1
         try:
-            work.wait(self._timeout)
+            with span("fence", bucket=index):
+                work.wait(self._timeout)
         except RuntimeError as error:
             raise TransportError(
                 f"bucket {index}, phase release: not every rank read it within {self._timeout.total_seconds():g} s "

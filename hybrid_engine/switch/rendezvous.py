@@ -133,7 +133,9 @@ def connect(
         with job.agreement.phase("plan"):
             made = _make_plan(job, source_layouts, offers, config, may_stay_unread)
             relays = RelayBuffers(job.rank, made.relays, job.device)
-        digest = f"{made.fingerprint} {config.bucket_mb} MiB, {config.transport}"
+        digest = (
+            f"{made.fingerprint} {config.bucket_mb} MiB, {config.transport}, {config.verify}, {config.trace is None}"
+        )
         planned: Sequence[_Planned] = job.agreement.gather(_Planned(digest, relays.handles()), "comparison of plans")
         if len({each.digest for each in planned}) > 1:
             raise PlanError(["the ranks made different plans: they do not run the same code or configuration"])

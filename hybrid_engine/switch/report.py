@@ -11,6 +11,7 @@ from typing import Any
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.switch.verifier import VerifyReport
 from hybrid_engine.switch.weight_container import FillReport
+from hybrid_engine.tracing.recording import span
 from hybrid_engine.transports.pull import LocalTransport
 
 
@@ -102,7 +103,8 @@ class SwitchTally:
     def timed(self, phase: str) -> Iterator[None]:
         """Count the time of the block, unless it fails; a phase may come several times."""
         started = time.perf_counter()
-        yield
+        with span(phase):
+            yield
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
 
     def add_fill(self, fill: FillReport) -> None:

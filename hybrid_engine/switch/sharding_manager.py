@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -39,6 +39,8 @@ from hybrid_engine.switch.report import ReshardReport, SwitchTally
 from hybrid_engine.switch.states import NEEDED_KINDS, State, require
 from hybrid_engine.switch.verifier import Verifier
 from hybrid_engine.switch.weight_container import WeightContainer
+from hybrid_engine.tracing.recording import count, meeting
+from hybrid_engine.tracing.timeline import Timeline
 from hybrid_engine.transports.router import TransportSet
 
 logger = logging.getLogger("hybrid_engine")
@@ -88,7 +90,11 @@ class ShardingManager:
         self._tally = SwitchTally()
         self._prefetcher = Prefetcher(offloader, inference, config, job.device)
         self._connection: Connection | None = None
-        with ExitStack() as undo:
+        self._timeline: Timeline | None = None
+        if config.trace is not None:
+            with job.agreement.phase("trace"):
+                self._timeline = Timeline(config.trace, job)
+        with ExitStack() as undo, self._traced("set-up"):
             connection = connect(
                 job,
                 self.training,
@@ -162,6 +168,10 @@ class ShardingManager:
         self._require_open()
         if target is self.state:
             return None
+        with self._traced(f"{self.state.value}->{target.value}"):
+            return self._enter(target)
+
+    def _enter(self, target: State) -> ReshardReport:
         before, started = self.state, time.perf_counter()
         setup = self._setup_seconds if self.last_report is None else {}  # the first report tells what planning took
         came = self._prefetcher.nbytes
@@ -357,14 +367,20 @@ class ShardingManager:
     @contextmanager
     def _phase(self, name: str, patience: float | None = None) -> Iterator[None]:
         """Time a phase and end it with all ranks agreeing that it succeeded; see `Agreement.phase`."""
-        with self._tally.timed(name), self.job.agreement.phase(name, patience):
+        with self._tally.timed(name), ExitStack() as arriving, self.job.agreement.phase(name, patience):
             yield
+            arriving.enter_context(meeting())  # left when all ranks have arrived
+
+    def _traced(self, name: str) -> AbstractContextManager[object]:
+        return nullcontext() if self._timeline is None else self._timeline.switch(name)
 
     def _note_peak(self, training: int | None = None) -> None:
         """Look at what is on the device; `training`: bytes of training state there, if they are known."""
         if training is None:
             training = resident_nbytes(self.offloader)
-        self._tally.peak = max(self._tally.peak, training + self.inference.resident_nbytes())
+        inference = self.inference.resident_nbytes()
+        count("device bytes", training=training, inference=inference)
+        self._tally.peak = max(self._tally.peak, training + inference)
 
     def _require_open(self) -> Connection:
         if self._connection is None:

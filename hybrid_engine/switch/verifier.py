@@ -28,6 +28,7 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.regions import Region
 from hybrid_engine.switch.common_regions import CommonRegions, PlacedRegion
 from hybrid_engine.switch.digests import box_digest
+from hybrid_engine.tracing.recording import span
 from hybrid_engine.transports.copies import strided
 
 logger = logging.getLogger("hybrid_engine")
@@ -94,14 +95,14 @@ class Verification:
     """Of one fill on one rank (port `FillObserver`).
 
     Attributes:
-        tensors: canonical tensors that are compared.
+        tensors: canonical tensors that are compared, if they are sent.
     """
 
     def __init__(self, regions: CommonRegions, job: Job, tensors: frozenset[str]) -> None:
         self.tensors = tensors
         self._regions, self._job = regions, job
         self._source, self._destination = _Digests(), _Digests()
-        self._nbytes = 0
+        self._nbytes = self._num_tensors = 0
         self._seconds = 0.0
         self._findings: list[str] = []
 
@@ -111,6 +112,7 @@ class Verification:
         """Digest what this rank has of a bucket's tensors on either side."""
         with self._timed():
             names = [name for name in bucket.tensors if name in self.tensors]
+            self._num_tensors += len(names)
             self._digest(names, self._regions.source, source, self._source)
             self._digest(names, self._regions.destination, destination, self._destination)
 
@@ -128,7 +130,7 @@ class Verification:
                 self._compare(sources)
                 if self._findings:
                     raise WeightError(self._findings)
-        return VerifyReport(len(self.tensors), self._nbytes, received, self._seconds)
+        return VerifyReport(self._num_tensors, self._nbytes, received, self._seconds)
 
     def _digest(
         self,
@@ -178,7 +180,8 @@ class Verification:
     @contextmanager
     def _timed(self) -> Iterator[None]:
         started = time.perf_counter()
-        yield
+        with span("verify"):
+            yield
         self._seconds += time.perf_counter() - started
 
 

@@ -31,6 +31,7 @@ import torch
 from hybrid_engine.errors import HybridEngineError, PlanError, ReshardError, StateError
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan
 from hybrid_engine.ports import BucketFollower, FillObserver, InferenceWeights
+from hybrid_engine.tracing.recording import span
 from hybrid_engine.transports.router import RunReport, TransportSet
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,8 @@ class WeightContainer:
                 raise
             raise ReshardError(reason) from error
         for bucket in self._plan.buckets:
-            self._fill_bucket(bucket, source, follower, observer, tally)
+            with span("bucket", index=bucket.index, bytes=bucket.nbytes):
+                self._fill_bucket(bucket, source, follower, observer, tally)
         if follower is not None:
             follower.finish()
         self._weights.finish_fill()
@@ -228,7 +230,8 @@ class _Tally:
     def time(self, phase: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with span(phase):
+                yield
         finally:
             self.seconds[phase] += time.perf_counter() - start
 

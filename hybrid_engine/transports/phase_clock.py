@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from hybrid_engine.tracing.recording import span
+
 PHASES = ("read", "transfer", "write")
 
 
@@ -26,7 +28,8 @@ class PhaseClock:
         """Add the time of the `with` block to phase `name`."""
         start = time.perf_counter()
         try:
-            yield
+            with span(name):
+                yield
         finally:
             self.seconds[name] += time.perf_counter() - start
 

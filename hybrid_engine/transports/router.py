@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from hybrid_engine.memory.elastic import Handle, export_tensor
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.ports import Transport
 from hybrid_engine.records.layout import BufferId
+from hybrid_engine.tracing.recording import span
 from hybrid_engine.transports.registry import (
     CONFIG_KEY,
     REGISTRY,
@@ -139,13 +141,15 @@ class TransportSet:
             transfers = share.transfers.get(name, ())
             try:
                 if failure is None:
-                    transport.run(bucket.index, transfers, source, destination)
+                    with span(name) if transfers else nullcontext():
+                        transport.run(bucket.index, transfers, source, destination)
                 else:
                     transport.abandon(bucket.index, transfers, str(failure))
             except Exception as error:
                 failure = failure or error
         if share.is_relaying:
-            failure = self._fan_out(share, destination, failure)
+            with span("relay"):
+                failure = self._fan_out(share, destination, failure)
         seconds = self._take_seconds()
         if failure is not None:
             raise failure

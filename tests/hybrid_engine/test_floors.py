@@ -22,7 +22,7 @@ ENGINE, PATCHES = "hybrid_engine", "megatron_patches"
 FLOORS = (
     ("errors",),
     ("files", "records", "ranks"),
-    ("models", "planning", "memory"),
+    ("models", "planning", "memory", "tracing"),
     ("layouts", "ports"),
     ("config", "advisor", "transports"),
     ("backends", "switch"),
@@ -47,6 +47,7 @@ OUTSIDE = {
     "planning": {"numpy", "scipy"},
     "memory": {"cuda", "numpy", "torch"},
     "memory.spans": set(),
+    "tracing": set(),
     "layouts": {"numpy"},
     "ports": {"torch"},
     "config": {"pydantic"},

@@ -1,10 +1,12 @@
-"""Faults between training and vLLM's kernels are found inside the switch, named on all ranks, and rolled back.
+"""Faults between training and vLLM's kernels are found inside the switch, named on all ranks, and rolled back; all of
+it is in the trace.
 
 Two ranks, FSDP2 -> vLLM's TP 2, a model with experts: real transports, real vLLM. Each fault is on one rank.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,7 +57,8 @@ def inject(directory: str) -> dict[str, Seen]:
         model=model,
         rollout_config={
             **{"model": directory, "max_model_len": 64, "max_num_seqs": 8, "tp_size": 2, "bucket_mb": 1},
-            **{"verify": "full", "release_weights": False},  # old values stay where they are
+            **{"verify": "full", "trace": str(Path(directory) / "trace.json")},
+            "release_weights": False,  # old values stay where they are
         },
         compress_reshard=True,
     )
@@ -250,3 +253,79 @@ def test_a_stale_kernel_is_named_with_its_weights(seen: list[dict[str, Seen]]) -
     )
     assert f"{EXPERTS}.0.down_proj.weight" in experts
     assert "(UnquantizedFusedMoEMethod) computes with other weights than it was given" in experts
+
+
+# -- the trace ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Slice:
+    """A slice of the trace, with what lies in it."""
+
+    name: str
+    start: float
+    stop: float
+    error: str | None
+    parts: list[Slice] = field(default_factory=list)
+
+    def names(self) -> set[str]:
+        return {self.name}.union(*(part.names() for part in self.parts))
+
+    def all(self, name: str) -> list[Slice]:
+        return [*([self] if self.name == name else []), *(each for part in self.parts for each in part.all(name))]
+
+
+def _tree(events: list[dict[str, Any]]) -> Slice:
+    """Slices of one rank, each in the shortest that it lies in. Fails where one ends outside of it."""
+    root = Slice("", float("-inf"), float("inf"), None)
+    open_slices = [root]
+    for event in events:
+        new = Slice(event["name"], event["ts"], event["ts"] + event["dur"], event["args"].get("error"))
+        while open_slices[-1].stop <= new.start:
+            open_slices.pop()
+        assert new.stop <= open_slices[-1].stop + 0.002, (new.name, open_slices[-1].name)  # microseconds, rounded
+        open_slices[-1].parts.append(new)
+        open_slices.append(new)
+    return root
+
+
+@pytest.fixture(scope="module")
+def trees(seen: list[dict[str, Seen]], directory: Path) -> list[Slice]:
+    """By rank."""
+    events = [event for event in json.loads((directory / "trace.json").read_text()) if event["ph"] == "X"]
+    assert {event["pid"] for event in events} == {0, 1}
+    by_rank = [[event for event in events if event["pid"] == rank] for rank in range(2)]
+    for own in by_rank:
+        assert [event["ts"] for event in own] == sorted(event["ts"] for event in own)
+    return [_tree(own) for own in by_rank]
+
+
+def test_the_trace_has_every_switch_and_which_failed(trees: list[Slice]) -> None:
+    there, back = ("train->infer", None), ("infer->train", None)
+    expected = [("set-up", None), there]
+    for _ in FAULTS:
+        expected += [back, ("train->infer", "error"), there]
+    for tree in trees:
+        assert [(part.name, part.error and "error") for part in tree.parts] == expected
+
+
+def test_the_trace_has_all_phases_in_each_other(trees: list[Slice]) -> None:
+    for tree in trees:
+        switch = tree.parts[1]
+        assert {"offload", "prepare", "check", "fill", "verify", "resume", "wait"} <= {*switch.names()}
+        (fill,) = switch.all("fill")
+        assert [part.name for part in fill.parts].count("bucket") > 1
+        for bucket in fill.all("bucket"):
+            parts = [part.name for part in bucket.parts]
+            assert parts[0] == "allocate"
+            assert parts[-1] == "commit"
+            assert {"local", "verify"} <= set(parts)
+            for transport in bucket.all("local"):
+                assert [part.name for part in transport.parts] == ["read", "transfer"]
+        assert any("shared_memory" in bucket.names() for bucket in fill.all("bucket"))
+
+
+def test_the_ranks_wait_for_each_other_at_the_same_time(trees: list[Slice]) -> None:
+    one, other = (tree.parts[1].all("wait") for tree in trees)
+    assert len(one) == len(other) > 5
+    assert all(max(a.start, b.start) <= min(a.stop, b.stop) for a, b in zip(one, other, strict=True))

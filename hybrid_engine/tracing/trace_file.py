@@ -1,0 +1,59 @@
+"""A file of Chrome's trace events, which Perfetto opens: one JSON array, whose end is overwritten by what is added.
+
+(docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, "Trace Event Format".) It is valid JSON
+whenever nothing is being written; readers of the format accept an array without its end, too, so a kill costs nothing
+that was there. A file that has grown to its bound becomes FILE.1, in place of the one before, and so does a file that
+is there at the start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+MOST_NBYTES = 64 * 1024**2
+"""Of the file; FILE.1 has at most as much, and one switch more."""
+
+_START, _END = b"[", b"\n]\n"
+
+Event = Mapping[str, Any]
+
+
+class TraceFile:
+    """Appends events.
+
+    Args:
+        path: of the file.
+        header: events that every file begins with.
+        most_nbytes: of a file.
+
+    Raises OSError, here and when it is written.
+    """
+
+    def __init__(self, path: Path, header: Iterable[Event], most_nbytes: int = MOST_NBYTES) -> None:
+        self.path, self._header, self._most_nbytes = path, list(header), most_nbytes
+        if path.is_file() and path.stat().st_size:
+            self._put_aside()
+        self._begin()
+
+    def append(self, events: Iterable[Event]) -> None:
+        """Add events; they are in the file when this returns."""
+        if self.path.stat().st_size >= self._most_nbytes:
+            self._put_aside()
+            self._begin()
+        text = ",".join("\n" + json.dumps(event, separators=(",", ":")) for event in events)
+        if not text:
+            return
+        with self.path.open("r+b") as file:
+            file.seek(-len(_END), os.SEEK_END)
+            file.write(b"," + text.encode() + _END)
+
+    def _begin(self) -> None:
+        lines = ",".join("\n" + json.dumps(event, separators=(",", ":")) for event in self._header)
+        self.path.write_bytes(_START + lines.encode() + _END)
+
+    def _put_aside(self) -> None:
+        self.path.replace(self.path.with_name(f"{self.path.name}.1"))

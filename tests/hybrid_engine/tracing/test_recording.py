@@ -1,0 +1,84 @@
+"""Spans, clocks and the file of a trace, in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hybrid_engine.tracing import recording
+from hybrid_engine.tracing.clocks import ClockOffset, clock_offsets
+from hybrid_engine.tracing.recording import count, meeting, recorded, span
+from hybrid_engine.tracing.trace_file import TraceFile
+
+
+def test_nothing_is_recorded_outside() -> None:
+    with span("a"), meeting():
+        count("bytes", training=1)
+    with recorded() as found:
+        pass
+    assert (found.spans, found.counts, found.meetings) == ([], [], [])
+
+
+def test_spans_lie_in_each_other_and_tell_of_errors() -> None:
+    with pytest.raises(ValueError, match="disk"), recorded() as found, span("outer"):
+        with span("inner", bucket=3), meeting():
+            pass
+        raise ValueError("disk on fire")
+    wait, inner, outer = found.spans
+    assert [each.name for each in found.spans] == ["wait", "inner", "outer"]
+    assert outer.start <= inner.start <= wait.start <= wait.stop <= inner.stop <= outer.stop
+    assert inner.arguments == {"bucket": 3}
+    assert outer.arguments == {"error": "ValueError"}
+    assert found.meetings[0][0] <= wait.start
+
+
+def test_a_recording_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "MOST_RECORDS", 3)
+    with recorded() as found:
+        for _ in range(5):
+            with span("a"):
+                count("b", of=1)
+    assert len(found.spans) + len(found.counts) == 3
+    assert found.num_dropped == 7
+
+
+def test_clocks_of_one_host_are_one_clock() -> None:
+    assert clock_offsets([[(10, 20)], [(12, 21)]]) == [ClockOffset(0, 0), ClockOffset(0, 11)]
+
+
+def test_every_meeting_narrows_down_what_clocks_differ_by() -> None:
+    ahead = 5000  # of rank 1's clock
+    first = [(100, 130), (200, 208), (300, 390)]
+    other = [(90 + ahead, 131 + ahead), (202 + ahead, 210 + ahead), (310 + ahead, 400 + ahead)]
+    _, found = clock_offsets([first, other])
+    assert abs(found.nanoseconds + ahead) <= found.error <= 10
+
+
+def test_without_meetings_clocks_are_as_they_are() -> None:
+    assert clock_offsets([[], []]) == [ClockOffset(0, 0)] * 2
+
+
+def test_a_file_is_whole_after_every_write(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    file = TraceFile(path, [{"name": "header"}])
+    assert json.loads(path.read_text()) == [{"name": "header"}]
+    for number in range(3):
+        file.append([{"name": number}, {"name": "x"}])
+        file.append([])
+        assert [event["name"] for event in json.loads(path.read_text())][1::2] == list(range(number + 1))
+
+
+def test_a_file_is_bounded_and_what_was_there_is_kept(tmp_path: Path) -> None:
+    path, before = tmp_path / "trace.json", tmp_path / "trace.json.1"
+    path.write_text("of the run before")
+    file = TraceFile(path, [{"name": "header"}], most_nbytes=200)
+    assert before.read_text() == "of the run before"
+    for number in range(50):
+        file.append([{"name": number}])
+    assert path.stat().st_size < 250
+    assert before.stat().st_size < 250
+    names = [event["name"] for each in (before, path) for event in json.loads(each.read_text())]
+    assert names[-1] == 49
+    assert names.count("header") == 2
