@@ -4,7 +4,9 @@
     fsdp/             another: transformers models that torch's FSDP2 has sharded
     vllm/             the inference side: vLLM inside the training processes
     huggingface/      checkpoints as a source or destination of weights; reads and writes safetensors
-    flat_buffers.py   what training sides say of the flat buffers that their weights lie in
+
+    flat_buffers.py           what training sides say of the flat buffers that their weights lie in
+    checkpoint_directory.py   how their checkpoints are put in place, and compared when they are read
 
 A backend turns its library's objects into the records of records/ and implements the ports of ports.py. Nothing else
 knows a library: planning/, transports/ and switch/ see layouts and flat buffers only.

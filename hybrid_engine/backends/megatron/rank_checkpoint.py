@@ -1,7 +1,7 @@
 """Saves and loads a Megatron actor, to resume a run in the same layout. Called by `ActorHybridWorker`.
 
     directory/rank0000.pt, rank0001.pt, ...    one file per rank: its parameters, optimizer state, generators
-    directory/manifest.json                    their lengths and checksums; see rank_files.py
+    directory/manifest.json                    their lengths and checksums; see backends/checkpoint_directory.py
 
 Not by megatron-core's dist_checkpointing: 0.16.1 cannot restore what it saved of torch's Adam. Loading
 `fully_reshardable` ends in KeyError 'step', saving `dp_reshardable` refuses virtual stages ("out of bounds chunk"), and
@@ -11,7 +11,6 @@ file per rank needs no collective and no forked writer process, and restores eve
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,17 +21,15 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
+from hybrid_engine.backends.checkpoint_directory import MOST_NAMED, new_checkpoint
 from hybrid_engine.backends.megatron import rank_files
 from hybrid_engine.backends.megatron.build import Actor
 from hybrid_engine.backends.megatron.checkpoint_checks import differences, optimizer_differences
 from hybrid_engine.backends.megatron.lora_layers import LoraLinear
-from hybrid_engine.errors import ConfigError, StateError, Violation
-from hybrid_engine.files.durable import current_directory, leftovers, naming, recover_directory, replace_directory
+from hybrid_engine.errors import StateError
+from hybrid_engine.files.durable import current_directory, naming
 from hybrid_engine.ranks.job import Job
 from megatron_patches import optimizers
-
-_MOST_NAMED = 5
-"""Differences, or files, that an error names."""
 
 
 def _topology_of(actor: Actor, job: Job) -> dict[str, int | str]:
@@ -71,66 +68,14 @@ def _lora_of(chunks: Sequence[torch.nn.Module]) -> str:
 def save_checkpoint(directory: str | Path, actor: Actor, job: Job) -> None:
     """Write parameters, optimizer state, generators and weight version to `directory`. Collective.
 
-    Written and flushed beside the directory, and renamed at the end: a kill or a power cut at any moment leaves the old
-    checkpoint or the new one, for `load_checkpoint` and for the next save. On file systems that cannot exchange two
-    names the old one is called `<directory>.replaced` between two renames. A save that fails leaves nothing behind. A
-    symbolic link stays one: what it points to is replaced.
+    On errors and on what a kill leaves see `new_checkpoint`.
 
     The caller has finished pending parameter gathers. All training state must be on the device; nothing is copied in
-    memory. All ranks see one file system.
-
-    Raises:
-        FileError: naming the file that could not be written.
-        ConfigError: if the directory holds anything but a checkpoint.
+    memory.
     """
-    with job.agreement.phase("looking into the checkpoint's directory"), naming("preparing the checkpoint", directory):
-        directory = Path(directory).resolve()
-        incomplete = directory.with_name(f"{directory.name}.incomplete")
-        if job.rank == 0:
-            _require_nothing_foreign(directory, incomplete, *leftovers(directory))
-    try:
-        with job.agreement.phase("preparing the checkpoint's directory"):
-            if job.rank == 0:
-                _make_room(directory, incomplete)
-        with job.agreement.phase("writing the checkpoint"):
-            name = rank_files.file_name(job.rank)
-            contents = rank_files.write_rank_file(incomplete / name, _state_of(actor, job))
-        written = job.agreement.gather((name, contents), "writing the checkpoint")
-        with job.agreement.phase("putting the checkpoint in place"):
-            if job.rank == 0:
-                rank_files.write_manifest(incomplete, dict(written))
-                with naming("replacing the checkpoint", directory):
-                    replace_directory(incomplete, directory)
-    except BaseException as error:
-        if job.rank == 0:
-            _remove(incomplete, error)
-        raise
-
-
-def _require_nothing_foreign(*directories: Path) -> None:
-    """Raise ConfigError if one of them holds anything but a checkpoint's files: they will be removed."""
-    for directory in directories:
-        if directory.exists() and (names := rank_files.foreign_names(directory)):
-            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-            problem = f"{directory} holds files that are not a checkpoint's: {', '.join(names[:_MOST_NAMED])}{more}"
-            raise ConfigError([Violation("directory", problem, "Save to another directory, or move these away")])
-
-
-def _make_room(directory: Path, incomplete: Path) -> None:
-    with naming("preparing the checkpoint", directory):
-        recover_directory(directory)
-        if incomplete.exists():  # of a save that was killed
-            shutil.rmtree(incomplete)
-        incomplete.mkdir(parents=True)
-
-
-def _remove(incomplete: Path, error: BaseException) -> None:
-    """Clean up after `error`, to which a failure to do so is added as a note."""
-    try:
-        if incomplete.exists():
-            shutil.rmtree(incomplete)
-    except OSError as failure:
-        error.add_note(f"{incomplete} could not be removed: {failure}")
+    with new_checkpoint(directory, job) as new, job.agreement.phase("writing the checkpoint"):
+        name = rank_files.file_name(job.rank)
+        new.contents[name] = rank_files.write_rank_file(new.path / name, _state_of(actor, job))
 
 
 @torch.no_grad()
@@ -178,8 +123,8 @@ def _require_fit(state: Any, actor: Actor, job: Job, path: Path) -> None:
     if not problems and not _is_generator_state(state["generators"]["torch"]):
         problems = ["generators: torch: not a state of torch's generator"]
     if problems:
-        more = f" and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
-        named = "; ".join(sorted(problems)[:_MOST_NAMED])
+        more = f" and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
+        named = "; ".join(sorted(problems)[:MOST_NAMED])
         raise StateError(f"{path} belongs to another model: {named}{more}. Load it into the model that saved it")
 
 

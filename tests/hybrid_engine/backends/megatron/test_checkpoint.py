@@ -120,6 +120,7 @@ OTHER_FILE: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 def load_what_is_wrong(model: Path, root: Path) -> dict[str, tuple[str, str, bool]]:
     """By case, on this rank: error, message, and whether all of the state is bitwise what it was."""
+    from hybrid_engine.backends import checkpoint_directory
     from hybrid_engine.backends.megatron import rank_files
     from hybrid_engine.backends.megatron.rank_checkpoint import load_checkpoint, save_checkpoint
 
@@ -148,14 +149,14 @@ def load_what_is_wrong(model: Path, root: Path) -> dict[str, tuple[str, str, boo
                     state = torch.load(path, weights_only=True)
                     OTHER_STATE[name][1](state)
                     contents = rank_files.write_rank_file(path, state)
-                    rank_files.write_manifest(damaged, {**manifest, path.name: contents})
+                    checkpoint_directory.write_manifest(damaged, {**manifest, path.name: contents})
             job.agreement.gather(None)
             return outcome(lambda: load_checkpoint(damaged, run.actor, job))
 
         train(run, 0)
         save_checkpoint(root / "saved", run.actor, job)
         saved = state_of(run)
-        manifest = {path.name: rank_files._contents_of(path) for path in (root / "saved").glob("rank*.pt")}
+        manifest = {path.name: checkpoint_directory.contents_of(path) for path in (root / "saved").glob("rank*.pt")}
         train(run, 1)
         before = state_of(run)
         for name in (*OTHER_STATE, *OTHER_FILE):

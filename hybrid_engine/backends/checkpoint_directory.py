@@ -1,0 +1,177 @@
+"""The directory of a checkpoint: written beside its place, put there whole, and compared when it is read.
+
+    with new_checkpoint(directory, job) as new:        # on every rank
+        ...                                            # write files into new.path
+        new.contents[name] = Contents(nbytes, crc32)   # of this rank's
+    # here the directory has all ranks' files, and a manifest of their lengths and checksums
+
+    require_as_written(current_directory(directory) / name)    # before a file is believed
+
+CRC-32 detects flipped bits and torn writes at 1.9 GB/s on one core (sha256: 0.8).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from hybrid_engine.errors import ConfigError, FileError, Violation
+from hybrid_engine.files.durable import crc32_of, leftovers, naming, recover_directory, replace_directory, write_text
+from hybrid_engine.ranks.job import Job
+
+MANIFEST = "manifest.json"
+REMEDY = "Resume from an older checkpoint, or restore the file from a copy"
+MOST_NAMED = 5
+"""Differences, or files, that an error names."""
+
+_OURS = re.compile(
+    r"(manifest\.json"
+    r"|rank\d{4,}\.pt"  # megatron/rank_files.py
+    r"|__\d+_\d+\.distcp|\.metadata(\.tmp)?|counters\.json"  # fsdp/distributed_checkpoint.py
+    r")(\.incomplete)?"
+)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Length and checksum (hex) of a file when it was written."""
+
+    nbytes: int
+    crc32: str
+
+
+@dataclass(frozen=True)
+class NewCheckpoint:
+    """A checkpoint that is being written.
+
+    Attributes:
+        path: where to.
+        contents: this rank's files in it, by name.
+    """
+
+    path: Path
+    contents: dict[str, Contents] = field(default_factory=dict)
+
+
+@contextmanager
+def new_checkpoint(directory: str | Path, job: Job) -> Iterator[NewCheckpoint]:
+    """Write a checkpoint in the block, and put it in place afterwards. Collective.
+
+    It is renamed at the end: a kill or a power cut at any moment leaves the old checkpoint or the new one, for readers
+    and for the next save. On file systems that cannot exchange two names the old one is called `<directory>.replaced`
+    between two renames. A block that fails leaves nothing behind. A symbolic link stays one: what it points to is
+    replaced. All ranks see one file system.
+
+    Raises:
+        FileError: naming what could not be written.
+        ConfigError: if the directory holds anything but a checkpoint.
+    """
+    with job.agreement.phase("looking into the checkpoint's directory"), naming("preparing the checkpoint", directory):
+        directory = Path(directory).resolve()
+        new = NewCheckpoint(directory.with_name(f"{directory.name}.incomplete"))
+        if job.rank == 0:
+            _require_nothing_foreign(directory, new.path, *leftovers(directory))
+    try:
+        with job.agreement.phase("preparing the checkpoint's directory"):
+            if job.rank == 0:
+                _make_room(directory, new.path)
+        yield new
+        written = job.agreement.gather(new.contents, "writing the checkpoint")
+        with job.agreement.phase("putting the checkpoint in place"):
+            if job.rank == 0:
+                write_manifest(new.path, {name: each[name] for each in written for name in each})
+                with naming("replacing the checkpoint", directory):
+                    replace_directory(new.path, directory)
+    except BaseException as error:
+        if job.rank == 0:
+            _remove(new.path, error)
+        raise
+
+
+def foreign_names(directory: Path) -> list[str]:
+    """Names in a directory that are not a checkpoint's files, whole or incomplete; sorted. Raises OSError."""
+    return sorted(path.name for path in directory.iterdir() if not (_OURS.fullmatch(path.name) and path.is_file()))
+
+
+def write_manifest(directory: Path, contents: Mapping[str, Contents]) -> None:
+    """Write the manifest of files, by name, once all are written. Raises FileError."""
+    files = {name: asdict(contents[name]) for name in sorted(contents)}
+    write_text(directory / MANIFEST, json.dumps({"files": files}, indent=2) + "\n")
+
+
+def contents_of(path: Path) -> Contents:
+    """Length and checksum of a file as it is now. Raises OSError."""
+    with path.open("rb", buffering=0) as file:
+        crc32, nbytes = crc32_of(file)
+    return Contents(nbytes, f"{crc32:08x}")
+
+
+def require_as_written(path: Path) -> None:
+    """Raise FileError, naming the file, unless it is what the manifest beside it says."""
+    written = _contents_in(_manifest(path.parent), path.name)
+    with naming("reading the checkpoint", path, REMEDY):
+        found = contents_of(path)
+        if found != written:
+            now, then = (f"{contents.nbytes:,} bytes with checksum {contents.crc32}" for contents in (found, written))
+            raise FileError(f"reading the checkpoint {path}: {now}, expected {then}. {REMEDY}")
+
+
+def names_in_manifest(directory: Path) -> list[str]:
+    """The files that a checkpoint consists of. Raises FileError."""
+    manifest = _manifest(directory)
+    with naming("reading", manifest, REMEDY):
+        match json.loads(manifest.read_text(encoding="utf-8")):
+            case {"files": {**files}}:
+                return sorted(map(str, files))
+        raise ValueError("it has no list of files")
+
+
+def _manifest(directory: Path) -> Path:
+    manifest = directory / MANIFEST
+    if not manifest.is_file():
+        raise FileError(
+            f"reading the checkpoint {directory}: it has no {MANIFEST}, so it is incomplete, or older than "
+            "checksums. Resume from another one, or with the version that wrote it"
+        )
+    return manifest
+
+
+def _contents_in(manifest: Path, name: str) -> Contents:
+    with naming("reading", manifest, REMEDY):
+        match json.loads(manifest.read_text(encoding="utf-8")):
+            case {"files": {**files}}:
+                match files.get(name):
+                    case {"nbytes": int(nbytes), "crc32": str(crc32)}:
+                        return Contents(nbytes, crc32)
+        raise ValueError(f"it has no entry for {name}")
+
+
+def _require_nothing_foreign(*directories: Path) -> None:
+    """Raise ConfigError if one of them holds anything but a checkpoint's files: they will be removed."""
+    for directory in directories:
+        if directory.exists() and (names := foreign_names(directory)):
+            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+            problem = f"{directory} holds files that are not a checkpoint's: {', '.join(names[:MOST_NAMED])}{more}"
+            raise ConfigError([Violation("directory", problem, "Save to another directory, or move these away")])
+
+
+def _make_room(directory: Path, incomplete: Path) -> None:
+    with naming("preparing the checkpoint", directory):
+        recover_directory(directory)
+        if incomplete.exists():  # of a save that was killed
+            shutil.rmtree(incomplete)
+        incomplete.mkdir(parents=True)
+
+
+def _remove(incomplete: Path, error: BaseException) -> None:
+    """Clean up after `error`, to which a failure to do so is added as a note."""
+    try:
+        if incomplete.exists():
+            shutil.rmtree(incomplete)
+    except OSError as failure:
+        error.add_note(f"{incomplete} could not be removed: {failure}")
