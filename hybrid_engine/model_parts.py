@@ -57,7 +57,7 @@ def build_parts(
     UnknownModelError, ModelError, each with everything that is wrong.
     """
     from hybrid_engine.backends.fsdp import ShardedModel
-    from hybrid_engine.backends.fsdp.sharding import is_sharded, shard_model
+    from hybrid_engine.backends.fsdp.sharding import is_sharded, mesh_of, shard_model
 
     if not enable_reshard:
         remedy = "Leave it out: vLLM's weights come by resharding alone"
@@ -73,7 +73,7 @@ def build_parts(
             table = table_for(config.hf_config())
         with job.agreement.phase("sharding the model", SHORT_PATIENCE):
             if train_config is not None or not is_sharded(model):
-                shard_model(model, fsdp, job.device, job.world_size)
+                shard_model(model, fsdp, mesh_of(fsdp, job.device, job.world_size))
             train = ShardedModel(model, table, job.rank, lora_delivery=config.generate_config.lora_delivery)
             offloader = Offloader(train.offload_items, reachable=train.reachable_tensors)
             owner.callback(_give_back, train, offloader)

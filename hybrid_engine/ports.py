@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -115,6 +116,94 @@ class Trainer(Protocol):
 
     def reachable_tensors(self) -> Iterable[Reached]:
         """Every tensor that model and optimizer refer to: what is there and not in `offload_items` is a leak."""
+        ...
+
+
+Batch = Mapping[str, torch.Tensor]
+"""Tensors whose dim 0 is sequences: `tokens` and `labels` [B, S] int64 (`labels[i, t]` is the token after
+`tokens[i, t]`), and whatever a loss function reads."""
+Report = dict[str, torch.Tensor]
+"""Scalars by name."""
+LossFunction = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
+"""(micro batch, log-probabilities [b, S] of the labels) -> (mean loss, scalars to report)."""
+
+
+class Scorer(Protocol):
+    """One rank's share of a model that can be read; every data parallel rank scores its part of a batch."""
+
+    micro_batch_size: int
+
+    @property
+    def dp_rank(self) -> int:
+        """This rank's data parallel rank."""
+        ...
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data parallel ranks."""
+        ...
+
+    def log_probs(self, batch: Batch) -> torch.Tensor:
+        """Log-probability [B, S] fp32 of every label. Collective."""
+        ...
+
+    def gather_over_data_parallel(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Join the shares [B, …] of all data parallel ranks along dim 0, in order of rank."""
+        ...
+
+    def offload_items(self) -> Iterable[OffloadItem]:
+        """Everything that can leave the device."""
+        ...
+
+
+class ActorWeights(TrainingWeights, Protocol):
+    """Training weights that may have adapters."""
+
+    @property
+    def base(self) -> LoadableWeights:
+        """Without adapters."""
+        ...
+
+    @property
+    def merged(self) -> TrainingWeights:
+        """With adapters added."""
+        ...
+
+
+class ActorTrainer(Trainer, Scorer, Protocol):
+    """Whoever trains for `ActorHybridWorker`: backends/megatron/actor.py, backends/fsdp/actor.py."""
+
+    @property
+    def weights(self) -> ActorWeights:
+        """What is resharded; always the same object."""
+        ...
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate of every parameter group."""
+        ...
+
+    def train_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
+        """One optimizer step on this rank's share of a batch; the report, averaged over micro batches and ranks."""
+        ...
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [B, S, vocab_size] fp32 of `tokens` [B, S], on every rank; for checks."""
+        ...
+
+    def reload_main_params(self) -> None:
+        """Take up parameters that were written from outside, wherever the optimizer has copies of them."""
+        ...
+
+    def save_checkpoint(self, directory: str | Path) -> None:
+        """Write all that a resumed run needs. Collective."""
+        ...
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Take up what `save_checkpoint` wrote, on all ranks or on none. Collective."""
+        ...
+
+    def frozen_copy(self) -> Scorer:
+        """A copy of the present weights, adapters added, that is only read. Collective."""
         ...
 
 

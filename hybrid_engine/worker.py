@@ -1,38 +1,37 @@
-"""`ActorHybridWorker`: one rank of a group that generates with vLLM and trains with Megatron, from a configuration."""
+"""`ActorHybridWorker`: one rank of a group that generates with vLLM and trains, all from a configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-import megatron_patches
 from hybrid_engine.assembly import build_inference_engine, megatron_lora, served_weights
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.errors import DependencyError
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
+from hybrid_engine.ports import ActorTrainer, Batch, LossFunction, Scorer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.contexts import SwitchContexts
 from hybrid_engine.switch.rendezvous import gather_layouts
 from hybrid_engine.switch.states import State
-from megatron_patches.errors import PatchSetError
 
 if TYPE_CHECKING:
-    from hybrid_engine.backends.megatron.train_engine import Batch, LossFunction, TrainEngine
     from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling
 
 
 class ActorHybridWorker(SwitchContexts):
-    """The actor: Megatron for training, vLLM for generation, on the same devices.
+    """The actor: Megatron or FSDP2 for training, vLLM for generation, on the same devices.
 
     Build one on every rank, under torchrun. It creates the process group when there is none, applies the Megatron
-    patches, and builds both engines; Megatron's weights are the only ones initialised, vLLM's come by resharding.
+    patches where Megatron trains, and builds both engines; the weights that are trained are the only ones initialised,
+    vLLM's come by resharding.
 
     Batches and prompts are global: every rank passes the same, and gets the whole result.
 
@@ -56,24 +55,16 @@ class ActorHybridWorker(SwitchContexts):
             self._ends = undo.pop_all()
 
     def _build(self, job: Job, weights_only: bool, undo: ExitStack) -> None:
+        from hybrid_engine.backends.vllm import require_vllm
+
         with job.agreement.phase("checking what is installed"):
             job.require_timeout(self.config.generate_config.timeout_seconds)
-            _require_installed()
-            hf_config = self.config.hf_config()
-            self.table = table_for(hf_config)
+            require_vllm()
+            build_actor = _builder(self.config)
+            self.table = table_for(self.config.hf_config())
         with job.agreement.phase("building the training engine", SHORT_PATIENCE):
-            from hybrid_engine.backends.megatron import build, parallel_groups
-            from hybrid_engine.backends.megatron.train_engine import TrainEngine
-
-            actor_config = self.config.actor_config
-            undo.callback(parallel_groups.destroy_parallel_state)
-            parallel_groups.initialize_parallel_state(actor_config, job.world_size, job.timeout_seconds)
-            self.actor = build.build_actor(
-                actor_config, self.table, hf_config, job.world_size, weights_only=weights_only
-            )
-            undo.callback(build.end_training, self.actor)
-            separate_lora = self.config.generate_config.lora_delivery == "adapter"
-            self.train: TrainEngine = TrainEngine(self.actor, self.table, actor_config.micro_batch_size, separate_lora)
+            self.train = build_actor(self.config, self.table, job, undo, weights_only=weights_only)
+            self.actor = getattr(self.train, "actor", None)  # Megatron's own objects, where it trains
             offloader = Offloader(self.train.offload_items, reachable=self.train.reachable_tensors)
             offloader.offload()  # vLLM looks at the memory that is free while it starts
         layouts = gather_layouts(job, self.train.weights)
@@ -112,7 +103,7 @@ class ActorHybridWorker(SwitchContexts):
             return whole_log_probs(self.train, batch)
 
     def update(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
-        """One optimizer step on the batch; see `TrainEngine.train_step`. In `train_context`."""
+        """One optimizer step on the batch; see `ActorTrainer.train_step`. In `train_context`."""
         self.sharding.require(State.TRAIN)
         with self.job.agreement.call("training step"):
             return self.train.train_step(share_of(self.train, batch), loss_function)
@@ -120,17 +111,15 @@ class ActorHybridWorker(SwitchContexts):
     def save_checkpoint(self, directory: str | Path) -> None:
         """Write parameters, optimizer state and generators below `directory`. In `train_context`."""
         self.sharding.require(State.TRAIN)
-        from hybrid_engine.backends.megatron import rank_checkpoint as checkpoint
-
-        self.train.weights.base.prepare()
-        checkpoint.save_checkpoint(directory, self.actor, self.job)
+        self.train.save_checkpoint(directory)
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Take up what `save_checkpoint` wrote, on all ranks or on none. In `train_context`."""
-        self.sharding.require(State.TRAIN)
-        from hybrid_engine.backends.megatron import rank_checkpoint as checkpoint
+        """Take up what `save_checkpoint` wrote, on all ranks or on none. In `train_context`.
 
-        checkpoint.load_checkpoint(directory, self.actor, self.job)
+        What Megatron has saved is loaded in the same layout, what FSDP2 has saved on any number of ranks.
+        """
+        self.sharding.require(State.TRAIN)
+        self.train.load_checkpoint(directory)
 
     def load_hf_checkpoint(self, path: str | Path) -> None:
         """Take the weights from a Hugging Face checkpoint (safetensors), whatever the layout. In `train_context`.
@@ -162,9 +151,9 @@ class ActorHybridWorker(SwitchContexts):
         save_hf_checkpoint(path, weights, self.table, self.job, self.config.model, dtype)
 
     def shutdown(self) -> None:
-        """End vLLM, Megatron's groups, and the process group if it was created here; idempotent.
+        """End vLLM, the trainer's groups, and the process group if it was created here; idempotent.
 
-        Another worker may be built afterwards. This one keeps its configuration and Megatron's weights, nothing else;
+        Another worker may be built afterwards. This one keeps its configuration and the training weights, nothing else;
         they go with it.
         """
         self._ends.close()
@@ -181,13 +170,7 @@ class ReferenceModel:
 
     def __init__(self, worker: ActorHybridWorker) -> None:
         worker.train.guard(["param"])
-        from hybrid_engine.backends.megatron import build
-        from hybrid_engine.backends.megatron.train_engine import TrainEngine
-
-        actor_config = worker.config.actor_config
-        model = build.build_reference(actor_config, worker.table, worker.config.hf_config(), worker.world_size)
-        self.engine = TrainEngine(model, worker.table, actor_config.micro_batch_size)
-        self.engine.copy_weights_from(worker.train)
+        self.engine = worker.train.frozen_copy()
         self._agreement = worker.job.agreement
         self._offloader = Offloader(self.engine.offload_items)
         self._offloader.offload({"param"})
@@ -203,18 +186,25 @@ class ReferenceModel:
             self._offloader.offload({"param"})
 
 
-def _require_installed() -> None:
-    """Check both engines' versions and patch megatron-core, before anything is built. Raises DependencyError."""
-    from hybrid_engine.backends.vllm import require_vllm
+def _builder(config: HybridConfig) -> Callable[..., ActorTrainer]:
+    """How the actor is built by whoever trains it; Megatron is patched. Raises DependencyError where it cannot be."""
+    if config.actor_config.fsdp is not None:
+        from hybrid_engine.backends.fsdp.actor import build_actor as build_with_fsdp
 
-    require_vllm()
+        return build_with_fsdp
+    import megatron_patches
+    from megatron_patches.errors import PatchSetError
+
     try:
         megatron_patches.apply()
     except PatchSetError as error:
         raise DependencyError(str(error)) from error
+    from hybrid_engine.backends.megatron.actor import build_actor as build_with_megatron
+
+    return build_with_megatron
 
 
-def share_of(engine: TrainEngine, batch: Batch) -> Batch:
+def share_of(engine: Scorer, batch: Batch) -> Batch:
     """This data parallel rank's consecutive part of a global batch."""
     num_sequences = batch["tokens"].shape[0]
     if num_sequences % (engine.dp_size * engine.micro_batch_size):
@@ -226,7 +216,7 @@ def share_of(engine: TrainEngine, batch: Batch) -> Batch:
     return {name: tensor[engine.dp_rank * size : (engine.dp_rank + 1) * size] for name, tensor in batch.items()}
 
 
-def whole_log_probs(engine: TrainEngine, batch: Batch) -> torch.Tensor:
+def whole_log_probs(engine: Scorer, batch: Batch) -> torch.Tensor:
     """Score a global batch: each data parallel rank its share, the result on every rank."""
     own = engine.log_probs(share_of(engine, batch))
     whole = own if engine.dp_size == 1 else engine.gather_over_data_parallel(own)

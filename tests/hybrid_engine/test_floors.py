@@ -75,8 +75,11 @@ OUTSIDE = {
 # Modules of one name, and what it means in every place.
 SAME_MEANING = {
     "__init__": "the package",
+    "actor": "the ActorTrainer of a backend, from one configuration",
     "adaptor": "the WeightAdaptor of a backend",
+    "build": "a model from a configuration",
     "internals": "private names of a foreign library, each with its reason",
+    "train_engine": "a model that is trained here, and its loop",
     "training_state": "what of a trainer's state is offloaded",
 }
 # Who may import it: the one backend, and the top floor, which applies the patches.

@@ -10,6 +10,10 @@
     adaptor.py           the two together: records of this rank (port `TrainingWeights`)
     training_state.py    gradients, optimizer state, and what else refers to memory
     sharded_model.py     `ShardedModel`: the model as the switch sees it (port `Trainer`)
+    train_engine.py      `FsdpTrainEngine`: steps and log-probabilities
+    build.py             a sharded model from a config.json, layer by layer
+    distributed_checkpoint.py  save and load on any number of ranks, through torch.distributed.checkpoint
+    actor.py             all of this for `ActorHybridWorker`, from one configuration (port `ActorTrainer`)
     internals.py         names of torch and transformers that are not documented
 
 Nothing of Megatron is imported. The model stays the user's: its forward, its optimizer and its loop.

@@ -151,6 +151,22 @@ class FsdpAdaptor:
         if self._sums is not None:
             self._sums.fill()
 
+    @property
+    def base(self) -> FsdpAdaptor:
+        """These: a worker's model has no adapters."""
+        return self
+
+    @property
+    def merged(self) -> FsdpAdaptor:
+        """These: a worker's model has no adapters."""
+        return self
+
+    def zero_padding(self) -> None:
+        """Nothing: FSDP pads in memory that no parameter shows."""
+
+    def zero_adapters(self) -> None:
+        """Nothing: a worker's model has none."""
+
     def check_values(self) -> None:
         """Raise WeightError naming every parameter that holds a NaN or an infinity. Reads each buffer once."""
         require_usable_values(self.buffers().values(), self._described_tensors)

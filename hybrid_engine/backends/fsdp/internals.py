@@ -5,19 +5,26 @@ tests/hybrid_engine/backends/fsdp/test_internals.py looks each up in the install
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.core_model_loading import revert_weight_conversion
 
 from hybrid_engine.ranks.torch_internals import PrivateName
 
-__all__ = ["PRIVATE_NAMES", "StridedShard", "TorchDispatchMode", "revert_weight_conversion"]
+__all__ = ["PRIVATE_NAMES", "StridedShard", "TorchDispatchMode", "initialize_module", "revert_weight_conversion"]
 
 PRIVATE_NAMES = (
     PrivateName("torch.utils._python_dispatch:TorchDispatchMode", "sees the copies of a conversion"),
     PrivateName(
         "transformers.core_model_loading:revert_weight_conversion",
         "from the tensors of a model to those of a checkpoint, as save_pretrained writes them, without writing",
+    ),
+    PrivateName(
+        "transformers:PreTrainedModel._init_weights",
+        "random values of one module, and its buffers: init_weights draws for all modules, which must all have memory",
     ),
     PrivateName(
         "torch.nn:Module._apply",
@@ -32,3 +39,9 @@ PRIVATE_NAMES = (
         "how FSDP2 places what tensor parallelism has split along the same dim before",
     ),
 )
+
+
+def initialize_module(model: torch.nn.Module, module: torch.nn.Module) -> None:
+    """Draw the values of a module's own tensors as the transformers model that it is a part of does."""
+    draw: Any = model._init_weights
+    draw(module)

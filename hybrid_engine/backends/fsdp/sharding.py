@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,14 +21,20 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def shard_model(model: torch.nn.Module, config: FsdpConfig, device: torch.device, world_size: int) -> None:
+def shard_model(
+    model: torch.nn.Module,
+    config: FsdpConfig,
+    mesh: DeviceMesh,
+    before_each: Callable[[torch.nn.Module], None] = lambda module: None,
+) -> None:
     """Apply `fully_shard`, in place. Collective.
 
     Args:
-        model: a transformers model on any device but meta; its parameters move to `device`.
+        model: a transformers model on any device but meta; its parameters move to that of the mesh.
         config: how.
-        device: of this rank.
-        world_size: number of ranks.
+        mesh: of all ranks; see `mesh_of`.
+        before_each: called with each layer, and at last with the model, just before it is sharded; what had no memory
+            until then has it afterwards.
 
     Raises ModelError for a model that is sharded already, or that does not say what its layers are.
     """
@@ -43,16 +50,17 @@ def shard_model(model: torch.nn.Module, config: FsdpConfig, device: torch.device
         )
     computes_in = _COMPUTES_IN[config.mixed_precision]
     options: dict[str, Any] = {
-        "mesh": _mesh(config, device, world_size),
+        "mesh": mesh,
         "reshard_after_forward": config.sharding_strategy != "SHARD_GRAD_OP",
         "mp_policy": MixedPrecisionPolicy(computes_in, torch.float32 if computes_in else None),
     }
-    for layer in layers:
-        fully_shard(layer, **options)
-    fully_shard(inner, **options)
+    for module in (*layers, inner):
+        before_each(module)
+        fully_shard(module, **options)
 
 
-def _mesh(config: FsdpConfig, device: torch.device, world_size: int) -> DeviceMesh:
+def mesh_of(config: FsdpConfig, device: torch.device, world_size: int) -> DeviceMesh:
+    """All ranks, as a configuration shards over them. Collective."""
     if config.replicas == 1:
         return init_device_mesh(device.type, (world_size,))
     shape = (config.replicas, world_size // config.replicas)

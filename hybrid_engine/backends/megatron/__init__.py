@@ -14,16 +14,17 @@
     train    live_model.py        `LiveModel`: a model as the switch sees it (port `Trainer`), whoever trains it
              train_engine.py      `TrainEngine`: steps and log-probabilities through Megatron's pipeline schedules
     resume   rank_checkpoint.py   save and load in the same layout; rank_files.py, checkpoint_checks.py
+    worker   actor.py             all of this for `ActorHybridWorker`, from one configuration (port `ActorTrainer`)
     all      internals.py         every private name of megatron-core that is used here, with its reason
 
-    1  build     the worker: initialize_parallel_state, build_actor, `TrainEngine`; or a Megatron script brings its
-                 model, and `megatron_script` moves its loose weights and makes a `LiveModel`
+    1  build     the worker: `actor.build_actor`; or a Megatron script brings its model, and `megatron_script` moves its
+                 loose weights and makes a `LiveModel`
     2  layout    ShardingManager, once: `weights.layout()`, which is planned against the inference side
     3  offload   Offloader, at every switch: `offload_items()`; memory stays at its addresses
     4  switch    ShardingManager: `weights.prepare()` finishes gathers and adds LoRA; buffers are read
     5  return    everything is back at its address; a step raises `version`, and with it the next switch moves weights
     6  resume    the worker, in train state: save_checkpoint, load_checkpoint
-    7  end       the worker: end_training, destroy_parallel_state
+    7  end       the worker: end_training, destroy_parallel_state, in the order that `build_actor` has noted
 
 A second trainer is a sibling folder with its own `Trainer`; nothing outside of this folder and `megatron_script` knows
 Megatron's names.

@@ -16,13 +16,11 @@ from megatron.core.utils import unwrap_model
 from hybrid_engine.backends.megatron.build import Actor
 from hybrid_engine.backends.megatron.live_model import LiveModel
 from hybrid_engine.backends.megatron.model_variants import WithBias
+from hybrid_engine.backends.micro_batches import micro_batches
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.table import ModelTable
-
-Batch = Mapping[str, torch.Tensor]
-Report = dict[str, torch.Tensor]
-LossFunction = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
+from hybrid_engine.ports import Batch, LossFunction, Report
 
 
 class TrainEngine(LiveModel):
@@ -140,18 +138,18 @@ class TrainEngine(LiveModel):
         self.guard(["param"])
         if forward_only:
             self.weights.base.prepare()  # overlapped gathers are otherwise finished by the next training step only
-        micro_batches = self._micro_batches(batch)
+        parts = micro_batches(batch, self.micro_batch_size, _device())
         seq_length = batch["tokens"].shape[1]
         forward_backward = get_forward_backward_func()
         for chunk in self.chunks:
             chunk.train(not forward_only)
-        iterators = [iter(micro_batches) for _ in self.chunks]
+        iterators = [iter(parts) for _ in self.chunks]
         with self._without_multi_token_prediction() if forward_only else contextlib.nullcontext():
             return forward_backward(
                 forward_step_func=_forward_step(loss_function),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-                num_microbatches=len(micro_batches),
+                num_microbatches=len(parts),
                 seq_length=seq_length,
                 micro_batch_size=self.micro_batch_size,
                 forward_only=forward_only,
@@ -171,19 +169,6 @@ class TrainEngine(LiveModel):
             self.transformer_config.mtp_num_layers = num_layers
             for model, process in zip(models, processes, strict=True):
                 model.mtp_process = process
-
-    def _micro_batches(self, batch: Batch) -> list[Batch]:
-        num_sequences = batch["tokens"].shape[0]
-        if num_sequences % self.micro_batch_size:
-            raise ValueError(
-                f"number of sequences must be a multiple of micro_batch_size {self.micro_batch_size}, got "
-                f"{num_sequences}; pad the batch"
-            )
-        starts = range(0, num_sequences, self.micro_batch_size)
-        return [
-            {name: tensor[start : start + self.micro_batch_size].to(_device()) for name, tensor in batch.items()}
-            for start in starts
-        ]
 
     def _average(self, reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
         """Mean over micro batches and data parallel ranks, sent from the last pipeline stage to all."""

@@ -1,0 +1,61 @@
+"""The actor of `ActorHybridWorker` where Megatron trains."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from hybrid_engine.backends.megatron import build, parallel_groups, rank_checkpoint
+from hybrid_engine.backends.megatron.train_engine import TrainEngine
+from hybrid_engine.config import HybridConfig
+from hybrid_engine.models.table import ModelTable
+from hybrid_engine.ranks.job import Job
+
+
+class MegatronActor(TrainEngine):
+    """A `TrainEngine` built from a configuration (port `ActorTrainer`).
+
+    Args:
+        actor: the Megatron objects.
+        config: what they were built from.
+        table: the model's name table.
+        job: of all ranks.
+    """
+
+    def __init__(self, actor: build.Actor, config: HybridConfig, table: ModelTable, job: Job) -> None:
+        separate_lora = config.generate_config.lora_delivery == "adapter"
+        super().__init__(actor, table, config.actor_config.micro_batch_size, separate_lora)
+        self.actor = actor
+        self._config, self._table, self._job = config, table, job
+
+    def save_checkpoint(self, directory: str | Path) -> None:
+        """Write parameters, optimizer state and generators below `directory`. Collective."""
+        self.weights.base.prepare()
+        rank_checkpoint.save_checkpoint(directory, self.actor, self._job)
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Take up what `save_checkpoint` wrote, on all ranks or on none. Collective."""
+        rank_checkpoint.load_checkpoint(directory, self.actor, self._job)
+
+    def frozen_copy(self) -> TrainEngine:
+        """A copy of the present weights, adapters added, that is only read. Collective."""
+        actor_config = self._config.actor_config
+        model = build.build_reference(actor_config, self._table, self._config.hf_config(), self._job.world_size)
+        copy = TrainEngine(model, self._table, actor_config.micro_batch_size)
+        copy.copy_weights_from(self)
+        return copy
+
+
+def build_actor(
+    config: HybridConfig, table: ModelTable, job: Job, owner: ExitStack, *, weights_only: bool = False
+) -> MegatronActor:
+    """Megatron's groups, model, DDP and optimizer, which end with `owner`. Collective.
+
+    Args and errors as in `build.build_model`.
+    """
+    actor_config, hf_config = config.actor_config, config.hf_config()
+    owner.callback(parallel_groups.destroy_parallel_state)
+    parallel_groups.initialize_parallel_state(actor_config, job.world_size, job.timeout_seconds)
+    actor = build.build_actor(actor_config, table, hf_config, job.world_size, weights_only=weights_only)
+    owner.callback(build.end_training, actor)
+    return MegatronActor(actor, config, table, job)

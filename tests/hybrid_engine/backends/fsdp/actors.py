@@ -1,0 +1,74 @@
+"""The trainer of a worker on real ranks, without vLLM: built from a configuration, as the worker does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hybrid_engine.backends.fsdp.actor import FsdpActor, build_actor
+from hybrid_engine.backends.fsdp.train_engine import FsdpTrainEngine
+from hybrid_engine.config import HybridConfig, load_config
+from hybrid_engine.models import table_for
+from hybrid_engine.ports import Batch, Report
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.worker import share_of
+from tests.zoo.tiny_models import token_batch
+
+OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.5}
+TIED_WITH_ODD_ROWS = {"tie_word_embeddings": True, "intermediate_size": 37}
+State = dict[str, Any]
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    return token_batch(step, num_sequences=8, length=12)
+
+
+@contextmanager
+def actor(path: Path, **settings: Any) -> Iterator[FsdpActor]:
+    """One that is built and ended as the worker does it."""
+    with closing(Job.join(60)) as job, ExitStack() as owner:
+        config = configuration(path, job.world_size, **settings)
+        yield build_actor(config, table_for(config.hf_config()), job, owner)
+
+
+def configuration(path: Path, world_size: int, **settings: Any) -> HybridConfig:
+    own = {"fsdp": {}, "params_dtype": "float32", "micro_batch_size": 2, "seq_length": 12, "optimizer": OPTIMIZER}
+    return load_config({"model": path, "actor_config": {**own, **settings}}, world_size)
+
+
+def train(engine: FsdpTrainEngine, step: int) -> dict[str, float]:
+    return engine.train_step(share_of(engine, batch(step)), cross_entropy)
+
+
+def cross_entropy(micro_batch: Batch, log_probs: torch.Tensor) -> tuple[torch.Tensor, Report]:
+    loss = -log_probs.mean()
+    return loss, {"loss": loss}
+
+
+def state_of(engine: FsdpTrainEngine) -> State:
+    """All that a resumed run needs, whole."""
+    tensors = {name: whole(tensor) for name, tensor in engine.weights.tensors.tensors.items()}
+    for name, tensor in engine.model.named_parameters():
+        for key, value in engine.trained_by.state.get(tensor, {}).items():
+            tensors[f"{name}: {key}"] = whole(value)
+    groups = [{key: value for key, value in one.items() if key != "params"} for one in engine.trained_by.param_groups]
+    return {"tensors": tensors, "groups": groups, "version": engine.version, "generator": torch.get_rng_state()}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def assert_same(first: State, second: State, *, generators: bool = True) -> None:
+    assert first["groups"] == second["groups"]
+    assert first["version"] == second["version"]
+    assert first["tensors"].keys() == second["tensors"].keys()
+    different = [name for name, tensor in first["tensors"].items() if not torch.equal(tensor, second["tensors"][name])]
+    assert not different
+    assert not generators or torch.equal(first["generator"], second["generator"])

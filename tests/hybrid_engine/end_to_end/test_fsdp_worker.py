@@ -1,0 +1,147 @@
+"""`ActorHybridWorker` with FSDP2 in place of Megatron: two ranks, real vLLM."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine import ReferenceModel, Sampling
+from hybrid_engine.backends.fsdp.actor import build_actor
+from hybrid_engine.models import table_for
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.worker import share_of
+from tests.harness.launch import Outcomes, Ranks
+from tests.hybrid_engine.end_to_end.digests import training_state
+from tests.zoo import workers
+
+pytestmark = pytest.mark.timeout(600)
+
+HYBRID = {"fsdp": {"sharding_strategy": "HYBRID_SHARD", "replicas": 2}, "make_vocab_size_divisible_by": 128}
+SHARDED = {"fsdp": {}, "make_vocab_size_divisible_by": 128}
+NUM_UPDATES = 3
+SAMPLED = Sampling(temperature=0.0, max_tokens=6, ignore_eos=True)
+PROMPTS = [[5, 6, 7], [3, 4, 5, 6, 7], [9], [8, 9]]
+
+
+def with_switches(model: Path, directory: Path) -> dict[str, Any]:
+    """Updates with a rollout after each, and what the worker does besides."""
+    worker = workers.build_worker(model, SHARDED)
+    found: dict[str, Any] = {"losses": [], "differences": [], "surplus": []}
+    with worker.train_context():
+        reference = ReferenceModel(worker)
+        found["before"] = worker.compute_log_probs(workers.batch(seed=9))
+    for number in range(NUM_UPDATES):
+        with worker.train_context():
+            found["losses"].append(worker.update(workers.batch(seed=number), workers.cross_entropy)["loss"])
+        with worker.rollout_context():
+            completions = worker.generate_sequences(PROMPTS, SAMPLED)
+        found["surplus"].append(worker.sharding.last_report.bytes_received - worker.sharding.last_report.bytes_least)
+        with worker.forward_context():
+            found["differences"].append(_difference(worker, completions))
+    found["reference"] = reference.compute_log_probs(workers.batch(seed=9))
+    with worker.train_context():
+        found["state"] = training_state(worker.train)
+        worker.save_hf_checkpoint(directory / "hf")
+        worker.save_checkpoint(directory / "resume")
+        saved = worker.compute_log_probs(workers.batch(seed=9))
+        worker.update(workers.batch(seed=7), workers.cross_entropy)
+        worker.load_hf_checkpoint(directory / "hf")
+        found["weights are back"] = torch.equal(worker.compute_log_probs(workers.batch(seed=9)), saved)
+        worker.load_checkpoint(directory / "resume")
+        found["state is back"] = training_state(worker.train) == found["state"]
+        found["version"] = worker.train.version
+    trained = weakref.ref(worker.train)
+    worker.shutdown()
+    del worker, reference
+    gc.collect()
+    found["is left"] = trained() is not None
+    return found
+
+
+def without(model: Path) -> dict[str, Any]:
+    """The same updates by the trainer alone."""
+    config = workers.configuration(model, SHARDED)
+    with closing(Job.join(60)) as job, ExitStack() as owner:
+        engine = build_actor(config, table_for(config.hf_config()), job, owner)
+        losses = [
+            engine.train_step(share_of(engine, workers.batch(seed=number)), workers.cross_entropy)["loss"]
+            for number in range(NUM_UPDATES)
+        ]
+        return {"losses": losses, "state": training_state(engine)}
+
+
+def with_replicas(model: Path, directory: Path) -> dict[str, Any]:
+    """Another worker in the same processes, whole on every rank: takes up what the first has saved."""
+    worker = workers.build_worker(model, HYBRID, {"infer_tensor_parallel_size": 2})
+    with worker.train_context():
+        worker.load_checkpoint(directory / "resume")
+        scores = worker.compute_log_probs(workers.batch(seed=9))
+    with worker.rollout_context():
+        completions = worker.generate_sequences(PROMPTS, SAMPLED)
+    with worker.forward_context():
+        difference = _difference(worker, completions)
+    worker.shutdown()
+    return {"scores": scores, "difference": difference}
+
+
+def _difference(worker: Any, completions: Any) -> float:
+    """The largest, between vLLM's log-probabilities of what it drew and the trainer's."""
+    longest = max(map(len, PROMPTS)) + SAMPLED.max_tokens
+    rows = torch.zeros(len(PROMPTS), longest + 1, dtype=torch.int64)
+    for row, prompt, (completion,) in zip(rows, PROMPTS, completions, strict=True):
+        sequence = [*prompt, *completion.token_ids]
+        row[: len(sequence)] = torch.tensor(sequence)
+    scores = worker.compute_log_probs({"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()})
+    differences = [
+        scores[index, len(prompt) - 1 : len(prompt) - 1 + SAMPLED.max_tokens] - torch.tensor(completion.logprobs)
+        for index, (prompt, (completion,)) in enumerate(zip(PROMPTS, completions, strict=True))
+    ]
+    return max(each.abs().max().item() for each in differences)
+
+
+@pytest.fixture(scope="module")
+def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    directory = tmp_path_factory.mktemp("worker")
+    model = workers.write_model(directory / "model", "qwen3")
+    calls = {
+        "alone": (without, (model,)),
+        "switched": (with_switches, (model, directory)),
+        "replicas": (with_replicas, (model, directory)),
+    }
+    return engines.launch_in_turn(2, calls)
+
+
+def test_training_with_switches_is_bitwise_training_without(launched: Outcomes) -> None:
+    for switched, alone in zip(launched["switched"], launched["alone"], strict=True):
+        assert switched["losses"] == alone["losses"]
+        assert switched["state"] == alone["state"]
+
+
+def test_vllm_samples_from_the_weights_that_are_trained(launched: Outcomes) -> None:
+    for found in launched["switched"]:
+        assert max(found["differences"]) < 1e-4
+        assert found["surplus"] == [0] * NUM_UPDATES
+    assert all(found["difference"] < 1e-4 for found in launched["replicas"])
+
+
+def test_a_reference_keeps_the_weights_that_it_copied(launched: Outcomes) -> None:
+    for found in launched["switched"]:
+        assert torch.equal(found["reference"], found["before"])
+
+
+def test_checkpoints_bring_back_what_they_were_given(launched: Outcomes) -> None:
+    for found in launched["switched"]:
+        assert found["weights are back"]
+        assert found["state is back"]
+        assert found["version"] == NUM_UPDATES
+
+
+def test_nothing_is_left_of_a_worker_that_was_shut_down(launched: Outcomes) -> None:
+    assert not any(found["is left"] for found in launched["switched"])
+    assert launched["replicas"]
