@@ -5,9 +5,19 @@ VENV         ?= .venv
 REQUIREMENTS ?= requirements-cpu.txt
 PYTHON_ENV   ?=
 
-NPROC  ?= 2
-CONFIG ?= examples/gpt_rl/configs/tp2_to_dp2.yaml
-OUT    ?= runs/gpt_rl
+NPROC   ?= 2
+TRAINER ?= megatron
+CONFIG  ?= $(CONFIG_OF_$(TRAINER))
+OUT     ?= $(OUT_OF_$(TRAINER))
+
+CONFIG_OF_megatron := examples/gpt_rl/configs/tp2_to_dp2.yaml
+CONFIG_OF_fsdp2    := examples/gpt_rl/configs/fsdp2_to_dp.yaml
+OUT_OF_megatron    := runs/gpt_rl
+OUT_OF_fsdp2       := runs/gpt_rl_fsdp2
+
+ifeq ($(filter megatron fsdp2,$(TRAINER)),)
+$(error TRAINER is megatron or fsdp2, not '$(TRAINER)')
+endif
 # Longer than an iteration takes: torchrun kills ranks that have not ended so long after Ctrl-C.
 STOP_SECONDS ?= 600
 
@@ -55,6 +65,7 @@ help: ## Show this help
 	@echo
 	@echo 'Variables (value now):'
 	@echo '  NPROC         ranks of make rl ($(NPROC))'
+	@echo '  TRAINER       what trains in make rl, megatron or fsdp2 ($(TRAINER))'
 	@echo '  CONFIG        configuration of make rl ($(CONFIG))'
 	@echo '  OUT           where make rl writes ($(OUT))'
 	@echo '  STOP_SECONDS  given to the iteration under way after Ctrl-C ($(STOP_SECONDS))'
@@ -67,7 +78,7 @@ help: ## Show this help
 
 env: $(ENV_READY) ## Create the environment in VENV if it is missing or out of date
 
-rl: $(ENV_READY) ## Train a GPT by RL, Megatron <-> vLLM (NPROC, CONFIG, OUT)
+rl: $(ENV_READY) ## Train a GPT by RL, Megatron or FSDP2 <-> vLLM (TRAINER, NPROC, CONFIG, OUT)
 	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 	    --shutdown-timeout $(STOP_SECONDS) -m examples.gpt_rl.train --config $(CONFIG) --out $(OUT)
 

@@ -10,6 +10,8 @@ train.py  ->  trainer.py: warm up, then repeat
                      |
               run_state.py (checkpoints, resume), report.py (metrics.jsonl, TensorBoard, reward.png, terminal)
 
+With FSDP2 as the trainer (configs/fsdp2_to_dp.yaml) it is the same.
+
 settings.py            every key of `rl_config`; configs/ has one file per layout
 make_data.py           writes data/
 measure.py             seconds by phase, bytes and memory of an iteration

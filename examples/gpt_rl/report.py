@@ -162,7 +162,7 @@ def summary_table(rows: Sequence[Row], directory: Path) -> Table:
         "bytes received / least possible": f"{result['bytes_received']:,} / {result['bytes_least']:,}",
         "peak of weights and training state": f"{_shown(result['peak_bytes'], 'MB')} MB a rank",
         "memory of the largest process": f"{_shown(result['rss_bytes'], 'MB')} MB",
-        "largest log-prob difference": f"{_shown(result['logprob_diff'], '.1e')} (vLLM against Megatron)",
+        "largest log-prob difference": f"{_shown(result['logprob_diff'], '.1e')} (vLLM against the trainer)",
         "written to": str(directory),
     }
     for name, value in lines.items():

@@ -4,7 +4,7 @@
     OUT/run.json                      configuration of the run; marks the directory as one of ours
     OUT/metrics.jsonl                 one row per iteration; row 0 is the warm-up
     OUT/checkpoints/iteration-0000/   after the warm-up: also the frozen reference, so it stays
-    OUT/checkpoints/iteration-0020/   the two newest of the others; weights/ by Megatron, progress.json by us
+    OUT/checkpoints/iteration-0020/   the two newest of the others; weights/ by the trainer, progress.json by us
     OUT/checkpoints/latest            name of the newest that is complete
 
 A checkpoint counts once `latest` names it, and `latest` is replaced in one step. Rows of iterations after it are

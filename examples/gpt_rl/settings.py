@@ -95,9 +95,10 @@ class Settings(pydantic.BaseModel):
         """What a resumed run must have in common with the one it continues: all but how long it runs, what it looks at,
         and when memory moves."""
         free = {"iterations", "evaluate_every", "checkpoint_every", "data"}
+        has_any_size = self.engine.actor_config.fsdp is not None  # its checkpoints fit any number of ranks
         prefetch = {"prefetch", "prefetch_share", "prefetch_mb"}
         values = {
-            "world_size": self.world_size,
+            "world_size": "any" if has_any_size else self.world_size,
             **self.engine.model_dump(exclude={"model": True, "generate_config": {*prefetch, "verify", "trace"}}),
             "rl_config": self.rl.model_dump(exclude=free),
         }

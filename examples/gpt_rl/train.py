@@ -39,7 +39,7 @@ def main(
     resume: Annotated[bool, typer.Option(help="Go on with the run in --out, or start over.")] = True,
     seed: Annotated[int | None, typer.Option(min=0, help="In place of the file's.")] = None,
 ) -> None:
-    """Train a small GPT by GRPO: Megatron trains, vLLM samples, weights are resharded between them."""
+    """Train a small GPT by GRPO: Megatron or FSDP2 trains, vLLM samples, weights are resharded between them."""
     end_with_parent(_LAUNCHER)
     output = Output(int(os.environ.get("RANK", 0)))
     stop = StopRequest(output)

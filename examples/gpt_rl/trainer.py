@@ -171,7 +171,7 @@ class Trainer:
     def _score(
         self, problems: Sequence[task.Problem], groups: Sequence[Sequence[Completion]]
     ) -> tuple[dict[str, torch.Tensor], Row]:
-        """The batch to learn from: rewards as advantages, log-probabilities by Megatron, actor and reference."""
+        """The batch to learn from: rewards as advantages, log-probabilities by the trainer, actor and reference."""
         rewards = torch.tensor(
             [[task.reward(p, c.token_ids) for c in group] for p, group in zip(problems, groups, strict=True)]
         )

@@ -13,7 +13,7 @@ from examples.gpt_rl import settings
 from hybrid_engine.errors import ConfigError
 
 CONFIGS = Path(settings.__file__).parent / "configs"
-WORLD_SIZES = {"tp2_to_dp2.yaml": 2, "tp2pp2_to_tp2dp2.yaml": 4}
+WORLD_SIZES = {"tp2_to_dp2.yaml": 2, "tp2pp2_to_tp2dp2.yaml": 4, "fsdp2_to_dp.yaml": 2}
 
 
 @pytest.fixture
@@ -45,10 +45,16 @@ def test_committed_files_are_sound(name: str, monkeypatch: pytest.MonkeyPatch, t
     assert loaded.engine.actor_config.seed == loaded.engine.generate_config.seed == loaded.rl.seed
 
 
-def test_both_layouts_are_the_same_task() -> None:
-    first, second = (yaml.safe_load((CONFIGS / name).read_text()) for name in WORLD_SIZES)
-    assert first["rl_config"] == second["rl_config"]
-    assert first["model"] == second["model"]
+def test_all_layouts_are_the_same_task() -> None:
+    first, *others = (yaml.safe_load((CONFIGS / name).read_text()) for name in WORLD_SIZES)
+    for other in others:
+        assert first["rl_config"] == other["rl_config"]
+        assert first["model"] == other["model"]
+
+
+def test_a_run_with_fsdp_may_go_on_with_another_number_of_ranks() -> None:
+    prints = [settings.load_settings(CONFIGS / "fsdp2_to_dp.yaml", ranks).fingerprint() for ranks in (2, 4)]
+    assert prints[0] == prints[1]
 
 
 def test_every_key_of_the_committed_files_is_documented() -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,61 +13,16 @@ from typing import Any
 import pytest
 import yaml
 
-from examples.gpt_rl import settings
 from examples.gpt_rl.run_state import RunDirectory
-from hybrid_engine.ranks.launching import kill_tree
-from tests.harness.launch import REPO_ROOT
+from tests.examples.launched import finish, short_config, start
 
-CONFIG = Path(settings.__file__).parent / "configs" / "tp2_to_dp2.yaml"
 # of a row, what must not depend on the clock or on having been interrupted
 RESULTS = ("accuracy", "reward", "kl", "loss", "grad_norm", "weight_version", "logprob_diff", "bytes_received")
 
 
-def command(config: Path, out: Path, *options: str) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return [*launcher, "-m", "examples.gpt_rl.train", "--config", str(config), "--out", str(out), *options]
-
-
-def start(*arguments: Any) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command(*arguments),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO_ROOT)},
-        cwd=REPO_ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen[str], timeout: float = 200) -> str:
-    """Everything printed; the processes are gone afterwards, whatever happened."""
-    try:
-        return process.communicate(timeout=timeout)[0]
-    finally:
-        if process.poll() is None:
-            kill_tree(process)
-            process.communicate()
-
-
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
-    """The committed configuration, made short."""
-    values = yaml.safe_load(CONFIG.read_text())
-    values["model"] = str((CONFIG.parent / values["model"]).resolve())
-    values["actor_config"]["micro_batch_size"] = 16
-    values["rl_config"].update(
-        data=str((CONFIG.parent / values["rl_config"]["data"]).resolve()),
-        iterations=1000,
-        prompts_per_iteration=16,
-        samples_per_prompt=4,
-        minibatches=2,
-        checkpoint_every=1,
-        warm_up={"max_steps": 10, "batch_size": 32},
-    )
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(values))
-    return path
+    return short_config("tp2_to_dp2.yaml", tmp_path)
 
 
 @pytest.mark.engines
@@ -107,6 +60,25 @@ def test_interrupt_resume_finish(config: Path, tmp_path: Path) -> None:
     assert once_more.returncode == 0
 
 
+@pytest.mark.engines
+@pytest.mark.slow
+def test_fsdp_needs_no_megatron_and_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    """One iteration on two ranks; the next one on one rank, from their checkpoints."""
+    blocked, out = tmp_path / "modules", tmp_path / "run"
+    blocked.mkdir()
+    missing = "import sys\nsys.modules.update(dict.fromkeys(['megatron', 'megatron_patches']))\n"
+    (blocked / "sitecustomize.py").write_text(missing)
+    config = short_config("fsdp2_to_dp.yaml", tmp_path, micro_batch_size=8)
+    for iterations, num_ranks in ((1, 2), (2, 1)):
+        process = start(config, out, "--iterations", str(iterations), num_ranks=num_ranks, modules=blocked)
+        output = finish(process)
+        assert process.returncode == 0, output
+        check_terminal(output)
+    rows = RunDirectory(out).rows()
+    assert [row["iteration"] for row in rows] == [0, 1, 2]
+    check_rows(rows, num_ranks=[2, 2, 1])
+
+
 @pytest.mark.ranks
 def test_bad_configuration_ends_at_once(config: Path, tmp_path: Path) -> None:
     values = yaml.safe_load(config.read_text())
@@ -129,10 +101,11 @@ def wait_for_rows(directory: RunDirectory, count: int, process: subprocess.Popen
         time.sleep(0.1)
 
 
-def check_rows(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
+def check_rows(rows: list[dict[str, Any]], num_ranks: list[int] | None = None) -> None:
+    for row, ranks in zip(rows, num_ranks or [2] * len(rows), strict=True):
         json.dumps(row, allow_nan=False)
-        assert row["bytes_received"] == row["bytes_least"] > 0
+        assert row["bytes_received"] == row["bytes_least"]
+        assert (row["bytes_received"] > 0) == (ranks > 1)
         assert 0 < row["reshard_seconds"] < row["iteration_seconds"]
         assert row["reshard_share"] == pytest.approx(row["reshard_seconds"] / row["iteration_seconds"])
         assert 0 <= row["accuracy"] <= 1
