@@ -25,7 +25,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 
 @app.callback()
 def main() -> None:
-    """Train with Megatron and generate with vLLM in turn, on one set of devices."""
+    """Train with Megatron or FSDP2 and generate with vLLM in turn, on one set of devices."""
 
 
 app.command()(plan)

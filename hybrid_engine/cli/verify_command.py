@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +15,6 @@ from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.cli.options import Order, collect, integer_option, refuse
 from hybrid_engine.cli.output import Console, new_table, writing
 from hybrid_engine.errors import ConfigError, FileError, ReshardError, Violation
-from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.models.families import read_model
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ _GIB_PER_RANK = 1.0  # both engines' libraries and a small model
 
 def verify(
     model: Annotated[Path, typer.Option(help="Directory with a Hugging Face config.json; weights are not needed.")],
-    train: Annotated[str, typer.Option(help="Training sizes, as for plan. For example tp=2,pp=2.")],
+    train: Annotated[str, typer.Option(help="Training sizes, as for plan. For example tp=2,pp=2, or fsdp=4.")],
     infer: Annotated[str, typer.Option(help="Inference sizes, as for plan. For example tp=2.")],
     layers: Annotated[int, integer_option("Decoder layers of the small model.")] = 4,
     nproc: Annotated[int | None, integer_option("Processes; default: as many ranks as the sizes make.")] = None,
@@ -40,7 +38,8 @@ def verify(
     """Switch a small model of the same architecture between two layouts, with both real engines, and compare.
 
     Random weights; three switches with changing weights. Every vLLM parameter must be bitwise what vLLM itself loads,
-    and Megatron and vLLM must compute the log-probabilities that transformers computes.
+    and the trainer (Megatron, or FSDP2 with --train fsdp=2) and vLLM must compute the log-probabilities that
+    transformers computes.
     """
     from hybrid_engine.files.scratch import scratch_directory, unwinding_on_sigterm
     from hybrid_engine.verification.cases import case_of
@@ -57,8 +56,6 @@ def verify(
     if found or sizes is None:
         refuse(found)
     training, inference = sizes
-    if not isinstance(training, TrainParallelism):
-        refuse([Violation("--train fsdp", "verify trains with Megatron alone", "Use plan, or Megatron's sizes")])
     world_size = training.world_size
     if nproc is not None and nproc != world_size:
         problem = f"{nproc} processes, but the sizes make {world_size} ranks"
@@ -79,7 +76,7 @@ def verify(
         raise typer.Exit(2 if isinstance(error, FileError) else 3) from None
     with writing():
         if as_json:
-            typer.echo(json.dumps({**asdict(verdict), "faults": verdict.faults}, indent=2))
+            typer.echo(json.dumps({**verdict.as_dict(), "faults": verdict.faults}, indent=2))
         else:
             Console().print(_verdict_table(verdict))
             for line in (*verdict.remarks, *verdict.faults):
@@ -105,7 +102,8 @@ def _verdict_table(verdict: Verdict) -> Table:
     table.add_row("vLLM parameters compared, all switches and ranks", str(verdict.num_parameters))
     table.add_row("of them not the bits that vLLM loads itself", str(len(verdict.different)))
     table.add_row("switches with changed weights", str(verdict.num_versions))
-    for name, difference in (("Megatron", verdict.megatron), ("vLLM", verdict.vllm)):
+    trainer = {"megatron": "Megatron", "fsdp2": "FSDP2"}[verdict.trainer]
+    for name, difference in ((trainer, verdict.training), ("vLLM", verdict.vllm)):
         text = "not computed" if difference is None else f"{difference:.1e}"
         table.add_row(f"log-probabilities, {name}, {verdict.statistic} difference from transformers", text)
     table.add_row("bytes received, least possible", f"{verdict.bytes_received}, {verdict.bytes_least}")

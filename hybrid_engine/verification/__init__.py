@@ -2,12 +2,14 @@
 
 Both real engines are built for a small model of the same architecture. Three times the weights change and are switched:
 
-    random checkpoint --load_hf_checkpoint--> Megatron --switch--> vLLM     (then: one training step, save, switch)
-            |                                     |                  |
-            +--- vLLM's own loader: same bits? ---|------------------+
-            +--- transformers: same logits? ------+------------------+
+    random checkpoint --load_hf_checkpoint--> trainer --switch--> vLLM     (then: one training step, save, switch)
+            |                                    |                  |
+            +--- vLLM's own loader: same bits? --|------------------+
+            +--- transformers: same logits? -----+------------------+
 
-A model whose computation megatron-core lacks is not trained: its weights come from a new checkpoint each time.
+The trainer is Megatron, or a transformers model that FSDP2 shards: that one computes with transformers' own code, so
+its logits show that the right weights are in it. A model whose computation megatron-core lacks is not trained: its
+weights come from a new checkpoint each time.
 
     cases.py         a small model with both sides' layouts, as a checked configuration
     small_model.py   its config.json: that of the published model with the sizes cut down

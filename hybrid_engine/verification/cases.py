@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_engine.config import HybridConfig, load_config
-from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism, named
+from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism, named
 from hybrid_engine.models import table_for
+from hybrid_engine.models.table import ModelTable
 from hybrid_engine.verification.small_model import reduced_config
 
 SEQ_LENGTH = 32
@@ -18,7 +19,6 @@ SEQ_LENGTH = 32
 
 _ACTOR_DEFAULTS: dict[str, Any] = {
     "params_dtype": "float32",
-    "make_vocab_size_divisible_by": 8,
     "micro_batch_size": 1,
     "seq_length": SEQ_LENGTH,
     "optimizer": {"lr": 1e-2},
@@ -60,22 +60,34 @@ def case_of(
     name: str,
     model: Path,
     directory: Path,
-    training: TrainParallelism,
+    training: TrainParallelism | ShardedParallelism,
     inference: InferenceParallelism,
     num_layers: int,
     rank_order: str,
     dtype: str,
 ) -> Case:
     """Return the case for a published model in these layouts; its small model is written below `directory`."""
-    small = prepare_model(model, directory, num_layers, (training.tensor, inference.tensor))
-    actor, generate = named(training, "key"), named(inference, "key")
+    tp_sizes = (inference.tensor,) if isinstance(training, ShardedParallelism) else (training.tensor, inference.tensor)
+    small = prepare_model(model, directory, num_layers, tp_sizes)
+    table = table_for(json.loads(_config_text(small)))
+    actor = _of_fsdp(training) if isinstance(training, ShardedParallelism) else _of_megatron(training, table)
+    generate = {**named(inference, "key"), "infer_rank_order": rank_order}
+    return Case(name, str(small), {**actor, "params_dtype": dtype}, generate)
+
+
+def _of_megatron(sizes: TrainParallelism, table: ModelTable) -> dict[str, Any]:
+    """Keys of `actor_config`."""
+    actor = named(sizes, "key")
     actor["make_vocab_size_divisible_by"] = min(actor["make_vocab_size_divisible_by"], 8)
-    actor["params_dtype"] = dtype
     # Megatron requires it for training with experts and tensor parallelism.
-    actor["sequence_parallel"] = training.tensor > 1 and bool(
-        table_for(json.loads(_config_text(small))).dims.num_experts
-    )
-    return Case(name, str(small), actor, {**generate, "infer_rank_order": rank_order})
+    actor["sequence_parallel"] = sizes.tensor > 1 and bool(table.dims.num_experts)
+    return actor
+
+
+def _of_fsdp(sizes: ShardedParallelism) -> dict[str, Any]:
+    """Keys of `actor_config`."""
+    strategy = "FULL_SHARD" if sizes.replicas == 1 else "HYBRID_SHARD"
+    return {"fsdp": {"sharding_strategy": strategy, "replicas": sizes.replicas}}
 
 
 def _config_text(model: Path) -> str:

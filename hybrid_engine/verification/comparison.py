@@ -40,14 +40,14 @@ class Comparison:
         for version in range(NUM_SWITCHES):
             checkpoint = self.scratch / f"version{version}"
             with self.worker.train_context():
-                megatron = self._change_weights(version, checkpoint)
+                trained = self._change_weights(version, checkpoint)
             expected = self._expected_logits(checkpoint)
-            self._note("megatron", expected, megatron)
+            self._note("training", expected, trained)
             self._switch(checkpoint, expected)
         self.verdict.num_versions = len(self._digests)
 
     def _change_weights(self, version: int, checkpoint: Path) -> torch.Tensor | None:
-        """Give Megatron new weights and save them to `checkpoint`; return its logits where it computes them."""
+        """Give the trainer new weights and save them to `checkpoint`; return its logits where it computes them."""
         if version == 0 or not self.trains:
             with self.worker.job.agreement.phase("writing a random checkpoint"):
                 if self.rank == 0:

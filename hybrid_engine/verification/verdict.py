@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 NUM_SWITCHES = 3
 """Of each case, every one with different weights."""
@@ -14,13 +15,15 @@ LOGITS_ATOL = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.03}
 
 @dataclass
 class Verdict:
-    """What was found about one case, over all ranks. Its fields are those of `verify --json`.
+    """What was found about one case, over all ranks.
 
     Attributes:
         different: vLLM parameters (rank and name) that differ in any bit from what vLLM's own loader gives.
         num_parameters: vLLM parameters compared, all switches and ranks.
         bytes_received, bytes_least: of one switch, over all ranks.
-        megatron, vllm: difference of log-probabilities from transformers'; None where not computed.
+        trainer: "megatron" or "fsdp2".
+        training, vllm: difference of log-probabilities from transformers', of the trainer's and of vLLM's; None where
+            not computed.
         statistic: over positions: "largest", or "median" for a model with experts in half precision, where tokens
             whose router scores nearly tie go to another expert.
         spread: largest minus smallest log-probability.
@@ -36,7 +39,8 @@ class Verdict:
     num_parameters: int = 0
     bytes_received: int = 0
     bytes_least: int = 0
-    megatron: float | None = None
+    trainer: str = "megatron"
+    training: float | None = None
     vllm: float | None = None
     statistic: str = "largest"
     spread: float = 0.0
@@ -46,6 +50,12 @@ class Verdict:
     remarks: list[str] = field(default_factory=list)
     error: str | None = None
     seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of `verify --json` but for the faults; what is the trainer's has its name."""
+        values = {self.trainer if key == "training" else key: value for key, value in asdict(self).items()}
+        del values["trainer"]
+        return values
 
     @property
     def faults(self) -> list[str]:
@@ -57,9 +67,11 @@ class Verdict:
             faults.append(f"{self.num_parameters} parameters compared over {self.num_versions} changing versions")
         if self.bytes_received != self.bytes_least:
             faults.append(f"{self.bytes_received} bytes received, but {self.bytes_least} are enough")
-        dtypes = {"megatron": self.dtype, "vllm": self.served_dtype}
-        for engine, difference in (("megatron", self.megatron), ("vllm", self.vllm)):
-            atol = LOGITS_ATOL[dtypes[engine]]
+        for engine, difference, dtype in (
+            (self.trainer, self.training, self.dtype),
+            ("vllm", self.vllm, self.served_dtype),
+        ):
+            atol = LOGITS_ATOL[dtype]
             if difference is not None and not difference <= atol:
                 faults.append(f"{engine}: log-probabilities differ from transformers' by {difference:.2g}, over {atol}")
         if not self.spread > 1:
@@ -74,7 +86,7 @@ def join(verdicts: Sequence[Verdict]) -> Verdict:
     first.num_parameters = sum(one.num_parameters for one in verdicts)
     errors = [f"rank {rank}: {one.error}" for rank, one in enumerate(verdicts) if one.error]
     first.error = "\n".join(errors) or None
-    for engine in ("megatron", "vllm"):
+    for engine in ("training", "vllm"):
         seen = [difference for one in verdicts if (difference := getattr(one, engine)) is not None]
         setattr(first, engine, max(seen, default=None))
     first.remarks = list(dict.fromkeys(remark for one in verdicts for remark in one.remarks))

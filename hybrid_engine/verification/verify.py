@@ -96,6 +96,7 @@ def _verdict_of_rank(case: Case, reference: Reference, scratch: Path) -> Verdict
     started, verdict = time.perf_counter(), Verdict(case.name)
     try:
         config = case.config(dist.get_world_size())
+        verdict.trainer = "megatron" if config.actor_config.fsdp is None else "fsdp2"
         verdict.dtype, verdict.served_dtype = config.actor_config.params_dtype, config.wire_dtype
         verdict.remarks = [str(violation) for violation in find_violations(config, dist.get_world_size())]
         worker = ActorHybridWorker(config, weights_only=bool(verdict.remarks))

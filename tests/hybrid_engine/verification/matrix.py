@@ -3,7 +3,7 @@
     python -m tests.hybrid_engine.verification.matrix [--only SUBSTRING] [--json FILE] [--suite]
 
 Every case is one run of `verification/verify.py`: three switches with changing weights, every vLLM parameter bitwise
-what vLLM's own loader gives, logits of Megatron and of vLLM as transformers computes them, no byte more than the least.
+what vLLM's own loader gives, logits of trainer and vLLM as transformers computes them, no byte more than the least.
 A spread of it is in the test suite (`in_suite`): every family once, on as few ranks as show something, and among them
 float16, bfloat16 by messages, virtual stages, adapters in both ways, vLLM's pipeline and expert parallelism.
 """
@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ class Combination:
     """One cell of the matrix.
 
     `train` and `infer` are the command's sizes written shorter, and flags: "tp2 pp2 sp" is tp=2,pp=2 with sequence
-    parallelism; what remains of the ranks is data parallel. `actor` and `generate` are further keys of the sections.
+    parallelism; what remains of the ranks is data parallel. "fsdp2 replicas2" is FSDP2's. `actor` and `generate` are
+    further keys of the sections.
     """
 
     family: str
@@ -86,9 +87,63 @@ SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
 LORA, APART = {"lora": {"rank": 4}}, {"lora_delivery": "adapter"}
 BY_MESSAGES = {"transport": "collective"}
 COMPRESSED = {"compress_reshard": True}
+UNTIED = {"tie_word_embeddings": False}
 FROZEN = ["embedding.*", "decoder.layers.1.*", "*.linear_proj.weight"]
 
+
+@dataclass(frozen=True)
+class _Layout:
+    """Both sides of a cell, for several families."""
+
+    num_ranks: int
+    train: str
+    infer: str
+    generate: dict[str, Any] = field(default_factory=dict)
+    label: str = ""
+
+
+_SHARDED = (
+    _Layout(2, "fsdp2", ""),
+    _Layout(2, "fsdp2", "tp2", COMPRESSED, "compressed"),
+    _Layout(2, "fsdp2", "pp2"),
+    _Layout(4, "fsdp4", "tp2", BY_MESSAGES, "by messages"),
+    _Layout(4, "fsdp4", "tp4"),
+    _Layout(4, "fsdp4", "tp2 pp2", COMPRESSED, "compressed"),
+    _Layout(4, "fsdp2 replicas2", "tp2"),
+    _Layout(4, "fsdp2 replicas2", "tp2 pp2", COMPRESSED, "compressed"),
+)
+_SHARDED_EXPERTS = (
+    _Layout(2, "fsdp2", "ep2"),
+    _Layout(4, "fsdp4", "tp2 ep4"),
+    _Layout(4, "fsdp2 replicas2", "tp2 ep2", COMPRESSED, "compressed"),
+)
+_UNEVEN = (_Layout(3, "fsdp3", ""), _Layout(3, "fsdp3", "pp3", COMPRESSED, "compressed"))
+"""Neither rows nor experts divide by 3."""
+_SHARDED_FAMILIES: tuple[tuple[str, dict[str, Any], str, tuple[_Layout, ...]], ...] = (
+    ("qwen2.5", UNTIED, "biases, untied", _SHARDED + _UNEVEN),
+    ("qwen2.5", {}, "", _SHARDED + _UNEVEN),
+    ("qwen3-moe", {}, "", _SHARDED + _SHARDED_EXPERTS + _UNEVEN),
+    ("deepseek-v3", {}, "", _SHARDED + _SHARDED_EXPERTS + _UNEVEN),
+    *(
+        (family, {}, "", _SHARDED[:1])
+        for family in ("llama-2", "qwen3", "mixtral", "deepseek-v2", "gemma-2", "gemma-3", "glm-4")
+    ),
+    *((family, {}, "", _SHARDED[1:2]) for family in ("llama-3", "glm-4-0414", "gpt-2")),
+)
+
+
+def _sharded_cells() -> Iterator[Combination]:
+    """FSDP2: every layout with each of four families, and every family that transformers builds."""
+    for family, model, kind, layouts in _SHARDED_FAMILIES:
+        for each in layouts:
+            label = ", ".join(filter(None, (kind, each.label)))
+            in_suite = family == "qwen3-moe" and each is _SHARDED[1]
+            sides = each.num_ranks, each.train, each.infer
+            yield Combination(family, *sides, in_suite, generate=each.generate, model=model, label=label)
+
+
 MATRIX: tuple[Combination, ...] = (
+    *_sharded_cells(),
     # dense: tensor, pipeline, data parallelism, up and down
     Combination("llama-2", 2, "tp2", ""),
     Combination("llama-2", 2, "", "tp2"),
@@ -245,7 +300,7 @@ def main() -> int:
             verdicts.append(verdict)
             print(_line(verdict), flush=True)
             if arguments.json:
-                arguments.json.write_text(json.dumps([asdict(one) for one in verdicts], indent=1))
+                arguments.json.write_text(json.dumps([one.as_dict() for one in verdicts], indent=1))
     failed = [verdict for verdict in verdicts if verdict.faults]
     print(f"{len(verdicts)} combinations, {len(failed)} failed, {time.perf_counter() - started:.0f} s")
     return len(failed)
@@ -260,7 +315,7 @@ def _line(verdict: Verdict) -> str:
         verdict.name,
         f"{verdict.num_parameters} parameters",
         f"{verdict.bytes_received} of {verdict.bytes_least} B",
-        f"megatron {figure(verdict.megatron)}",
+        f"{verdict.trainer} {figure(verdict.training)}",
         f"vllm {figure(verdict.vllm)}",
         f"{verdict.seconds:.0f} s",
     ]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_engine.config import find_violations
+from hybrid_engine.layouts.parallelism import ShardedParallelism
 from hybrid_engine.verification.verdict import NUM_SWITCHES, Verdict
 from tests.hybrid_engine.verification.matrix import MATRIX, Combination, run
 from tests.zoo.published_configs import PUBLISHED
@@ -27,7 +28,7 @@ def test_no_cell_is_there_twice() -> None:
 
 def test_no_cell_is_lost() -> None:
     """Raise these numbers with every cell that is added; docs/benchmarks.md says how many there are."""
-    assert (len(MATRIX), len(IN_SUITE)) == (91, 14)
+    assert (len(MATRIX), len(IN_SUITE)) == (147, 15)
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
@@ -37,14 +38,15 @@ def test_every_family_is_in_the_matrix_and_in_the_suite(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("side", "sizes"), [("train", ("tp", "pp", "vpp", "cp", "ep", "etp")), ("infer", ("tp", "pp", "ep"))]
+    ("side", "sizes"),
+    [("train", ("tp", "pp", "vpp", "cp", "ep", "etp", "fsdp", "replicas")), ("infer", ("tp", "pp", "ep"))],
 )
 def test_every_parallel_size_of_either_side_is_cut(side: str, sizes: tuple[str, ...]) -> None:
     assert set(sizes) <= {cut for cell in MATRIX for cut in cuts_of(getattr(cell, side))}
 
 
 @pytest.mark.parametrize("infer", ["tp", "pp", "ep"])
-@pytest.mark.parametrize("train", ["tp", "pp", "ep"])
+@pytest.mark.parametrize("train", ["tp", "pp", "ep", "fsdp", "replicas"])
 def test_every_cut_of_training_meets_every_cut_of_generation(train: str, infer: str) -> None:
     assert any(train in cuts_of(cell.train) and infer in cuts_of(cell.infer) for cell in MATRIX)
 
@@ -55,8 +57,11 @@ def test_every_cell_is_a_sound_configuration(combination: Combination, tmp_path:
     config = combination.case(tmp_path).config(combination.num_ranks)
     keys = {violation.key for violation in find_violations(config, combination.num_ranks)}
     assert keys == ({"actor_config.context_parallel_size"} if "cp2" in combination.train.split() else set())
-    sizes = config.actor_config.sizes(combination.num_ranks)
-    short = {"tp": sizes.tensor, "pp": sizes.pipeline, "cp": sizes.context, "ep": sizes.expert}
+    sizes = config.train_sizes(combination.num_ranks)
+    if isinstance(sizes, ShardedParallelism):
+        short = {"fsdp": sizes.num_shards, "replicas": sizes.replicas}
+    else:
+        short = {"tp": sizes.tensor, "pp": sizes.pipeline, "cp": sizes.context, "ep": sizes.expert}
     assert {f"{key}{size}" for key, size in short.items() if size > 1} <= set(combination.train.split())
     sizes = config.generate_config.sizes(combination.num_ranks)
     short = {"tp": sizes.tensor, "pp": sizes.pipeline, "ep": sizes.expert}
@@ -77,5 +82,5 @@ def test_switches(verdicts: dict[str, Verdict], name: str) -> None:
     verdict, cell = verdicts[name], IN_SUITE[name]
     assert verdict.faults == []
     assert verdict.num_versions == NUM_SWITCHES
-    assert verdict.megatron is not None
+    assert verdict.training is not None
     assert (verdict.vllm is None) == bool({"pp", "ep"} & cuts_of(cell.infer))

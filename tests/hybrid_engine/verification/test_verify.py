@@ -21,7 +21,7 @@ GOOD = Verdict(
     num_parameters=3,
     bytes_received=8,
     bytes_least=8,
-    megatron=1e-6,
+    training=1e-6,
     vllm=None,
     spread=9.0,
     num_versions=NUM_SWITCHES,
@@ -41,7 +41,8 @@ def test_a_good_verdict_has_no_faults() -> None:
         ({"num_parameters": 0}, "0 parameters compared"),
         ({"num_versions": 2}, "over 2 changing versions"),
         ({"bytes_received": 9}, "9 bytes received, but 8 are enough"),
-        ({"megatron": 0.1}, "megatron: log-probabilities differ"),
+        ({"training": 0.1}, "megatron: log-probabilities differ"),
+        ({"trainer": "fsdp2", "training": 0.1}, "fsdp2: log-probabilities differ"),
         ({"vllm": float("nan")}, "vllm: log-probabilities differ"),
         ({"spread": 0.5}, "too uniform to compare"),
     ],
@@ -50,6 +51,12 @@ def test_every_fault_is_told(change: dict[str, Any], says: str) -> None:
     faults = replace(GOOD, **change).faults
     assert len(faults) == 1
     assert says in faults[0]
+
+
+def test_the_trainers_figure_has_its_name() -> None:
+    assert [*GOOD.as_dict()][5:8] == ["megatron", "vllm", "statistic"]
+    assert GOOD.as_dict()["megatron"] == GOOD.training
+    assert [*replace(GOOD, trainer="fsdp2").as_dict()][5:8] == ["fsdp2", "vllm", "statistic"]
 
 
 def test_the_median_position_is_not_moved_by_a_few() -> None:
