@@ -22,6 +22,7 @@ Beside a plan:
     summary.py            the bytes of all ranks, counted on the routes of step 3 without making transfers
     lower_bound.py        what must be received whatever the plan
     release_schedule.py   which training memory nobody reads any more after each bucket
+    residency.py          which buckets' weights stay on the inference side within a bound
     rank_order.py         which rank takes which inference shard, so that most of it is there already
 
 To change: which rank sends - routes.py; the size and order of buckets - buckets.py; the dtype on the wire, and so every

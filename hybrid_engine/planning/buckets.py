@@ -4,6 +4,8 @@
     clusters -> order                   every rank frees about as much as it fills
     order -> buckets                    closed as soon as some rank fills or frees `bucket_nbytes`
 
+Tensors that no training step changes can have buckets of their own, so that later switches need not run these.
+
 When a bucket has been sent, its training bytes can go. In the model's own order a rank of the last pipeline stage would
 fill the slices of all stages before anything of its own is freed; so clusters of stages alternate here.
 """
@@ -11,8 +13,8 @@ fill the slices of all stages before anything of its own is freed; so clusters o
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -58,26 +60,39 @@ class _Cluster:
     frees: np.ndarray
 
 
-def outline_buckets(needs: Mapping[str, Need], num_ranks: int, bucket_nbytes: int) -> list[Outline]:
-    """The buckets of all ranks; `needs` is in the model's order, which is kept among tensors on the same ranks."""
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A bucket that is not full yet; `moved`: bytes filled and freed, [2, ranks]."""
+
+    moved: np.ndarray
+    tensors: list[str] = field(default_factory=list)
+
+    def add(self, cluster: _Cluster) -> None:
+        self.tensors.extend(cluster.tensors)
+        self.moved += np.stack([cluster.fills, cluster.frees])
+
+    def outline(self, needs: Mapping[str, Need]) -> Outline:
+        groups = dict.fromkeys(group for tensor in self.tensors for group in needs[tensor].groups)
+        return Outline(tuple(self.tensors), tuple(groups), int(self.moved.max()))
+
+
+def outline_buckets(
+    needs: Mapping[str, Need], num_ranks: int, bucket_nbytes: int, apart: Collection[str] = ()
+) -> list[Outline]:
+    """The buckets of all ranks; `needs` is in the model's order, which is kept among tensors on the same ranks.
+
+    Clusters of tensors that are all in `apart` do not share a bucket with others.
+    """
     outlines: list[Outline] = []
-    tensors: list[str] = []
-    moved = np.zeros((2, num_ranks), dtype=np.int64)  # filled, freed
-
-    def close() -> None:
-        groups = dict.fromkeys(group for tensor in tensors for group in needs[tensor].groups)
-        outlines.append(Outline(tuple(tensors), tuple(groups), int(moved.max())))
-        tensors.clear()
-        moved[:] = 0
-
+    apart = frozenset(apart)
+    filling: dict[bool, _Open] = {}
     for cluster in _alternating(_clusters(needs, num_ranks)):
-        tensors.extend(cluster.tensors)
-        moved += np.stack([cluster.fills, cluster.frees])
-        if moved.max() >= bucket_nbytes:
-            close()
-    if tensors:
-        close()
-    return outlines
+        is_apart = apart.issuperset(cluster.tensors)
+        bucket = filling.setdefault(is_apart, _Open(np.zeros((2, num_ranks), dtype=np.int64)))
+        bucket.add(cluster)
+        if bucket.moved.max() >= bucket_nbytes:
+            outlines.append(filling.pop(is_apart).outline(needs))
+    return [*outlines, *(bucket.outline(needs) for bucket in filling.values())]
 
 
 def _alternating(clusters: Sequence[_Cluster]) -> Iterator[_Cluster]:

@@ -75,6 +75,7 @@ class Bucket:
         groups: destination groups (`Buffer.group`) that are complete once this bucket has run.
         nbytes: the most bytes that any rank fills in this bucket, or frees when it has been sent.
         fan_out: from relay buffers, after `transfers` have filled them.
+        least: bytes that each destination rank must receive for these tensors whatever the plan, by rank.
     """
 
     index: int
@@ -83,6 +84,7 @@ class Bucket:
     groups: tuple[str, ...]
     nbytes: int
     fan_out: tuple[Transfer, ...] = ()
+    least: Mapping[int, int] = field(default_factory=dict)
 
     def counted(self) -> Iterator[Transfer]:
         """Those whose bytes count at their destination; a rank's reading of its own relay buffer is none of them, since
@@ -91,12 +93,13 @@ class Bucket:
         yield from (each for each in self.fan_out if each.link is not Link.SELF)
 
     def of_rank(self, rank: int) -> Bucket:
-        """With the transfers that read from or write to this rank only."""
+        """With the transfers that read from or write to this rank only, and its own least."""
         own, own_fan_out = (
             tuple(each for each in transfers if rank in (each.src_rank, each.dst_rank))
             for transfers in (self.transfers, self.fan_out)
         )
-        return replace(self, transfers=own, fan_out=own_fan_out)
+        least = {each: nbytes for each, nbytes in self.least.items() if each == rank}
+        return replace(self, transfers=own, fan_out=own_fan_out, least=least)
 
 
 @dataclass(frozen=True, slots=True)

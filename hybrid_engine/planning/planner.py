@@ -6,7 +6,7 @@ The steps are in the package's docstring; here routes become transfers between t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -37,6 +37,7 @@ def plan(
     may_stay_unread: Collection[str] = (),
     rank: int | None = None,
     relaying_hosts: Collection[str] = (),
+    apart: Collection[str] = (),
 ) -> ReshardPlan:
     """Plan the reshard that fills every destination buffer.
 
@@ -49,6 +50,7 @@ def plan(
         rank: keep only the transfers that read from or write to this rank, and only its count of bytes.
         relaying_hosts: hosts whose ranks can read each other's relay buffers; to them each element that is needed
             comes over the network once, to others once for every place.
+        apart: tensors that no training step changes; groups of nothing else have buckets of their own.
 
     Raises:
         PlanError: with every fault: bounds, overlaps, gaps, tensors of several dtypes or shapes, destination regions
@@ -58,7 +60,7 @@ def plan(
     alternate between pipeline stages (planning/buckets.py).
     """
     sides = _checked_sides(source, destination, len(hosts), may_stay_unread)
-    found = plan_sides(*sides, hosts, bucket_nbytes, may_stay_unread, rank, relaying_hosts)
+    found = plan_sides(*sides, hosts, bucket_nbytes, may_stay_unread, rank, relaying_hosts, apart)
     fingerprint = fingerprint_of(source.fingerprint(), destination.fingerprint(), hosts, relaying_hosts)
     return replace(found, fingerprint=fingerprint)
 
@@ -71,6 +73,7 @@ def plan_sides(
     may_stay_unread: Collection[str] = (),
     rank: int | None = None,
     relaying_hosts: Collection[object] = (),
+    apart: Collection[str] = (),
 ) -> ReshardPlan:
     """The same for sides in compact form, e.g. computed from sizes; arguments as of `plan`.
 
@@ -85,10 +88,19 @@ def plan_sides(
     planner = _Planner(source, destination, Hosts(hosts, relaying_hosts), rank)
     for tensors in tensor_classes(source.holdings, destination.holdings):
         planner.add(tensors)
-    outlines = outline_buckets(_needs(source, destination), len(hosts), bucket_nbytes)
+    outlines = outline_buckets(_needs(source, destination), len(hosts), bucket_nbytes, apart)
     relays = RelayPlanner(rank)
     buckets = tuple(planner.bucket(index, outline, relays) for index, outline in enumerate(outlines))
     return ReshardPlan(buckets, planner.bytes_by_rank(buckets), unread, relays=relays.buffers)
+
+
+def tensors_apart(
+    source: PlacedHoldings, destination: PlacedHoldings, apart: Collection[str], bucket_nbytes: int
+) -> frozenset[str]:
+    """Those of the destination's tensors in `apart` that a plan of these sides has buckets of their own for."""
+    apart = frozenset(apart)
+    outlines = outline_buckets(_needs(source, destination), destination.holdings.num_ranks, bucket_nbytes, apart)
+    return frozenset(name for one in outlines if apart.issuperset(one.tensors) for name in one.tensors)
 
 
 def box_transfers(
@@ -161,6 +173,14 @@ def _bytes_by_rank(owners: TensorOwners, itemsize: int) -> BytesByRank:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Missing:
+    """What ranks must receive of a tensor: elements by rank, an object that its class shares, and bytes per element."""
+
+    numel: Mapping[int, int]
+    itemsize: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Moving:
     """One tensor of a class, as `_Planner` works on it.
 
@@ -197,21 +217,21 @@ class _Planner:
         self._sources, self._destinations = PlaceIndex(source), PlaceIndex(destination)
         self._hosts = hosts
         self._rank = rank
-        self._lower_bound: Counter[int] = Counter()
+        self._missing: dict[str, _Missing] = {}
 
     def add(self, tensors: TensorClass) -> None:
         """Plan the tensors of a class, if the rank has to do with them."""
         owners = tensors.sources, tensors.destinations
         if not any(self._is_among(box.ranks) for box in chain(*owners)):
             return
-        itemsize, among = int(tensors.itemsizes.sum()), None if self._rank is None else np.array([self._rank])
-        for ranks, numel in missing_by_rank(*owners, self._hosts.num_ranks, among):
-            for rank in ranks.tolist():
-                self._lower_bound[rank] += numel * itemsize
+        among = None if self._rank is None else np.array([self._rank])
+        missing = missing_by_rank(*owners, self._hosts.num_ranks, among)
+        numel = {rank: numel for ranks, numel in missing for rank in ranks.tolist()}
         routes = Routes(*owners, self._hosts)
         for index, name in enumerate(tensors.tensors):
             dtype = wire_dtype(*(dtypes[name] for dtypes in self._dtypes))
             moving = _Moving(name, tensors, routes, RoundRobinOffset(tensors.first, index), dtype)
+            self._missing[name] = _Missing(numel, int(tensors.itemsizes[index]))
             self.transfers[name] = [*self._straight(moving)]
             self._add_ingress(moving)
 
@@ -221,16 +241,24 @@ class _Planner:
         relayed = chain.from_iterable(self.relayed.get(tensor, ()) for tensor in outline.tensors)
         arriving, fan_out = relays.lay_out(index, relayed)
         transfers = tuple(coalesce(chain(straight, arriving)))
-        return Bucket(index, outline.tensors, transfers, outline.groups, outline.nbytes, tuple(coalesce(fan_out)))
+        least: Counter[int] = Counter()
+        for missing in (self._missing[tensor] for tensor in outline.tensors if tensor in self._missing):
+            least.update({rank: numel * missing.itemsize for rank, numel in missing.numel.items()})
+        return Bucket(
+            index, outline.tensors, transfers, outline.groups, outline.nbytes, tuple(coalesce(fan_out)), dict(least)
+        )
 
-    def bytes_by_rank(self, buckets: Iterable[Bucket]) -> dict[int, ByteCount]:
+    def bytes_by_rank(self, buckets: Sequence[Bucket]) -> dict[int, ByteCount]:
         """Of every destination rank, or of the one that the plan is for if it is one."""
+        lower_bound: Counter[int] = Counter()
+        for bucket in buckets:
+            lower_bound.update(bucket.least)
         moved: Counter[tuple[int, Link]] = Counter()
         for each in chain.from_iterable(bucket.counted() for bucket in buckets):
             moved[each.dst_rank, each.link] += each.nbytes
         return {
-            rank: ByteCount(moved[rank, Link.SELF], moved[rank, Link.HOST], moved[rank, Link.NETWORK], lower_bound)
-            for rank, lower_bound in sorted(self._lower_bound.items())
+            rank: ByteCount(moved[rank, Link.SELF], moved[rank, Link.HOST], moved[rank, Link.NETWORK], least)
+            for rank, least in sorted(lower_bound.items())
         }
 
     def _straight(self, moving: _Moving) -> Iterator[Transfer]:

@@ -1,28 +1,27 @@
-"""Which part of a rank's training buffers nobody reads any more after each bucket."""
+"""Which part of a rank's training buffers nobody reads any more after each step of a fill, a bucket for example."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from hybrid_engine.planning.plan import Bucket
 from hybrid_engine.records.layout import Extent, Shard
 
 Releases = Mapping[str, tuple[Extent, ...]]
 """Buffer name -> intervals, in elements; in order, none touching another."""
 
 
-def release_schedule(shards: Iterable[Shard], buckets: Sequence[Bucket]) -> tuple[Releases, ...]:
-    """For every bucket what can go once all ranks have run it and those before it.
+def release_schedule(shards: Iterable[Shard], steps: Sequence[Collection[str]]) -> tuple[Releases, ...]:
+    """For every step what can go once all ranks are through with it and those before it.
 
     Args:
         shards: the training records of one rank.
-        buckets: the plan's, of all ranks.
+        steps: the canonical tensors of each, the same on all ranks.
 
-    An interval that records of several buckets share goes with the last of them; what holds a tensor that is in no
-    bucket (nobody reads it) is not among them.
+    An interval that records of several steps share goes with the last of them; what holds a tensor of no step (nobody
+    reads it) is not among them.
     """
-    number_of = {tensor: bucket.index for bucket in buckets for tensor in bucket.tensors}
-    never = len(buckets)
+    number_of = {tensor: number for number, tensors in enumerate(steps) for tensor in tensors}
+    never = len(steps)
     spans: dict[str, list[tuple[int, int, int]]] = {}
     for shard in shards:
         extent, number = shard.place.extent(shard.region.lengths), number_of.get(shard.region.tensor, never)
@@ -38,7 +37,7 @@ def release_schedule(shards: Iterable[Shard], buckets: Sequence[Bucket]) -> tupl
 
 
 def _disjoint(spans: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Spans (start, stop, bucket) in order; those that overlap are one, with the last bucket of them."""
+    """Spans (start, stop, step) in order; those that overlap are one, with the last step of them."""
     joined: list[tuple[int, int, int]] = []
     for start, stop, number in sorted(spans):
         if joined and start < joined[-1][1]:

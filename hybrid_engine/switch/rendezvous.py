@@ -157,7 +157,7 @@ def connect(
             router.check(made, exported=handles_of_all)
             # On CUDA releasing training memory waits for the device, so for messages in flight: a peer that hangs.
             container = WeightContainer(destination, made, router, sends_ahead=job.device.type != "cuda")
-            schedule = release_schedule(source_layouts[job.rank].shards, made.buckets)
+            schedule = release_schedule(source_layouts[job.rank].shards, [bucket.tensors for bucket in made.buckets])
             regions = None
             if config.verify != "off":
                 regions = CommonRegions(source_layouts, [each.destination for each in offers], job.rank)

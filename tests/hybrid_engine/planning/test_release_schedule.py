@@ -25,7 +25,8 @@ def test_nothing_goes_before_its_last_reader(case: Case) -> None:
             for _, position in elements_of(shard):
                 last_read[shard.place.buffer.name][position] = number_of[shard.region.tensor]
         gone = {name: np.zeros(len(numbers), dtype=bool) for name, numbers in last_read.items()}
-        for bucket, released in zip(buckets, release_schedule(own, buckets), strict=True):
+        schedule = release_schedule(own, [bucket.tensors for bucket in buckets])
+        for bucket, released in zip(buckets, schedule, strict=True):
             for name, extents in released.items():
                 for extent in extents:
                     assert not gone[name][extent.start : extent.stop].any()
@@ -43,7 +44,7 @@ def test_what_nobody_reads_stays(case: Case) -> None:
         own = [shard for shard in case.source.shards if shard.place.buffer.rank == rank]
         gone = {
             (name, position)
-            for released in release_schedule(own, buckets)
+            for released in release_schedule(own, [bucket.tensors for bucket in buckets])
             for name, extents in released.items()
             for extent in extents
             for position in range(extent.start, extent.stop)
