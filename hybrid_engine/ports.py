@@ -22,6 +22,9 @@ Who calls what, on every rank (switch/sharding_manager.py, switch/weight_contain
         prefetch NearEnd.call -> ShardingManager.near_end -> onload          + what fits of training state
      7  back     InferenceWeights.release, onload                            state TRAIN
 
+With `generate_config.incremental`, 2 ends with Trainer.versions and InferenceWeights.committed, which say what of 4 is
+left out, and `release` names groups that may stay.
+
 On failure `abandon` (and `drain`) stand in place of `run` and `sent`, so that no rank waits for one that has failed.
 
 A second trainer implements `Trainer`, a second engine `InferenceWeights` and `InferenceCaches`. A flat buffer is a 1-D
@@ -41,7 +44,7 @@ import torch
 
 from hybrid_engine.memory.offload_items import OffloadItem, Reached
 from hybrid_engine.planning.plan import Bucket, Transfer
-from hybrid_engine.records.layout import Layout
+from hybrid_engine.records.layout import Extent, Layout
 
 # -- sides ------------------------------------------------------------------------------------------------------------
 
@@ -68,8 +71,11 @@ class TrainingWeights(WeightAdaptor, Protocol):
         """
         ...
 
-    def check_values(self) -> None:
-        """Raise WeightError naming every parameter that holds a NaN or an infinity."""
+    def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
+        """Raise WeightError naming every parameter that holds a NaN or an infinity.
+
+        `unread`: intervals of the buffers that need no look, for they are not read in this switch.
+        """
         ...
 
 
@@ -83,6 +89,10 @@ class LoadableWeights(TrainingWeights, Protocol):
     def zero_adapters(self) -> None:
         """Make adapters add nothing."""
         ...
+
+
+Version = tuple[int, ...]
+"""Counters of what may have written a tensor: optimizer steps, writes that torch counts."""
 
 
 class Trainer(Protocol):
@@ -108,6 +118,19 @@ class Trainer(Protocol):
     @property
     def unserved(self) -> Collection[str]:
         """Canonical tensors that are trained and that the inference engine does not read."""
+        ...
+
+    @property
+    def frozen(self) -> Collection[str]:
+        """Those of this rank's canonical tensors that no optimizer step changes, as things stand at set-up."""
+        ...
+
+    def versions(self) -> Mapping[str, Version]:
+        """Canonical tensor of this rank -> what differs from an earlier answer if the tensor was written in between.
+
+        It may differ where nothing was written; a tensor without one counts as written. No collective, and the tensors
+        themselves are not read: they may be off the device. Asked for with `generate_config.incremental` alone.
+        """
         ...
 
     def offload_items(self) -> Iterable[OffloadItem]:
@@ -222,8 +245,16 @@ class InferenceWeights(WeightAdaptor, Protocol):
         """After the last commit of a fill: free staging memory."""
         ...
 
-    def release(self) -> None:
-        """Free the memory of all weights; they cannot be used before the next allocate, fill and commit."""
+    def release(self, keep: Collection[str] = ()) -> None:
+        """Free the memory of all weights; they cannot be used before the next allocate, fill and commit.
+
+        `keep`: committed groups that stay as they are where the engine can keep some without the others. Without
+        `generate_config.incremental` none are named.
+        """
+        ...
+
+    def committed(self) -> Collection[str]:
+        """The groups that hold what was last committed to them; asked for with `generate_config.incremental` alone."""
         ...
 
     def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> AbstractContextManager[None]:

@@ -55,8 +55,12 @@ class MegatronDestination:
     def finish_fill(self) -> None:
         """Nothing: there is no other memory."""
 
-    def release(self) -> None:
+    def release(self, keep: Collection[str] = ()) -> None:
         """Nothing: the model keeps its memory."""
+
+    def committed(self) -> Collection[str]:
+        """All: the model always holds what was written last."""
+        return list(self._buffers)
 
     def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> AbstractContextManager[None]:
         """As the port says: Megatron computes with the buffers themselves."""

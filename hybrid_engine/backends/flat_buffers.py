@@ -3,7 +3,7 @@ engine can use."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -40,6 +40,12 @@ def describe(flat: torch.Tensor, padding: tuple[Extent, ...]) -> Buffer:
 def dtype_name(tensor: torch.Tensor) -> str:
     """Of a tensor's elements, as records have it."""
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def read_parts(buffers: Mapping[str, torch.Tensor], unread: Mapping[str, Sequence[Extent]]) -> Iterator[torch.Tensor]:
+    """The buffers without the intervals that nobody reads."""
+    for name, flat in buffers.items():
+        yield from (flat[part.start : part.stop] for part in gaps(flat.numel(), unread.get(name, ())))
 
 
 def require_usable_values(

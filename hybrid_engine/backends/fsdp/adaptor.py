@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from hybrid_engine.backends.flat_buffers import describe, gaps, require_usable_values, runs_by_buffer
+from hybrid_engine.backends.flat_buffers import describe, gaps, read_parts, require_usable_values, runs_by_buffer
 from hybrid_engine.backends.fsdp.canonical_names import canonical_views
 from hybrid_engine.backends.fsdp.lora_views import LoraSums, separate_lora
 from hybrid_engine.backends.fsdp.sharded_tensors import ShardedTensors, local_of, reshard
@@ -17,7 +17,7 @@ from hybrid_engine.errors import ParameterMismatchError, ReshardError
 from hybrid_engine.layouts.sharded import Packed, held_boxes
 from hybrid_engine.models.lora_tensors import ActorLora
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.records.layout import BufferId, Layout, Place, Shard
+from hybrid_engine.records.layout import BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 
 LoraDelivery = Literal["merge", "adapter"]
@@ -167,9 +167,9 @@ class FsdpAdaptor:
     def zero_adapters(self) -> None:
         """Nothing: a worker's model has none."""
 
-    def check_values(self) -> None:
+    def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
         """Raise WeightError naming every parameter that holds a NaN or an infinity. Reads each buffer once."""
-        require_usable_values(self.buffers().values(), self._described_tensors)
+        require_usable_values(read_parts(self.buffers(), unread or {}), self._described_tensors)
 
     def _described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.tensors.tensors.items():

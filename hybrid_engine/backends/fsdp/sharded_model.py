@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,12 +13,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor, LoraDelivery
 from hybrid_engine.backends.fsdp.model_checks import require_torch
-from hybrid_engine.backends.fsdp.sharded_tensors import reshard
+from hybrid_engine.backends.fsdp.sharded_tensors import reshard, write_count
 from hybrid_engine.backends.fsdp.training_state import TrainingState
 from hybrid_engine.backends.fsdp.wrapped_names import transformers_model
 from hybrid_engine.errors import ModelError
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.ports import Version
 
 
 class ShardedModel:
@@ -60,6 +62,7 @@ class ShardedModel:
         self.guard = lambda kinds: None
         self._state = TrainingState(self.weights, self.optimizers)
         self._num_steps = 0
+        self._num_writes: Counter[torch.Tensor] = Counter()  # by steps; torch does not count those of fused kernels
         self._ends = ExitStack()
         _driven[model] = weakref.ref(self)
         self._ends.callback(_driven.pop, model, None)
@@ -74,6 +77,24 @@ class ShardedModel:
     def unserved(self) -> list[str]:
         """Canonical tensors that are trained and that vLLM does not read."""
         return [name for name in self.table.shapes if not self.table.is_served(name)]
+
+    @property
+    def frozen(self) -> list[str]:
+        """Canonical tensors that are made of parameters which require no gradient now."""
+        return [name for name, origins in self.weights.origins().items() if all(map(_is_frozen, origins))]
+
+    @torch.no_grad()
+    def versions(self) -> Mapping[str, Version]:
+        """As `ports.Trainer`: steps of the optimizers of each parameter, and writes that torch counts on it.
+
+        Not seen: a write by `.data`, and one by a kernel that is no operation of torch, outside an optimizer's step.
+        """
+        return {
+            name: tuple(
+                count for each in origins for count in (self._num_writes[each], each._version, write_count(each))
+            )
+            for name, origins in self.weights.origins().items()
+        }
 
     def offload_items(self) -> list[OffloadItem]:
         """Parameters, gradients and optimizer state, as they are now; gathered parameters are freed."""
@@ -97,8 +118,9 @@ class ShardedModel:
                 model.guard(KINDS)
 
         def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if (model := own()) is not None and model.optimizers and optimizer is model.optimizers[0]:
-                model._num_steps += 1
+            if (model := own()) is not None and optimizer in model.optimizers:
+                model._num_steps += optimizer is model.optimizers[0]
+                model._num_writes.update(_written_by(optimizer))
 
         handles = [
             # before FSDP2's own, which gathers parameters; on what PEFT and torch.compile call, too
@@ -135,6 +157,16 @@ def _require_free(model: torch.nn.Module) -> None:
     driver = _driven.get(model)
     if driver is not None and driver() is not None:
         raise ModelError("an engine drives this model already: call its shutdown() before the next one is built")
+
+
+def _is_frozen(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+
+
+def _written_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Parameters that its last step may have written."""
+    for group in optimizer.param_groups:
+        yield from (each for each in group["params"] if each.requires_grad or each.grad is not None)
 
 
 def _require_own_parameters(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -87,6 +87,14 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local.to_local() if isinstance(local, DTensor) else local
 
 
+def write_count(tensor: torch.Tensor) -> int:
+    """What torch counts of in-place writes to this rank's part itself, beside those to the sharded tensor.
+
+    Without gradients, or the part is a view that was made just now.
+    """
+    return int((tensor.to_local() if isinstance(tensor, DTensor) else tensor)._version)
+
+
 def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offsets and lengths of this rank's part in the whole tensor."""
     if not isinstance(tensor, DTensor):

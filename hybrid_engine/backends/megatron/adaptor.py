@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 import torch
 
-from hybrid_engine.backends.flat_buffers import describe, gaps, require_usable_values, runs_by_buffer
+from hybrid_engine.backends.flat_buffers import describe, gaps, read_parts, require_usable_values, runs_by_buffer
 from hybrid_engine.backends.megatron.lora_layers import LORA, LoraSums, wrapped_layers
 from hybrid_engine.backends.megatron.model_tensors import Home, ModelTensors
 from hybrid_engine.errors import ParameterMismatchError, ReshardError
@@ -22,6 +23,15 @@ LoraView = Literal["base", "merged", "separate"]
 
 SUMS = "weights with LoRA"
 """Name of the buffer that holds sums of weights and LoRA."""
+
+
+@dataclass(frozen=True, eq=False)
+class _LoraMatrix:
+    """A LoRA matrix of this rank, the parts of canonical tensors that it holds, and their whole shapes."""
+
+    parameter: torch.nn.Parameter
+    held: Sequence[Held]
+    shapes: Mapping[str, Shape]
 
 
 class MegatronAdaptor:
@@ -59,9 +69,9 @@ class MegatronAdaptor:
         shards = self._weight_shards()
         held = {shard.region.tensor for shard in shards}
         shapes = {name: shape for name, shape in self.model.table.shapes.items() if name in held}
-        for shard, shape in self._lora_shards() if self.lora == "separate" else ():
-            shards.append(shard)
-            shapes[shard.region.tensor] = shape
+        for matrix in self._lora_matrices() if self.lora == "separate" else ():
+            shards += self._records(matrix.held, self.model.homes[matrix.parameter], matrix.parameter)
+            shapes |= {part.region.tensor: matrix.shapes[part.region.tensor] for part in matrix.held}
         runs = runs_by_buffer(shards)
         buffers = {
             BufferId(self.rank, name): describe(flat, gaps(flat.numel(), runs.get(name, ())))
@@ -79,6 +89,18 @@ class MegatronAdaptor:
             if self._sums is not None and tensor in self._sums.offsets:
                 tensor = self._sums.view_of(tensor)
             yield name, tensor
+
+    def origins(self) -> Mapping[str, Sequence[torch.Tensor]]:
+        """Canonical tensor -> this rank's tensors that what `layout` shows of it is made of."""
+        found: dict[str, list[torch.Tensor]] = {}
+        lora_of = {} if self._sums is None else self._sums.lora_of
+        for name, tensor in self.model.named_weights():
+            for canonical in self._tensors_of(name, tensor):
+                found.setdefault(canonical, []).extend([tensor, *lora_of.get(tensor, ())])
+        for matrix in self._lora_matrices() if self.lora == "separate" else ():
+            for part in matrix.held:
+                found.setdefault(part.region.tensor, []).append(matrix.parameter)
+        return found
 
     @torch.no_grad()
     def zero_adapters(self) -> None:
@@ -119,9 +141,9 @@ class MegatronAdaptor:
         if self._sums is not None:
             self._sums.fill()
 
-    def check_values(self) -> None:
+    def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
         """Raise WeightError naming every parameter that holds a NaN or an infinity. Reads each buffer once."""
-        require_usable_values(self.buffers().values(), self._described_tensors)
+        require_usable_values(read_parts(self.buffers(), unread or {}), self._described_tensors)
 
     def _described_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in [*self.model.named_weights(), *self.model.named_lora()]:
@@ -163,8 +185,8 @@ class MegatronAdaptor:
             for part in held
         ]
 
-    def _lora_shards(self) -> Iterator[tuple[Shard, Shape]]:
-        """Records of this rank's LoRA matrices, each with its canonical tensor's whole shape."""
+    def _lora_matrices(self) -> Iterator[_LoraMatrix]:
+        """This rank's LoRA matrices, but for those of a layer that the inference engine does not have."""
 
         @cache
         def shapes_of(module: str, lora_rank: int) -> Mapping[str, Shape]:
@@ -179,10 +201,7 @@ class MegatronAdaptor:
             packings = adapter_packings(match.packing)
             for packing in packings.a if is_a else (packings.b,):
                 if all(tensor.format(**match.indices) in shapes for tensor in packing.tensors()):
-                    held = self._held(packing, match, shapes, parameter)
-                    for shard in self._records(held, self.model.homes[parameter], parameter):
-                        yield shard, shapes[shard.region.tensor]
-                # else it is of a layer that the inference engine does not have
+                    yield _LoraMatrix(parameter, self._held(packing, match, shapes, parameter), shapes)
 
     def _held(self, packing: Packing, match: Match, shapes: Mapping[str, Shape], tensor: torch.Tensor) -> list[Held]:
         """The parts of canonical tensors that a local one holds."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -10,9 +11,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 from hybrid_engine.backends.megatron.training_state import TrainingState
+from hybrid_engine.backends.megatron.weight_versions import WeightVersions
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.ports import Version
 from megatron_patches.applying import hooks_applied
 from megatron_patches.optimizers import weight_version
 
@@ -65,6 +68,19 @@ class LiveModel:
     def version(self) -> int:
         """Number of optimizer steps the weights have taken."""
         return 0 if self.optimizer is None else weight_version(self.optimizer)
+
+    @property
+    def frozen(self) -> list[str]:
+        """Canonical tensors of this rank that no optimizer step changes."""
+        return self._versions.frozen
+
+    @cached_property
+    def _versions(self) -> WeightVersions:
+        return WeightVersions(self.weights)
+
+    def versions(self) -> Mapping[str, Version]:
+        """As `ports.Trainer`: optimizer steps, and writes to a parameter or buffer itself, but for those by `.data`."""
+        return self._versions.now(self.version)
 
     def offload_items(self) -> list[OffloadItem]:
         """Everything of this model that can leave the device: parameters, gradients, optimizer state, caches."""

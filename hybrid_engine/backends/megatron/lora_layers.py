@@ -157,6 +157,7 @@ class LoraSums:
     Attributes:
         flat: the buffer.
         offsets: of a weight's sum in it, in elements.
+        lora_of: the matrices that are added to a weight.
     """
 
     def __init__(self, layers: Sequence[LoraLinear]) -> None:
@@ -166,6 +167,7 @@ class LoraSums:
         self.flat = allocate_elastic(sum(sizes), weights[0].dtype, weights[0].device, "param")
         starts = itertools.accumulate(sizes, initial=0)
         self.offsets: dict[torch.Tensor, int] = dict(zip(weights, starts, strict=False))
+        self.lora_of = {layer.to_wrap.weight: list(layer.adapter.parameters()) for layer in self._layers}
 
     def fill(self) -> None:
         """Compute all sums."""

@@ -82,6 +82,10 @@ class ModelTensors:
         for name, parameter in self.named_parameters():
             if LORA not in name:
                 yield name.replace(WRAPPED, ""), parameter
+        yield from self.named_buffers()
+
+    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The persistent buffers that the name table knows; training changes them beside its optimizer."""
         for model, names in self._models():
             for local_name, tensor in model.named_buffers():
                 if self.table.match(name := names.of(local_name)) is not None:

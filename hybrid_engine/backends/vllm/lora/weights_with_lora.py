@@ -40,6 +40,7 @@ class WeightsWithLora:
         self._weights, self._loras = weights, loras
         self._lora, self._dtype = lora, dtype
         self._arriving: dict[str, torch.Tensor] = {}
+        self._is_delivered = False
 
     def layout(self) -> Layout:
         """The weights' records and one for each tensor of the LoRA."""
@@ -66,19 +67,26 @@ class WeightsWithLora:
         """As the port says; the LoRA takes the place of the version before."""
         self._weights.commit([group for group in groups if group != GROUP])
         if GROUP in groups:
+            self._is_delivered = False
             tensors = {name: flat.view(self._lora.shapes[name]) for name, flat in self._arriving.items()}
             self._loras.deliver(self._lora.name, self._lora.settings, tensors)
+            self._is_delivered = True
             self._arriving = {}
 
     def finish_fill(self) -> None:
         """As the port says."""
         self._weights.finish_fill()
 
-    def release(self) -> None:
+    def release(self, keep: Collection[str] = ()) -> None:
         """As the port says; vLLM keeps its copy of the LoRA on the host."""
         self._arriving = {}
+        self._is_delivered = self._is_delivered and GROUP in keep
         self._loras.drop_from_device()
-        self._weights.release()
+        self._weights.release([group for group in keep if group != GROUP])
+
+    def committed(self) -> Collection[str]:
+        """As the port says; the LoRA's next request brings it from the host."""
+        return [*self._weights.committed(), *([GROUP] if self._is_delivered else ())]
 
     def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> AbstractContextManager[None]:
         """As the port says, of the weights; what vLLM makes of a LoRA is not looked at."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 import torch
 
 from hybrid_engine.backends.vllm.weights.commit import Observer, commit_group, drop_group
-from hybrid_engine.backends.vllm.weights.group_states import HOLDING, Event, GroupStates
+from hybrid_engine.backends.vllm.weights.group_states import HOLDING, Event, GroupState, GroupStates
 from hybrid_engine.backends.vllm.weights.proof import CommitProof
 from hybrid_engine.backends.vllm.weights.storages import flat_view
 from hybrid_engine.backends.vllm.weights.traced_layout import STAGED
@@ -91,17 +91,28 @@ class VllmAdaptor:
         if not self._keeps_memory:
             self._memory.trim()
 
-    def release(self) -> None:
-        """Free all weights; views of live ones stay valid and become usable with the next allocate. Idempotent."""
+    def release(self, keep: Collection[str] = ()) -> None:
+        """Free all weights; views of live ones stay valid and become usable with the next allocate. Idempotent.
+
+        Committed groups in `keep` stay, unless memory can only be given back as a whole (vLLM's sleep mode).
+        """
+        stay = set(keep).intersection(self.committed())
         if self._keeps_memory:
-            self.void()
+            self._void([name for name in self._traced.groups if name not in stay])
             return
         if not self.resident_nbytes():  # not by the states: a failed allocate leaves released groups with live memory
             return
-        self._states.advance(Event.RELEASE)
-        self._drop(self._traced.groups)
-        self._memory.free(self._processed.live)
+        gone = [name for name in self._traced.groups if name not in stay or self._memory.frees_all_at_once]
+        self._states.advance(Event.RELEASE, gone)
+        self._drop(gone)
+        storages = (storage for name in gone for storage in self._traced.groups[name].storages)
+        live = self._processed.live
+        self._memory.free({name: live[name] for name in storages if name in live})
         self._memory.trim()
+
+    def committed(self) -> Collection[str]:
+        """The groups whose weights are live."""
+        return self._states.among(GroupState.COMMITTED)
 
     @contextlib.contextmanager
     def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> Iterator[None]:
@@ -127,8 +138,7 @@ class VllmAdaptor:
 
     def void(self) -> None:
         """Declare all weights void, in place: no memory is freed, but for tensors that were being filled."""
-        self._states.advance(Event.VOID)
-        self._filling.clear()
+        self._void(tuple(self._traced.groups))
 
     def require_ready(self) -> None:
         """Raise StateError when the model cannot compute now."""
@@ -150,6 +160,11 @@ class VllmAdaptor:
         return tuple(binding.name for binding in bindings if not binding.is_parameter)
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _void(self, groups: Collection[str]) -> None:
+        self._states.advance(Event.VOID, groups)
+        for name in groups:
+            self._filling.pop(name, None)
 
     @contextlib.contextmanager
     def _failing(self, groups: Sequence[str]) -> Iterator[None]:

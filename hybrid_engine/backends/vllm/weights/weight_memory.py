@@ -24,7 +24,13 @@ Live = Mapping[str, torch.Tensor]
 
 
 class WeightMemory:
-    """Gives memory to weights and takes it back; here for a GPU without vLLM's sleep mode, where live ones stay."""
+    """Gives memory to weights and takes it back; here for a GPU without vLLM's sleep mode, where live ones stay.
+
+    Attributes:
+        frees_all_at_once: `free` takes the memory of all live weights, whichever it is told.
+    """
+
+    frees_all_at_once = False
 
     def new(self, storages: Sequence[WeightStorage]) -> list[torch.Tensor]:
         """Flat tensors [numel] for weights that pass through loader layout; contents undefined."""
@@ -34,7 +40,7 @@ class WeightMemory:
         """Keep no memory for weights that will pass through."""
 
     def free(self, live: Live) -> None:
-        """Give the memory of all live weights back, where that is possible; contents are lost."""
+        """Give the memory of these live weights back, where that is possible; contents are lost."""
         logger.warning("vLLM's sleep mode is off: its %d bytes of weights stay on the device", self.nbytes(live))
 
     def restore(self, live: Live, storages: Sequence[WeightStorage]) -> None:
@@ -78,6 +84,8 @@ class SleepMode(WeightMemory):
 
     The first weights that are asked for bring the memory of all weights back; the KV cache has a call of its own.
     """
+
+    frees_all_at_once = True
 
     def __init__(self, llm: Callable[[], Any]) -> None:
         """`llm`: called for the `vllm.LLM`, which others keep."""

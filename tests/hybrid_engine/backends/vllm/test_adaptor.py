@@ -222,6 +222,50 @@ def test_what_is_released_is_not_released_again(adaptor: VllmAdaptor, monkeypatc
     assert adaptor.resident_nbytes() == 0
 
 
+@pytest.mark.parametrize("kept", SHAPES)
+def test_what_is_to_stay_is_live_after_a_release_and_the_rest_comes_back(adaptor: VllmAdaptor, kept: str) -> None:
+    """One of them is repacked, one is live."""
+    (gone,) = SHAPES.keys() - {kept}
+    fill(adaptor, weights_of(0))
+    adaptor.release([kept])
+    assert list(adaptor.committed()) == [kept]
+    assert adaptor.resident_nbytes() == {"linear": LINEAR_NBYTES, "norm": NORM_NBYTES}[kept]
+    with pytest.raises(StateError, match=f"1 of 2 module groups hold no committed weights.*{gone}"):
+        adaptor.require_ready()
+    write(adaptor.allocate([gone]), weights_of(1))
+    adaptor.commit([gone])
+    assert computes(adaptor, {kept: weights_of(0)[kept], gone: weights_of(1)[gone]})
+    adaptor.release()
+    assert adaptor.resident_nbytes() == 0
+
+
+@pytest.mark.parametrize("enter", [state for state in States if state is not committed])
+def test_only_committed_weights_stay(adaptor: VllmAdaptor, enter: Callable) -> None:
+    enter(adaptor)
+    adaptor.release(list(SHAPES))
+    assert list(adaptor.committed()) == []
+    assert adaptor.resident_nbytes() == 0
+
+
+def test_weights_that_keep_their_memory_stay_in_force_if_they_are_to() -> None:
+    adaptor = adaptor_of(Model(), SHAPES, keeps_memory=True)
+    fill(adaptor, weights_of(0))
+    adaptor.release(["norm"])
+    assert list(adaptor.committed()) == ["norm"]
+    write(adaptor.allocate(["linear"]), weights_of(0))
+    adaptor.commit(["linear"])
+    assert computes(adaptor, weights_of(0))
+
+
+def test_memory_that_goes_as_a_whole_keeps_nothing(adaptor: VllmAdaptor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM's sleep mode gives it back."""
+    fill(adaptor, weights_of(0))
+    monkeypatch.setattr(HostMemory, "frees_all_at_once", True)
+    adaptor.release(list(SHAPES))
+    assert list(adaptor.committed()) == []
+    assert adaptor.resident_nbytes() == 0
+
+
 def test_views_of_live_weights_stay_valid_through_a_release(adaptor: VllmAdaptor) -> None:
     fill(adaptor, weights_of(0))
     view = adaptor.model.norm.weight.data[:5]
