@@ -218,6 +218,12 @@ class GenerateConfig(Section):
     """vLLM's quantization method for its weights; what it can be is checked against the device."""
     transport: Literal["auto", "shared_memory", "collective"] = "auto"
     """auto pulls from mapped memory on one host and sends messages across, once a host; the others force one way."""
+    incremental: Literal["auto", "off"] = "off"
+    """auto neither reads nor sends weights that nothing wrote since vLLM got them, as far as incremental_mb lets them
+    stay there."""
+    incremental_mb: Annotated[int, _Number, Field(ge=0, le=2**24)] = 1024
+    """With incremental: MiB of inference weights per rank that stay on the device while it trains, those first that no
+    step changes. Without effect with release_weights: false, where all stay."""
     bucket_mb: Count = 256
     """Destination MiB per rank that move between two commits."""
     prefetch: Literal["auto", "off"] = "off"

@@ -169,6 +169,14 @@ class Agreement:
         """Sum over all ranks. Raises RemoteError."""
         return sum(self.gather(value, "total"))
 
+    def any_of(self, flags: Sequence[bool], phase: str) -> list[bool]:
+        """Flag by flag, whether any rank raises it; all ranks give as many. Raises RemoteError."""
+        self.conclude(phase)
+        raised = torch.tensor(flags, dtype=torch.uint8)
+        with self._connected(phase):
+            dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self._open_group())
+        return [bool(flag) for flag in raised.tolist()]
+
     def _gather(self, value: object, phase: str, error: Exception | None = None) -> list[Any]:
         values: list[Any] = [None] * self._world_size
         with self._connected(phase, error):

@@ -9,6 +9,7 @@
     rendezvous.py         set-up: layouts are exchanged, the plan is made, transports are connected
       peer_access.py        which hosts' ranks can read each other's memory
     weight_container.py   the inference weights: empty -> filled bucket by bucket -> released
+    deliveries.py         what the inference side still has from earlier switches
     release_fence.py      releases training memory as soon as all ranks have read it
     verifier.py           `generate_config.verify`: vLLM's weights against training's, while they are filled
       common_regions.py     what is compared: regions that both sides have whole

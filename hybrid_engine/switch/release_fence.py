@@ -12,7 +12,7 @@ those up to the one after the first that tells of a failure: no rank can observe
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -31,17 +31,22 @@ class ReleaseFence:
     Args:
         rank: global rank of this process.
         group: of all ranks, on the CPU, used for nothing else.
-        num_buckets: of the plan.
-        give_back: called with a bucket's index once every rank has read all of it.
+        buckets: the indices of those that are filled, in order.
+        give_back: called with the position in `buckets` of one that every rank has read all of.
         timeout: seconds to wait for a fence.
     """
 
     def __init__(
-        self, rank: int, group: dist.ProcessGroup, num_buckets: int, give_back: Callable[[int], None], timeout: float
+        self,
+        rank: int,
+        group: dist.ProcessGroup,
+        buckets: Sequence[int],
+        give_back: Callable[[int], None],
+        timeout: float,
     ) -> None:
         self._rank = rank
         self._group = group
-        self._num_buckets = num_buckets
+        self._buckets = buckets
         self._give_back = give_back
         self._timeout = timedelta(seconds=timeout)
         self._fences: list[tuple[dist.Work, torch.Tensor]] = []  # started, in order of buckets
@@ -53,14 +58,15 @@ class ReleaseFence:
 
         Raises PeerTransportError when another rank failed, TransportError when one does not come.
         """
+        assert index == self._buckets[len(self._fences)]
         self._start(failed=False)
-        if index > 0:
-            self._end_next(index - 1)
+        if len(self._fences) > 1:
+            self._end_next()
 
     def finish(self) -> None:
         """All buckets are sent: give back the last. Raises as `sent`."""
-        if self._num_buckets:
-            self._end_next(self._num_buckets - 1)
+        if self._buckets:
+            self._end_next()
 
     def abandon(self) -> None:
         """This rank failed, or heard of a failure: start the fences that the others start. Waits for nobody new."""
@@ -72,7 +78,7 @@ class ReleaseFence:
             return
         if self._told_by is None:
             self._told_by = len(self._fences)
-        while len(self._fences) < min(self._told_by + 2, self._num_buckets):
+        while len(self._fences) < min(self._told_by + 2, len(self._buckets)):
             self._start(failed=True)
 
     def drain(self) -> None:
@@ -87,30 +93,32 @@ class ReleaseFence:
             work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         except RuntimeError as error:
             raise TransportError(
-                f"bucket {len(self._fences)}, phase release: the ranks' group is gone ({plain_text(error)}); "
-                "the job cannot go on"
+                f"bucket {self._buckets[len(self._fences)]}, phase release: the ranks' group is gone "
+                f"({plain_text(error)}); the job cannot go on"
             ) from error
         self._fences.append((work, told))
 
-    def _end_next(self, index: int) -> None:
+    def _end_next(self) -> None:
+        number = self._num_ended
         if failed_rank := self._wait():
-            raise PeerTransportError(f"bucket {index}, phase release: rank {failed_rank - 1} failed")
-        with span("offload bucket", index=index):
-            self._give_back(index)
+            raise PeerTransportError(f"bucket {self._buckets[number]}, phase release: rank {failed_rank - 1} failed")
+        with span("offload bucket", index=self._buckets[number]):
+            self._give_back(number)
 
     def _wait(self) -> int:
         """End the oldest fence; returns what it tells."""
-        index = self._num_ended
-        work, told = self._fences[index]
+        number = self._num_ended
+        work, told = self._fences[number]
         self._num_ended += 1
         try:
-            with span("fence", bucket=index):
+            with span("fence", bucket=self._buckets[number]):
                 work.wait(self._timeout)
         except RuntimeError as error:
             raise TransportError(
-                f"bucket {index}, phase release: not every rank read it within {self._timeout.total_seconds():g} s "
-                f"({plain_text(error)}); raise generate_config.timeout_seconds if they are only slow"
+                f"bucket {self._buckets[number]}, phase release: not every rank read it within "
+                f"{self._timeout.total_seconds():g} s ({plain_text(error)}); raise generate_config.timeout_seconds if "
+                "they are only slow"
             ) from error
         if told.item() and self._told_by is None:
-            self._told_by = index
+            self._told_by = number
         return int(told.item())

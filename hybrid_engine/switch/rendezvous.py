@@ -27,10 +27,12 @@ from hybrid_engine.memory.elastic import Handle, is_elastic
 from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.planning.planner import plan
 from hybrid_engine.planning.release_schedule import Releases, release_schedule
+from hybrid_engine.planning.residency import Residency, frozen_everywhere
 from hybrid_engine.ports import InferenceWeights, TrainingWeights, WeightAdaptor
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import BufferId, Layout
 from hybrid_engine.switch.common_regions import CommonRegions
+from hybrid_engine.switch.deliveries import Deliveries
 from hybrid_engine.switch.peer_access import hosts_without_access
 from hybrid_engine.switch.weight_container import WeightContainer
 from hybrid_engine.transports.relay_buffers import RelayBuffers
@@ -54,6 +56,7 @@ class Connection:
         container: the inference weights, to be filled by the router.
         fence_group: for the fences of a switch (release_fence.py).
         regions: of this rank, where switches are verified.
+        deliveries: what need not be sent again; None without `generate_config.incremental`.
     """
 
     plan: ReshardPlan
@@ -62,6 +65,7 @@ class Connection:
     container: WeightContainer
     fence_group: dist.ProcessGroup
     regions: CommonRegions | None = None
+    deliveries: Deliveries | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class _Offer:
     destination: Layout
     handles: Mapping[BufferId, Handle]
     can_relay: bool
+    frozen: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ def connect(
     owner: ExitStack,
     *,
     may_stay_unread: Collection[str] = (),
+    frozen: Callable[[], Collection[str]] = tuple,
     source_layouts: Sequence[Layout] | None = None,
     timed: Timed = nullcontext,
 ) -> Connection:
@@ -107,6 +113,7 @@ def connect(
         config: transport, bucket size and timeout; the same on all ranks.
         owner: ends what is made here.
         may_stay_unread: source tensors that no destination needs to read.
+        frozen: called for those of this rank's that no step changes, with `config.incremental`.
         source_layouts: of all ranks, where they are known (`gather_layouts`).
         timed: called with "layout" and "plan"; default: nobody looks at the time.
 
@@ -122,7 +129,8 @@ def connect(
         with job.agreement.phase("layout"):
             handles = export_handles(job.rank, buffers) if shares_memory else {}
             can_relay = shares_memory and config.transport == "auto" and is_elastic(job.device)
-            own = _Offer(destination.layout(), handles, can_relay)
+            untrained = frozenset(frozen() if config.incremental == "auto" else ())
+            own = _Offer(destination.layout(), handles, can_relay, untrained)
         if source_layouts is None:
             source_layouts = gather_layouts(job, source)
         offers: Sequence[_Offer] = job.agreement.gather(own, "exchange of layouts")
@@ -131,11 +139,12 @@ def connect(
     fence_group = job.new_group("gloo", owner)
     with timed("plan"):
         with job.agreement.phase("plan"):
-            made = _make_plan(job, source_layouts, offers, config, may_stay_unread)
+            apart = frozen_everywhere([each.tensors for each in source_layouts], [each.frozen for each in offers])
+            made = _make_plan(job, source_layouts, offers, config, may_stay_unread, apart)
             relays = RelayBuffers(job.rank, made.relays, job.device)
-        digest = (
-            f"{made.fingerprint} {config.bucket_mb} MiB, {config.transport}, {config.verify}, {config.trace is None}"
-        )
+        incremental = f"{config.incremental} {config.incremental_mb} MiB"
+        checks = f"{config.verify}, {config.trace is None}"
+        digest = f"{made.fingerprint} {config.bucket_mb} MiB, {config.transport}, {checks}, {incremental}"
         planned: Sequence[_Planned] = job.agreement.gather(_Planned(digest, relays.handles()), "comparison of plans")
         if len({each.digest for each in planned}) > 1:
             raise PlanError(["the ranks made different plans: they do not run the same code or configuration"])
@@ -158,10 +167,33 @@ def connect(
             # On CUDA releasing training memory waits for the device, so for messages in flight: a peer that hangs.
             container = WeightContainer(destination, made, router, sends_ahead=job.device.type != "cuda")
             schedule = release_schedule(source_layouts[job.rank].shards, [bucket.tensors for bucket in made.buckets])
-            regions = None
+            regions, deliveries = None, None
             if config.verify != "off":
                 regions = CommonRegions(source_layouts, [each.destination for each in offers], job.rank)
-    return Connection(made, schedule, router, container, fence_group, regions)
+            if config.incremental == "auto":
+                deliveries = _deliveries(job, made, source_layouts[job.rank], offers, config, apart)
+    return Connection(made, schedule, router, container, fence_group, regions, deliveries)
+
+
+def _deliveries(
+    job: Job,
+    made: ReshardPlan,
+    source: Layout,
+    offers: Sequence[_Offer],
+    config: GenerateConfig,
+    frozen: Collection[str],
+) -> Deliveries:
+    """Where inference weights keep their memory anyhow there is nothing to bound."""
+    buffers = _joined(each.destination.buffers for each in offers)
+    limit = config.incremental_mb * 1024**2 if config.release_weights else None
+    return Deliveries(
+        made.buckets,
+        source,
+        {buffer.group for buffer in offers[job.rank].destination.buffers.values()},
+        Residency.of(made.buckets, buffers, job.world_size, limit),
+        frozen,
+        job.rank,
+    )
 
 
 def _require_device(job: Job, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -184,6 +216,7 @@ def _make_plan(
     offers: Sequence[_Offer],
     config: GenerateConfig,
     may_stay_unread: Collection[str],
+    apart: Collection[str],
 ) -> ReshardPlan:
     """A host relays where all of its ranks can."""
     cannot_relay = {host for host, offer in zip(job.hosts, offers, strict=True) if not offer.can_relay}
@@ -195,6 +228,7 @@ def _make_plan(
         may_stay_unread,
         rank=job.rank,
         relaying_hosts=set(job.hosts) - cannot_relay,
+        apart=apart,
     )
 
 

@@ -34,6 +34,8 @@ class ReshardReport:
         bytes_prefetched: of bytes_onloaded, what came ahead of the switch.
         seconds_hidden: for which copies between device and host went on beside other work of this rank.
         peak_bytes: training and inference state on the device at once, at its highest during the switch.
+        bytes_skipped: not read, for the inference side has them from an earlier switch; bytes_least is for the others.
+        bytes_kept: inference weights that stay on the device while it trains, for switches to come.
         staging_bytes: beside it, memory of messages in flight: on the device with NCCL, on the host with gloo.
         tensors_verified: canonical tensors that were compared. bytes_verified: read for that, of both sides on this
             rank. bytes_of_digests: received for that.
@@ -58,6 +60,8 @@ class ReshardReport:
     tensors_verified: int = 0
     bytes_verified: int = 0
     bytes_of_digests: int = 0
+    bytes_skipped: int = 0
+    bytes_kept: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a metrics file."""
@@ -79,6 +83,8 @@ class ReshardReport:
                 f", verified={self.tensors_verified} tensors, {self.bytes_verified / 1e9:.6f} GB read, "
                 f"{self.bytes_of_digests} bytes of digests in {self.seconds_by_phase['verify']:.3f} s"
             )
+        unsent = (("skipped", self.bytes_skipped), ("kept", self.bytes_kept))
+        ways += "".join(f", {what} {nbytes / 1e9:.6f} GB" for what, nbytes in unsent if nbytes)
         return (
             f"[Reshard] direction={self.direction} version={self.version} duration={self.seconds:.3f} s, "
             f"transferred={self.bytes_received / 1e9:.6f} GB (least possible {self.bytes_least / 1e9:.6f} GB), "
@@ -96,6 +102,7 @@ class SwitchTally:
     prefetched: int = 0
     seconds_hidden: float = 0.0
     peak: int = 0
+    kept: int = 0
     fill: FillReport | None = None
     verified: VerifyReport | None = None
 
@@ -117,8 +124,8 @@ class SwitchTally:
         self.verified = verified
         self.seconds["verify"] = verified.seconds
 
-    def report(self, direction: str, version: int, seconds: float, bytes_least: int) -> ReshardReport:
-        """All of it; `bytes_least` counts where there was a fill."""
+    def report(self, direction: str, version: int, seconds: float) -> ReshardReport:
+        """All of it."""
         fill = self.fill or FillReport({}, dict.fromkeys(Link, 0), {})
         verified = self.verified or VerifyReport(0, 0, 0, 0.0)
         from_others = {
@@ -131,7 +138,7 @@ class SwitchTally:
             seconds_by_phase=dict(self.seconds),
             bytes_received=fill.received_nbytes,
             bytes_own=fill.nbytes_by_link[Link.SELF],
-            bytes_least=bytes_least if self.fill else 0,
+            bytes_least=fill.least_nbytes,
             bytes_offloaded=self.offloaded,
             bytes_onloaded=self.onloaded,
             peak_bytes=self.peak,
@@ -144,4 +151,6 @@ class SwitchTally:
             tensors_verified=verified.num_tensors,
             bytes_verified=verified.nbytes,
             bytes_of_digests=verified.digest_nbytes,
+            bytes_skipped=fill.skipped_nbytes,
+            bytes_kept=self.kept,
         )

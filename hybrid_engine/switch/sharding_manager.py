@@ -8,7 +8,8 @@
 
 The phases of a switch are in the package's docstring; each ends with an agreement of all ranks. The device holds at
 most the larger of training state and inference weights, and a few buckets. (With vLLM's sleep mode, on GPUs, all
-inference weights wake at the first bucket: there the peak is parameters and inference weights.) A failure restores the
+inference weights wake at the first bucket: there the peak is parameters and inference weights. With `incremental`, up
+to `incremental_mb` of inference weights stay: deliveries.py.) A failure restores the
 state before; the training weights are only ever read, and those that left come back.
 """
 
@@ -16,27 +17,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 
 import torch
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import LostRankError, ReshardError, StateError
-from hybrid_engine.memory.offload_items import KINDS, Kind, Part
+from hybrid_engine.memory.offload_items import KINDS, Kind
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.ports import BucketFollower, InferenceCaches, InferenceWeights, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
-from hybrid_engine.switch.hooks import Hook, call_hook
+from hybrid_engine.switch.deliveries import Delivery, parts_of
+from hybrid_engine.switch.hooks import SwitchHooks
 from hybrid_engine.switch.prefetch import Prefetcher, resident_nbytes, total
 from hybrid_engine.switch.release_fence import ReleaseFence
 from hybrid_engine.switch.rendezvous import Connection, connect
 from hybrid_engine.switch.report import ReshardReport, SwitchTally
-from hybrid_engine.switch.states import NEEDED_KINDS, State, require
+from hybrid_engine.switch.states import NEEDED_KINDS, State, require, resident_kinds
 from hybrid_engine.switch.verifier import Verifier
 from hybrid_engine.switch.weight_container import WeightContainer
 from hybrid_engine.tracing.recording import count, meeting
@@ -48,7 +49,7 @@ logger = logging.getLogger("hybrid_engine")
 _ALL_KINDS = frozenset(KINDS)
 
 
-class ShardingManager:
+class ShardingManager(SwitchHooks):
     """Moves one set of devices between training and inference. All methods are collective.
 
     Args:
@@ -75,6 +76,7 @@ class ShardingManager:
         job: Job,
         training_layouts: Sequence[Layout] | None = None,
     ) -> None:
+        super().__init__()
         self.trainer = trainer
         self.training = trainer.weights
         self.inference = inference
@@ -84,8 +86,6 @@ class ShardingManager:
         self.job = job
         self.state = State.TRAIN
         self.last_report: ReshardReport | None = None
-        self._start_hooks: list[Callable[..., object]] = []
-        self._end_hooks: list[Callable[..., object]] = []
         self._context_state: State | None = None
         self._tally = SwitchTally()
         self._prefetcher = Prefetcher(offloader, inference, config, job.device)
@@ -102,6 +102,7 @@ class ShardingManager:
                 config,
                 undo,
                 may_stay_unread=trainer.unserved,
+                frozen=lambda: trainer.frozen,
                 source_layouts=training_layouts,
                 timed=self._tally.timed,
             )
@@ -130,16 +131,6 @@ class ShardingManager:
     def container(self) -> WeightContainer:
         """The inference weights, as the switch fills them."""
         return self._require_open().container
-
-    def on_reshard_start(self, hook: Hook) -> Hook:
-        """Call `hook(from_state, to_state)` before every switch, or `hook()`; usable as a decorator."""
-        self._start_hooks.append(hook)
-        return hook
-
-    def on_reshard_end(self, hook: Hook) -> Hook:
-        """Call `hook(report)` after every successful switch, or `hook()`; usable as a decorator."""
-        self._end_hooks.append(hook)
-        return hook
 
     @contextmanager
     def entered(self, state: State) -> Iterator[None]:
@@ -178,8 +169,7 @@ class ShardingManager:
         self._tally = SwitchTally(seconds=dict(setup), onloaded=came, prefetched=came, peak=self._prefetcher.peak)
         self._prefetcher.reset()
         with self._phase("start hooks"):
-            for start_hook in self._start_hooks:
-                call_hook(start_hook, before, target)
+            self._call_start_hooks(before, target)
         try:
             self._switch(before, target)
         except LostRankError:
@@ -191,14 +181,17 @@ class ShardingManager:
         self.state = target
         self._tally.seconds_hidden = self.offloader.take_hidden_seconds()
         self._prefetcher.switched(before, target, self._tally.peak)
-        direction, count = f"{before.value}->{target.value}", self.plan.bytes_by_rank.get(self.job.rank)
-        seconds, lower_bound = time.perf_counter() - started, count.lower_bound if count else 0
-        self.last_report = report = self._tally.report(direction, self.trainer.version, seconds, lower_bound)
+        direction, seconds = f"{before.value}->{target.value}", time.perf_counter() - started
+        self.last_report = report = self._tally.report(direction, self.trainer.version, seconds)
         logger.info("%s", report)
         with self._phase("end hooks"):
-            for end_hook in self._end_hooks:
-                call_hook(end_hook, report)
+            self._call_end_hooks(report)
         return report
+
+    def weights_changed(self) -> None:
+        """Send what this rank trains at the next switch: it was written as `Trainer.versions` misses. No collective."""
+        if (deliveries := self._require_open().deliveries) is not None:
+            deliveries.forget()
 
     def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
         """Begin to bring training state back while the last completions are generated, in state INFER.
@@ -239,7 +232,7 @@ class ShardingManager:
             self._fill_inference()
         elif before is State.TRAIN:  # what is pending would write parameters that count as unchanged from here on
             self._prepare()
-        wanted = self._resident_kinds(target)
+        wanted = resident_kinds(target, self.config)
         self._offload(_ALL_KINDS - wanted)
         self._onload(wanted, read_only=target is not State.TRAIN)
         if target is State.INFER:
@@ -248,29 +241,37 @@ class ShardingManager:
                 self.caches.reset_caches()
 
     def _fill_inference(self) -> None:
-        leaving = _ALL_KINDS - self._resident_kinds(State.INFER) - {"param"}
-        if self.config.prefetch == "auto":
-            self._begin_offload(leaving)
-        else:
-            self._offload(leaving)
-        self._onload({"param"}, read_only=True)
-        self._prepare()
-        with self._phase("check"):
-            if self.config.check_nan:
-                self.training.check_values()
+        leaving = _ALL_KINDS - resident_kinds(State.INFER, self.config) - {"param"}
+        take_off = self._begin_offload if self.config.prefetch == "auto" else self._offload
+        take_off(leaving)
+        delivery = self._next_delivery()
+        if len(delivery.skipped) < len(self.plan.buckets):
+            self._onload({"param"}, read_only=True)
+        if not self.offloader.is_offloaded("param"):
+            self._prepare()
+            with self._phase("check"):
+                if self.config.check_nan:
+                    self.training.check_values(delivery.unread)
         if self.config.prefetch == "auto":
             self._make_room(leaving)
+        if delivery.skipped and self.config.offload_train_param:
+            with self._phase("offload"):
+                unread = parts_of(self.training.buffers(), delivery.unread)
+                self._tally.offloaded += self.offloader.offload_parts("param", unread)
         verification = None if self._verifier is None else self._verifier.begin()
         with self._phase("fill"):
             buffers = self.training.buffers()
+            follower = self._follower(buffers, delivery)
             with ExitStack() as observing:
                 if verification is not None:
                     observing.enter_context(self.inference.proving(verification.tensors, verification.unproven))
-                self._tally.add_fill(self.container.fill(buffers, self._follower(buffers), verification))
+                self._tally.add_fill(self.container.fill(buffers, follower, verification, delivery.skipped))
             self._note_peak()
             self._filled_nbytes = self.inference.resident_nbytes()
         if verification is not None:
             self._tally.add_verified(verification.conclude())
+        if (deliveries := self._require_open().deliveries) is not None:
+            deliveries.note(delivery)
 
     def _begin_offload(self, kinds: frozenset[Kind]) -> None:
         """Gradients leave now; the rest leaves when `_make_room` needs its memory, or after the fill."""
@@ -284,6 +285,19 @@ class ShardingManager:
             if resident_nbytes(self.offloader) + self._filled_nbytes > self._tally.peak:
                 self._tally.offloaded += total(self.offloader.offload(kinds))
 
+    def _next_delivery(self) -> Delivery:
+        """What all ranks send; inference weights that it renews are released."""
+        connection = self._require_open()
+        if (deliveries := connection.deliveries) is None:
+            return Delivery({}, frozenset(), {}, connection.releases)
+        with self._phase("compare"):
+            versions = self.trainer.versions()
+            reasons = deliveries.reasons(versions, self.container.kept())
+        delivery = deliveries.next(versions, self.job.agreement.any_of(reasons, "compare"), connection.releases)
+        with self._phase("release"):
+            self.container.release(deliveries.groups_of(delivery.skipped))
+        return delivery
+
     def _prepare(self) -> None:
         # where gathers overlap, the others wait in one for a rank that fails here
         with self._phase("prepare", SHORT_PATIENCE):
@@ -291,44 +305,32 @@ class ShardingManager:
             if self.job.device.type == "cuda":  # peers read without waiting for what is queued on this device
                 torch.cuda.synchronize(self.job.device)
 
-    def _follower(self, buffers: Mapping[str, torch.Tensor]) -> BucketFollower | None:
+    def _follower(self, buffers: Mapping[str, torch.Tensor], delivery: Delivery) -> BucketFollower | None:
         """Lets parameters go bucket by bucket during a fill, and notes the peak; None where they are to stay."""
         if not self.config.offload_train_param:
             return None
         training = resident_nbytes(self.offloader) + self._tally.offloaded
+
+        def free_bucket(number: int) -> None:
+            self._note_peak(training - self._tally.offloaded)
+            parts = parts_of(buffers, delivery.releases[number])
+            self._tally.offloaded += self.offloader.offload_parts("param", parts)
+
         return ReleaseFence(
             self.job.rank,
             self._require_open().fence_group,
-            len(self.plan.buckets),
-            partial(self._free_bucket, buffers, training),
+            [bucket.index for bucket in self.plan.buckets if bucket.index not in delivery.skipped],
+            free_bucket,
             self.job.timeout_seconds,
         )
 
-    def _free_bucket(self, buffers: Mapping[str, torch.Tensor], training: int, index: int) -> None:
-        """Take off the device what every rank has read: called by the fence of bucket `index`.
-
-        `training`: bytes of training state on the device and those that this switch took off it.
-        """
-        self._note_peak(training - self._tally.offloaded)
-        parts = [
-            Part(buffers[name], extent.start, extent.stop)
-            for name, extents in self._require_open().releases[index].items()
-            for extent in extents
-        ]
-        self._tally.offloaded += self.offloader.offload_parts("param", parts)
-
     def _release_inference(self) -> None:
+        deliveries = self._require_open().deliveries
         with self._phase("release"):
-            self.container.release()
-
-    def _resident_kinds(self, state: State) -> set[Kind]:
-        """Kinds of training state on the device in `state`: those it needs, and those never offloaded."""
-        flags: dict[Kind, bool] = {
-            "param": self.config.offload_train_param,
-            "grad": self.config.offload_train_grad,
-            "optimizer": self.config.offload_train_optimizer,
-        }
-        return {kind for kind, offloads in flags.items() if kind in NEEDED_KINDS[state] or not offloads}
+            if deliveries is None:
+                self.container.release()
+            else:
+                self._tally.kept = deliveries.release(self.container)
 
     def _offload(self, kinds: Collection[Kind]) -> None:
         with self._phase("offload"):
@@ -347,10 +349,11 @@ class ShardingManager:
         self.state = State.IDLE
         self.offloader.take_hidden_seconds()
         restored = State.IDLE if before is State.INFER else before
+        self.weights_changed()
         try:
             with self.job.agreement.phase("restore"):
                 self.container.release()
-                wanted = self._resident_kinds(restored)
+                wanted = resident_kinds(restored, self.config)
                 self.offloader.offload(_ALL_KINDS - wanted)
                 self.offloader.onload(wanted)
         except LostRankError as lost:

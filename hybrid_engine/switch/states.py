@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from enum import StrEnum
 
+from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import KINDS, Kind
 
@@ -25,6 +26,16 @@ NEEDED_KINDS: Mapping[State, frozenset[Kind]] = {
     State.IDLE: frozenset(),
 }
 """State -> kinds of training state that are on the device in it, whatever the configuration offloads."""
+
+
+def resident_kinds(state: State, config: GenerateConfig) -> set[Kind]:
+    """Kinds of training state on the device in `state`: those it needs, and those never offloaded."""
+    flags: dict[Kind, bool] = {
+        "param": config.offload_train_param,
+        "grad": config.offload_train_grad,
+        "optimizer": config.offload_train_optimizer,
+    }
+    return {kind for kind, offloads in flags.items() if kind in NEEDED_KINDS[state] or not offloads}
 
 
 def require(present: State, wanted: Collection[State]) -> None:

@@ -1,6 +1,6 @@
 """The inference weights of one rank, filled bucket by bucket from the training weights.
 
-    for bucket in plan.buckets:                     on every rank
+    for bucket in plan.buckets:                     on every rank, but for those that all ranks skip
         buffers = weights.allocate(groups)          this rank's groups of the bucket, maybe none
         router.run(bucket, source, buffers, next)   read, transfer, write; the next bucket's messages go meanwhile
         observer.filled(bucket, source, buffers)    where the fill is verified
@@ -11,8 +11,8 @@
     EMPTY --fill--> PARTIAL --last bucket--> FILLED --release--> EMPTY
                        └────────failure, then release────────────┘
 
-Memory: nothing in EMPTY; in FILLED what the inference engine keeps. In between, at most the destination buffers of
-the buckets so far (live storage) or of one bucket (an engine that repacks).
+Memory: nothing in EMPTY but groups that were to stay (`keep`); in FILLED what the inference engine keeps. In between,
+at most the destination buffers of the buckets so far (live storage) or of one bucket (an engine that repacks).
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from itertools import pairwise
 
 import torch
 
 from hybrid_engine.errors import HybridEngineError, PlanError, ReshardError, StateError
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan
+from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ports import BucketFollower, FillObserver, InferenceWeights
 from hybrid_engine.tracing.recording import span
 from hybrid_engine.transports.router import RunReport, TransportSet
@@ -58,12 +60,16 @@ class FillReport:
         nbytes_by_link: bytes read, by what they crossed; those over HOST and NETWORK were received from other ranks.
         nbytes_by_peer: the same bytes by transport name and by the rank they came from (`router.RunReport`).
         staging_nbytes: memory of messages in flight, freed since.
+        least_nbytes: no plan makes this rank receive less for the buckets that were filled.
+        skipped_nbytes: what it would have read, had none been skipped.
     """
 
     seconds: Mapping[str, float]
     nbytes_by_link: Mapping[Link, int]
     nbytes_by_peer: Mapping[str, Mapping[int, int]]
     staging_nbytes: int = 0
+    least_nbytes: int = 0
+    skipped_nbytes: int = 0
 
     @property
     def received_nbytes(self) -> int:
@@ -94,11 +100,18 @@ class WeightContainer:
         self._groups = {buffer.group for buffer_id, buffer in buffers.items() if buffer_id.rank == router.rank}
         self._state = ContainerState.EMPTY
         self._num_met = 0  # by the router, when the fill began
+        self._walked: Sequence[Bucket] = ()  # in the fill
+        self._following: Mapping[int, Bucket] = {}  # bucket -> the one whose messages go meanwhile
+        self._kept: frozenset[str] = frozenset()  # groups, by the last release
         self._check_groups()
 
     @property
     def state(self) -> ContainerState:
         return self._state
+
+    def kept(self) -> frozenset[str]:
+        """The groups of this rank that are live while the container is empty: those of the last fill that stayed."""
+        return self._kept.intersection(self._weights.committed()) if self._kept else self._kept
 
     @torch.no_grad()
     def fill(
@@ -106,8 +119,15 @@ class WeightContainer:
         source: Mapping[str, torch.Tensor],
         follower: BucketFollower | None = None,
         observer: FillObserver | None = None,
+        skipped: Collection[int] = (),
     ) -> FillReport:
         """Make `source` (`TrainingWeights.buffers()`) the inference weights, bucket by bucket. All ranks call it.
+
+        Args:
+            source: by buffer name.
+            follower: hears of every bucket.
+            observer: sees every bucket before it is committed.
+            skipped: buckets to leave out, the same on all ranks: their groups are among `kept`.
 
         The caller fences before (all sources are final) and, without a follower, after (nobody reads them any more).
         Raises StateError unless empty. On any other failure the state is PARTIAL, the remaining buckets are abandoned,
@@ -115,8 +135,13 @@ class WeightContainer:
         """
         if self._state is not ContainerState.EMPTY:
             raise StateError(f"the weight container is {self._state.value}; release() it before the next fill")
+        left_out = [group for index in skipped for group in self._owned(self._plan.buckets[index])]
+        if gone := [group for group in left_out if group not in self._kept]:
+            raise StateError(f"groups {_first_of(gone)} were not kept: their buckets cannot be skipped")
         self._state = ContainerState.PARTIAL
         tally = _Tally()
+        self._walked = [bucket for bucket in self._plan.buckets if bucket.index not in skipped]
+        self._following = self._sent_ahead()
         self._num_met = self._router.num_met
         try:
             self._router.prepare()
@@ -126,7 +151,7 @@ class WeightContainer:
             if isinstance(error, HybridEngineError):
                 raise
             raise ReshardError(reason) from error
-        for bucket in self._plan.buckets:
+        for bucket in self._walked:
             with span("bucket", index=bucket.index, bytes=bucket.nbytes):
                 self._fill_bucket(bucket, source, follower, observer, tally)
         if follower is not None:
@@ -134,15 +159,26 @@ class WeightContainer:
         self._weights.finish_fill()
         tally.staging_nbytes = self._router.trim()
         self._state = ContainerState.FILLED
-        return tally.report()
+        return replace(
+            tally.report(),
+            least_nbytes=sum(bucket.least.get(self._router.rank, 0) for bucket in self._walked),
+            skipped_nbytes=sum(self._read_nbytes(self._plan.buckets[index]) for index in skipped),
+        )
 
-    def release(self) -> None:
-        """Free the inference weights, whatever was filled; afterwards the container is empty. Idempotent."""
-        if self._state is ContainerState.EMPTY:
+    def release(self, keep: Collection[str] = ()) -> None:
+        """Free the inference weights, whatever was filled; afterwards the container is empty. Idempotent.
+
+        `keep`: groups of this rank that may stay as they are; nothing stays of a fill that failed.
+        """
+        if self._state is ContainerState.EMPTY and self._kept.issubset(keep):
             return
+        kept = frozenset() if self._state is ContainerState.PARTIAL else frozenset(keep)
         self._state = ContainerState.PARTIAL  # should the engine fail half-way
-        self._weights.release()
-        self._state = ContainerState.EMPTY
+        if kept:
+            self._weights.release(kept)
+        else:
+            self._weights.release()
+        self._state, self._kept = ContainerState.EMPTY, kept
 
     def _check_groups(self) -> None:
         completed = Counter(group for bucket in self._plan.buckets for group in self._owned(bucket))
@@ -155,8 +191,13 @@ class WeightContainer:
         if faults:
             raise PlanError(faults)
 
-    def _following(self, bucket: Bucket) -> Bucket | None:
-        return next(iter(self._plan.buckets[bucket.index + 1 :]), None) if self._sends_ahead else None
+    def _read_nbytes(self, bucket: Bucket) -> int:
+        return sum(each.nbytes for each in bucket.counted() if each.dst_rank == self._router.rank)
+
+    def _sent_ahead(self) -> dict[int, Bucket]:
+        """Not those that would go through the same memory as the bucket before them."""
+        pairs = pairwise(self._walked) if self._sends_ahead else ()
+        return {one.index: other for one, other in pairs if (other.index - one.index) % NUM_SLOTS}
 
     def _owned(self, bucket: Bucket) -> Sequence[str]:
         return [group for group in bucket.groups if group in self._groups]
@@ -174,7 +215,7 @@ class WeightContainer:
             with tally.time(phase):
                 destination = self._weights.allocate(groups) if groups else {}
             phase = "transfer"
-            tally.add_run(self._router.run(bucket, source, destination, self._following(bucket)))
+            tally.add_run(self._router.run(bucket, source, destination, self._following.get(bucket.index)))
             if observer is not None:
                 phase = "verify"
                 observer.filled(bucket, source, destination)
@@ -197,8 +238,8 @@ class WeightContainer:
     def _abandon(self, reason: str, follower: BucketFollower | None) -> None:
         """Walk the buckets that are left without filling them, for peers that wait for this rank."""
         buckets: list[Callable[[], object]] = [
-            partial(self._router.abandon, bucket, reason, self._following(bucket))
-            for bucket in self._plan.buckets[self._router.num_met - self._num_met :]
+            partial(self._router.abandon, bucket, reason, self._following.get(bucket.index))
+            for bucket in self._walked[self._router.num_met - self._num_met :]
         ]
         steps = buckets if follower is None else [follower.abandon, *buckets, follower.drain]
         failures = []

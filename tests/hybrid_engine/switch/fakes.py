@@ -13,7 +13,7 @@ from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem, OffloadReport, Reached
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
+from hybrid_engine.records.layout import Buffer, BufferId, Extent, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.switch.states import State
@@ -55,6 +55,7 @@ class FakeTraining:
     gradients and optimizer state beside it."""
 
     unserved: Sequence[str] = ()
+    frozen: Sequence[str] = ()
 
     def __init__(self, script: Script, rank: int, num_ranks: int, *, elastic: bool) -> None:
         self.script, self.rank, self.num_ranks = script, rank, num_ranks
@@ -69,6 +70,7 @@ class FakeTraining:
         self.param.copy_(torch.cat([canonical(name, 0).chunk(num_ranks)[rank].flatten() for name in SHAPES]))
         self.main, self.moment = self.param.clone(), torch.full((numel,), 0.25)
         self.moment[:2] = torch.tensor([float("nan"), -0.0])  # bits must survive, not only values
+        self.num_writes = dict.fromkeys(SHAPES, 0)
         self._remember()
 
     @property
@@ -102,8 +104,11 @@ class FakeTraining:
     def prepare(self) -> None:
         self.script.reach("prepare")
 
-    def check_values(self) -> None:
+    def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
         self.script.reach("check")
+
+    def versions(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: (writes,) for name, writes in self.num_writes.items()}
 
     def offload_items(self) -> list[OffloadItem]:
         return [
@@ -119,7 +124,13 @@ class FakeTraining:
     def step(self) -> None:
         """What an optimizer does; gradients are left from it."""
         self.version += 1
-        self.param.add_(1)
+        offset = 0
+        for name, (rows, columns) in SHAPES.items():
+            numel = rows // self.num_ranks * columns
+            if name not in self.frozen:
+                self.param[offset : offset + numel].add_(1)
+                self.num_writes[name] += 1
+            offset += numel
         self.main.add_(1)
         self.moment[2:].mul_(0.5)
         self.grad.fill_(self.version)
@@ -157,6 +168,7 @@ class FakeInference:
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
         for group in groups:
             self.script.reach(f"allocate {group}")
+            self.in_force.discard(group)
             self.live[group] = torch.zeros(SHAPES[group]).flatten()
         return {f"{group}.weight": self.live[group] for group in groups}
 
@@ -167,10 +179,13 @@ class FakeInference:
 
     def finish_fill(self) -> None: ...
 
-    def release(self) -> None:
+    def release(self, keep: Collection[str] = ()) -> None:
         self.script.reach("release")
-        self.live.clear()
-        self.in_force.clear()
+        self.live = {name: flat for name, flat in self.live.items() if name in keep}
+        self.in_force.intersection_update(keep)
+
+    def committed(self) -> Collection[str]:
+        return self.in_force
 
     @contextmanager
     def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> Iterator[None]:
@@ -267,20 +282,23 @@ class Rig:
                 assert nbytes[kind] == 0, kind
         return {kind for kind in KINDS if not self.offloader.is_offloaded(kind)}
 
-    def assert_is(self, state: State) -> None:
-        """In this state, with everything where it belongs and every value that is there as it was."""
+    def assert_is(self, state: State, kept: Collection[str] = ()) -> None:
+        """In this state, with everything where it belongs and every value that is there as it was.
+
+        `kept`: groups that stayed, in a state other than INFER.
+        """
         offloaded = {kind for kind in KINDS if getattr(self.config, f"offload_train_{kind}")}
         assert self.manager.state is state
         assert self.resident() == NEEDED[state] | (set(KINDS) - offloaded)
         self.training.assert_unchanged(self.resident())
         if state is not INFER:
-            assert self.inference.live == {}
-            assert self.inference.in_force == set()
+            assert set(self.inference.live) == self.inference.in_force == set(kept)
             assert self.manager.container.state is ContainerState.EMPTY
             return
         assert self.inference.in_force == set(SHAPES)
         for name in SHAPES:
-            assert torch.equal(self.inference.live[name].view(SHAPES[name]), canonical(name, self.training.version))
+            expected = canonical(name, self.training.num_writes[name])
+            assert torch.equal(self.inference.live[name].view(SHAPES[name]), expected)
 
 
 def canonical(name: str, version: int) -> torch.Tensor:

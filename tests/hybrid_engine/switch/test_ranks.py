@@ -207,6 +207,41 @@ def release_fails_on_rank_0() -> dict[str, object]:
     return error
 
 
+@scenario
+def only_what_changed() -> dict[str, object]:
+    """What one rank alone knows to be written, or has lost, all ranks send."""
+    rig = Rig(build=False, elastic=True, incremental="auto", incremental_mb=2)
+    rig.training.frozen = ("first",)
+    rig.build()
+    sent: dict[str, object] = {}
+
+    def rounds(name: str, action: Callable[[], object] | None = None) -> None:
+        rig.manager.enter(TRAIN)
+        if action is not None:
+            action()
+        rig.script.take()
+        report = rig.manager.enter(INFER)
+        rig.assert_is(INFER)
+        sent[name] = [call for call in rig.script.take() if call.startswith("commit")], report.bytes_skipped
+
+    def on_rank_1(action: Callable[[], object]) -> Callable[[], object]:
+        return action if rig.training.rank == 1 else lambda: None
+
+    rounds("first")
+    rounds("step", rig.training.step)
+    rounds("nothing")
+    rounds("told", on_rank_1(rig.manager.weights_changed))
+    rounds("lost", on_rank_1(rig.inference.release))
+    rig.manager.enter(TRAIN)
+    rig.training.step()
+    if rig.training.rank == 1:
+        rig.script.arm("commit second", MemoryError("no memory"))
+    error_of(lambda: rig.manager.enter(INFER))
+    rig.assert_is(TRAIN)
+    rounds("failed")
+    return sent
+
+
 def run_scenarios() -> dict[str, object]:
     dist.init_process_group("gloo")
     results = {name: run() for name, run in SCENARIOS.items()}
@@ -279,6 +314,17 @@ def test_one_rank_fails_both_raise_and_go_on(two_ranks: list[dict[str, dict]], c
     assert RemoteError.__name__ in remote["names"]
     assert "no memory on rank 0" in own["text"]
     assert "no memory on rank 0" in remote["text"]
+
+
+def test_what_one_rank_has_a_reason_for_all_ranks_send(two_ranks: list[dict[str, dict]]):
+    both = ["commit first", "commit second"]
+    for results in two_ranks:
+        found = results["only_what_changed"]
+        assert {name: calls for name, (calls, _) in found.items()} == {
+            **dict.fromkeys(("first", "told", "lost", "failed"), both),
+            **{"step": ["commit second"], "nothing": []},
+        }
+        assert found["nothing"][1] == NBYTES
 
 
 def test_a_start_hook_that_fails_on_one_rank(two_ranks: list[dict[str, dict]]):

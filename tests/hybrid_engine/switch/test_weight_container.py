@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NoReturn
 
 import pytest
@@ -55,10 +55,13 @@ class FakeWeights:
     def finish_fill(self) -> None:
         self._record("finish_fill", ())
 
-    def release(self) -> None:
+    def release(self, keep: Collection[str] = ()) -> None:
         self._record("release", ())
-        self.live.clear()
-        self.in_force.clear()
+        self.live = {name: flat for name, flat in self.live.items() if name.removesuffix(".weight") in keep}
+        self.in_force = {group: flat for group, flat in self.in_force.items() if group in keep}
+
+    def committed(self) -> Collection[str]:
+        return self.in_force
 
     def resident_nbytes(self) -> int:
         return sum(flat.nbytes for flat in {**self.live, **self.in_force}.values())
@@ -288,9 +291,38 @@ def fill_on_rank() -> list[list[object]]:
         report = container.fill(source_of(rank))
         assert_filled(weights)
         results.append([outcome, seconds, nbytes_by_transport(report)])
+    _skip_on_rank(rank, router)
     router.close()
     dist.destroy_process_group()
     return results
+
+
+def _skip_on_rank(rank: int, router: TransportSet) -> None:
+    """The bucket in the middle is skipped, so the two that are left would go through the same memory."""
+    weights = FakeWeights(rank)
+    container = WeightContainer(weights, make_plan(Link.NETWORK), router)
+    container.fill(source_of(rank))
+    for fails in (False, True, False):
+        container.release(["group2"])
+        assert container.kept() == set(weights.in_force) & {"group2"}
+        skipped = {1} if container.kept() else set()
+        weights.calls.clear()
+        if fails and rank == 0:
+            weights.fail_in, weights._fail_at = "allocate", "group3"
+        try:
+            report = container.fill(source_of(rank), skipped=skipped)
+            assert_filled(weights)
+            assert any("group2" in call for call in weights.calls) == (not skipped)
+            assert sum(report.nbytes_by_link.values()) + report.skipped_nbytes == NBYTES * (NUM_GROUPS - rank)
+        except ReshardError:
+            assert fails
+            assert container.state is ContainerState.PARTIAL
+        if fails:  # also where this rank was through before the other failed, as the switch does it
+            container.release()
+        weights.fail_in = ""
+    with pytest.raises(StateError, match="groups group2 were not kept"):
+        container.release()
+        container.fill(source_of(rank), skipped={1})
 
 
 def test_no_rank_waits_for_one_that_failed(ranks: Ranks):

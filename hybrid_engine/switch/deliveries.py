@@ -1,0 +1,146 @@
+"""What the inference side got in earlier switches and still has, so that it is neither read nor sent again.
+
+    versions of what this rank trains  --\
+                                          reasons to send each bucket; one rank's reason counts for all  ->  the rest
+    groups that are live on this rank  --/                                                                   is skipped
+
+    leaving INFER   keep      which groups stay within the bound
+    next switch     reasons   of this rank  ->  Agreement.any_of  ->  next: a Delivery
+                    note      the fill succeeded on every rank
+    a failure       forget    nothing counts as delivered
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hybrid_engine.memory.offload_items import Part
+from hybrid_engine.planning.plan import Bucket
+from hybrid_engine.planning.release_schedule import Releases, release_schedule
+from hybrid_engine.planning.residency import Residency
+from hybrid_engine.ports import Version
+from hybrid_engine.records.layout import Layout
+from hybrid_engine.switch.weight_container import WeightContainer
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What one switch sends, on one rank.
+
+    Attributes:
+        versions: of this rank's tensors.
+        skipped: buckets that all ranks leave out.
+        unread: what that leaves unread of this rank's training buffers; it can go at once.
+        releases: what can go after each of the other buckets.
+    """
+
+    versions: Mapping[str, Version]
+    skipped: frozenset[int]
+    unread: Releases
+    releases: Sequence[Releases]
+
+
+def parts_of(buffers: Mapping[str, torch.Tensor], releases: Releases) -> list[Part]:
+    """What `releases` names of these buffers."""
+    return [Part(buffers[name], extent.start, extent.stop) for name, extents in releases.items() for extent in extents]
+
+
+class Deliveries:
+    """Of one rank. No collective: the caller brings the ranks' reasons together.
+
+    Args:
+        buckets: of the plan.
+        source: what this rank holds for training.
+        groups: of this rank's inference weights.
+        residency: how much of them may stay.
+        frozen: tensors that no step changes, as far as is known; their buckets stay before others.
+        rank: of this process.
+
+    Ranks that were told the same flags keep the same buckets.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        source: Layout,
+        groups: Collection[str],
+        residency: Residency,
+        frozen: Collection[str],
+        rank: int,
+    ) -> None:
+        held = {shard.region.tensor for shard in source.shards}
+        self._buckets, self._shards, self._residency, self._rank = buckets, source.shards, residency, rank
+        self._held = [[tensor for tensor in bucket.tensors if tensor in held] for bucket in buckets]
+        self._groups = [[group for group in bucket.groups if group in groups] for bucket in buckets]
+        self._num_changes = [int(not frozenset(frozen).issuperset(bucket.tensors)) for bucket in buckets]
+        self._delivered: Mapping[str, Version] = {}
+
+    def reasons(self, versions: Mapping[str, Version], live: Collection[str]) -> list[bool]:
+        """This rank's reasons to send: for each bucket that a tensor was written, then for each that a group is gone.
+
+        Args:
+            versions: of this rank's tensors (`Trainer.versions`).
+            live: groups of this rank that hold what they got last.
+        """
+        live = frozenset(live)
+        written = [any(self._is_written(tensor, versions) for tensor in tensors) for tensors in self._held]
+        return [*written, *(not live.issuperset(groups) for groups in self._groups)]
+
+    def next(self, versions: Mapping[str, Version], flags: Sequence[bool], releases: Sequence[Releases]) -> Delivery:
+        """What is to be sent: the buckets that any rank has a reason for.
+
+        Args:
+            versions: of this rank's tensors.
+            flags: `reasons` of any rank.
+            releases: what can go after each bucket if all are sent.
+        """
+        written, gone = flags[: len(self._buckets)], flags[len(self._buckets) :]
+        for index, flag in enumerate(written):
+            self._num_changes[index] += flag
+        skipped = frozenset(index for index, found in enumerate(zip(written, gone, strict=True)) if not any(found))
+        unread: Releases = {}
+        if skipped:
+            unread, *releases = self._schedule(skipped)
+        return Delivery(versions, skipped, unread, releases)
+
+    def note(self, delivery: Delivery) -> None:
+        """Every rank has what this one sent, and what it skipped."""
+        self._delivered = delivery.versions
+
+    def forget(self) -> None:
+        """Send everything next time."""
+        self._delivered = {}
+
+    def kept(self) -> frozenset[int]:
+        """The buckets that stay when the devices train again: those that changed least often, in the plan's order."""
+        preferred = sorted(range(len(self._buckets)), key=self._num_changes.__getitem__)
+        return self._residency.kept(preferred)
+
+    def release(self, container: WeightContainer) -> int:
+        """Release inference weights but for what stays; returns the bytes of that."""
+        container.release(self.groups_of(self.kept()))
+        return self.nbytes_of(container.kept())
+
+    def groups_of(self, buckets: Collection[int]) -> list[str]:
+        """This rank's groups of these buckets."""
+        return [group for index in sorted(buckets) for group in self._groups[index]]
+
+    def nbytes_of(self, live: Collection[str]) -> int:
+        """What the buckets take on this rank whose groups are all among these."""
+        live = frozenset(live)
+        buckets = [index for index, groups in enumerate(self._groups) if live.issuperset(groups)]
+        return self._residency.nbytes_of(buckets, self._rank)
+
+    def _schedule(self, skipped: Collection[int]) -> Sequence[Releases]:
+        """What of this rank's training memory goes: first that of skipped buckets, which nobody reads, then that of
+        each other one."""
+        first = [tensor for index in sorted(skipped) for tensor in self._buckets[index].tensors]
+        rest = [bucket.tensors for bucket in self._buckets if bucket.index not in skipped]
+        return release_schedule(self._shards, [first, *rest])
+
+    def _is_written(self, tensor: str, versions: Mapping[str, Version]) -> bool:
+        version = versions.get(tensor)
+        return version is None or version != self._delivered.get(tensor)
