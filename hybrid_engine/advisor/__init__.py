@@ -6,6 +6,7 @@
        memory_peaks.py    bytes on device and host
        other_systems.py   what others would move by their formulas
        prefetch_estimate.py   what a rollout could hide of the way back, where it is asked for
+       later_switches.py  what later switches move where some weights are frozen
     4  facts.py           JobPlan -> numbers with names: the content of `plan --json`, rows of tables and page
     5  page.py            JobPlan -> one HTML page, with the picture of picture.py
 

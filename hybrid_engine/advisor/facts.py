@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from hybrid_engine.advisor.cluster_plan import GIB, JobPlan
+from hybrid_engine.advisor.later_switches import LaterSwitches
 from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
 from hybrid_engine.layouts.parallelism import Parallelism, ShardedParallelism
 from hybrid_engine.planning.plan import ByteCount, Link, ReshardPlan
@@ -50,18 +51,20 @@ class PlanningCost(TypedDict):
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of `plan`; `rank` and `prefetch` where they were asked for."""
+    """The answer of `plan`; `rank`, `prefetch` and `later` where they were asked for."""
 
     job: JobPlan
     planning: PlanningCost
     rank: RankFacts | None = None
     prefetch: PrefetchEstimate | None = None
+    later: LaterSwitches | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The content of `plan --json`."""
         of_rank = {} if self.rank is None else {"rank": self.rank}
         ahead = {} if self.prefetch is None else {"prefetch": prefetch_facts(self.prefetch)}
-        return {**facts_of(self.job), "planning": self.planning, **of_rank, **ahead}
+        later = {} if self.later is None else {"later_switches": facts_of_later(self.later)}
+        return {**facts_of(self.job), "planning": self.planning, **of_rank, **ahead, **later}
 
 
 def range_of(values: np.ndarray) -> MinMeanMax:
@@ -86,6 +89,11 @@ def moved_bytes(summary: ByteSummary) -> Ranges:
 def bytes_across_hosts(plan: JobPlan) -> Ranges:
     """What comes to each host from others, and the least that must."""
     return _ranges(received=plan.received_by_host, least=plan.bytes.network_lower_bound)
+
+
+def facts_of_later(later: LaterSwitches) -> dict[str, Any]:
+    """Bytes by rank, and the key that they need."""
+    return {"bytes": {**moved_bytes(later.bytes), **_ranges(kept=later.kept)}, "incremental_mb": later.incremental_mb}
 
 
 def device_memory(plan: JobPlan) -> Ranges:

@@ -13,6 +13,7 @@ import typer
 
 from hybrid_engine.advisor.cluster_plan import GIB, LINK_GBPS, Cluster, plan_job
 from hybrid_engine.advisor.facts import Answer, PlanningCost, facts_of_rank
+from hybrid_engine.advisor.later_switches import later_switches
 from hybrid_engine.advisor.page import page_of
 from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
 from hybrid_engine.advisor.sizes_text import is_sharded, parse_job
@@ -59,6 +60,13 @@ def plan(
     ] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="vLLM's share of a device, for prefetch.")] = 0.5,
     rank: Annotated[int | None, integer_option("Also plan every transfer of this rank.")] = None,
+    frozen: Annotated[
+        str | None,
+        typer.Option(
+            help="Names of a checkpoint's tensors (* and ?, separated by commas) that are not trained: also what later "
+            "switches move with incremental: auto."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print numbers as JSON, in bytes and seconds.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page that shows who holds what.")] = None,
 ) -> None:
@@ -89,6 +97,9 @@ def plan(
         )
     except DependencyError as error:
         refuse([Violation("--order", str(error), "Install it or use --order sequential")])
+    later = None if frozen is None else collect(found, later_switches, job, frozen.replace(" ", "").split(","))
+    if found:
+        refuse(found)
     seconds, of_rank = time.perf_counter() - started, None
     if rank is not None:
         started = time.perf_counter()
@@ -97,7 +108,7 @@ def plan(
     ahead = None
     if prefetch_gbps is not None:
         ahead = PrefetchEstimate(job.memory, device_gib * GIB, gpu_memory_utilization, prefetch_gbps * 1e9)
-    answer = Answer(job, PlanningCost(seconds=seconds, peak_memory=_peak_memory()), of_rank, ahead)
+    answer = Answer(job, PlanningCost(seconds=seconds, peak_memory=_peak_memory()), of_rank, ahead, later)
     with writing():
         if html is not None:
             write_text(html, page_of(job, f"{model.resolve().name}: {train} to {infer}"))

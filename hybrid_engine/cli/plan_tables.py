@@ -17,6 +17,7 @@ from hybrid_engine.advisor.facts import (
     prefetched_bytes,
     range_of,
 )
+from hybrid_engine.advisor.later_switches import LaterSwitches
 from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
 from hybrid_engine.cli.output import Console, new_table
 from hybrid_engine.planning.plan import Link
@@ -37,6 +38,8 @@ def print_tables(answer: Answer) -> None:
         console.print(_prefetch_text(answer.prefetch))
     if answer.rank is not None:
         console.print(_rank_table(answer.rank))
+    if answer.later is not None:
+        console.print(_later_table(answer.later))
     cost = answer.planning
     console.print(f"Planned in {cost['seconds']:.2f} s, peak memory {cost['peak_memory'] / GIB:.2f} GiB.")
 
@@ -60,6 +63,15 @@ def _bytes_table(job: JobPlan) -> Table:
         table.add_row(*_range_row(f"across hosts, by host: {name}", numbers))
     table.add_section()
     table.add_row(*_range_row("received in sequential order", range_of(job.sequential.received)))
+    return table
+
+
+def _later_table(later: LaterSwitches) -> Table:
+    title = f"Later switches, GiB by rank, with incremental: auto and incremental_mb: {later.incremental_mb}"
+    table = new_table(title, "", "min", "mean", "max")
+    for name, numbers in moved_bytes(later.bytes).items():
+        table.add_row(*_range_row(name.replace("_", " "), numbers))
+    table.add_row(*_range_row("kept on the device", range_of(later.kept)))
     return table
 
 

@@ -34,6 +34,24 @@ def facts(*arguments: str) -> dict[str, Any]:
     return json.loads(result.stdout)
 
 
+def test_later_switches_leave_out_what_is_frozen(tmp_path: Path) -> None:
+    """Embedding and head of Llama-3 8B, 128,256 x 4,096 each; of q, k and v only q is frozen, so all three are sent."""
+    job = "--model", saved(tmp_path, LLAMA_3_8B), "--train", "tp=8,pp=2,dp=4", "--infer", "tp=4,dp=16"
+    found = facts(*job, "--frozen", "model.embed_tokens.weight, lm_head.*, *.q_proj.weight")
+    later, ends_nbytes = found["later_switches"], 2 * 2 * 128_256 * 4_096
+    assert later["bytes"]["kept"]["max"] == ends_nbytes / 4
+    assert later["incremental_mb"] == -(-ends_nbytes // 4 // 1024**2)
+    assert later["bytes"]["received"] == later["bytes"]["least"]
+    first, rest = found["bytes"], later["bytes"]
+    read = (sum(moved[key]["mean"] for key in ("received", "copied_on_the_rank")) for moved in (first, rest))
+    assert next(read) - next(read) == ends_nbytes / 4
+    assert "later_switches" not in facts(*job)
+    assert "kept on the device" in run(*job, "--frozen", "lm_head.*").output
+    refused = run(*job, "--frozen", "lm_head.*,layers.*")
+    assert refused.exit_code == 2
+    assert "no tensor matches layers.*" in refused.output
+
+
 def test_the_jobs_numbers(tmp_path: Path) -> None:
     """Llama-3 8B, 16.06 GB of bfloat16; half a model more on every rank than it holds."""
     model = saved(tmp_path, LLAMA_3_8B)
