@@ -46,6 +46,8 @@ class Adapted:
         trained: names of parameters that differ in a bit from those of the same steps without an engine.
         surplus: bytes received beyond the least.
         origins: how many of the model's tensors each canonical one is made of.
+        read, skipped: bytes of each switch, of what this rank's vLLM holds.
+        committed: vLLM's parameters, as they were last filled.
     """
 
     different: dict[str, float] = field(default_factory=dict)
@@ -58,6 +60,9 @@ class Adapted:
     trained: list[str] = field(default_factory=list)
     surplus: int = 0
     origins: dict[str, int] = field(default_factory=dict)
+    read: list[int] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    committed: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def peft_model(path: Path, settings: dict[str, Any]) -> Any:
@@ -122,7 +127,7 @@ def _whole_copy(path: Path, settings: dict[str, Any], model: Any) -> Any:
 
 
 def _compare(engine: Any, whole: Any, path: Path, apart: bool, found: Adapted) -> None:
-    seen: dict[str, torch.Tensor] = {}
+    seen = found.committed
 
     def keep(name: str, tensor: torch.Tensor) -> None:
         seen[name] = tensor.detach().clone()
@@ -141,6 +146,8 @@ def _compare(engine: Any, whole: Any, path: Path, apart: bool, found: Adapted) -
             found.different[name] = float((seen[name] - native[name]).abs().max())
     report = engine.sharding.last_report
     found.surplus += report.bytes_received - report.bytes_least
+    found.read.append(report.bytes_own + report.bytes_received)
+    found.skipped.append(report.bytes_skipped)
 
 
 def _of_answers(engine: Any, whole: Any, found: Adapted) -> None:

@@ -15,9 +15,10 @@ pytest.importorskip("peft", reason="pip install peft")
 def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """By rank, what each delivery brought back."""
     directory = tmp_path_factory.mktemp("peft")
+    apart = {"tp_size": 2, "lora_delivery": "adapter", "incremental": "auto"}
     calls = {
-        "apart": (peft_models.run, (str(directory / "apart"), APART, {"tp_size": 2, "lora_delivery": "adapter"})),
-        "merged": (peft_models.run, (str(directory / "merged"), MERGED, {})),
+        "apart": (peft_models.run, (str(directory / "apart"), APART, apart)),
+        "merged": (peft_models.run, (str(directory / "merged"), MERGED, {"incremental": "auto"})),
     }
     return engines.launch_in_turn(2, calls)
 
@@ -41,6 +42,16 @@ def test_a_sum_is_made_of_its_weight_and_its_adapter(outcomes: Outcomes) -> None
         summed = {name for name, count in found.origins.items() if count == 3}
         assert summed == {name for name in found.origins if name.endswith(("embed_tokens.weight", "o_proj.weight"))}
     assert all(set(found.origins.values()) == {1} for found in outcomes["apart"])
+
+
+def test_the_base_goes_once_and_what_has_an_adapter_in_every_switch(outcomes: Outcomes) -> None:
+    """Merged, sums go anew; that they were right each time is above."""
+    for delivery, share in (("apart", 0.5), ("merged", 0.1)):
+        for found in outcomes[delivery]:
+            assert found.skipped[0] == 0
+            assert found.skipped[1] + found.read[1] == found.read[0]
+            assert found.skipped[1] > share * found.read[0]
+            assert found.read[1] > 0
 
 
 @pytest.mark.parametrize("delivery", ["apart", "merged"])

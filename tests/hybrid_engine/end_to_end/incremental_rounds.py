@@ -1,0 +1,191 @@
+"""Ranks whose embedding and head are frozen, switched round after round, for test_incremental.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hybrid_engine import HybridEngine
+from hybrid_engine.backends.vllm import InferenceEngine
+from hybrid_engine.backends.vllm.native_load import native_parameters
+from hybrid_engine.switch.contexts import SwitchContexts
+from tests.zoo import sharded_models, workers
+from tests.zoo.tiny_models import label_log_probs, token_batch
+
+MEGABYTES = 2
+INCREMENTAL = {"incremental": "auto", "incremental_mb": MEGABYTES, "bucket_mb": 1}
+TP2, INFER_TP2 = {"tensor_model_parallel_size": 2}, {"infer_tensor_parallel_size": 2}
+PROMPT = [list(range(2, 14))]
+Action = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One switch to vLLM, on one rank.
+
+    Attributes:
+        read, skipped: bytes, of what this rank's vLLM holds.
+        surplus: bytes received beyond the least for what changed.
+        kept: bytes of weights that stayed on the device before it.
+        different: parameters that were committed last with other bits than those of vLLM's own load.
+        logprobs: of a prompt's whole distributions.
+    """
+
+    read: int
+    skipped: int
+    surplus: int
+    kept: int
+    different: list[str]
+    logprobs: list[torch.Tensor]
+
+
+class Rounds:
+    """Switches an engine back and forth, and looks at what vLLM has.
+
+    Args:
+        engine: of either trainer.
+        inference: its vLLM.
+        save: writes the training weights as a checkpoint, in `train_context`.
+        path: where.
+        adapter: what to compute with.
+    """
+
+    def __init__(
+        self, engine: SwitchContexts, inference: InferenceEngine, save: Action, path: Path, adapter: str | None = None
+    ) -> None:
+        self._engine, self._inference, self._save, self._path = engine, inference, save, path
+        self._adapter = adapter
+        self._committed: dict[str, torch.Tensor] = {}
+
+    def run(self, action: Action | None = None) -> Round:
+        """`action` in `train_context`, then a rollout."""
+        sharding = self._engine.sharding
+        with self._engine.train_context():
+            back = sharding.last_report
+            if action is not None:
+                action()
+            self._save()
+        with self._inference.adaptor.observed(self._keep), self._engine.rollout_context():
+            report = sharding.last_report
+            native = native_parameters(self._inference, str(self._path))
+            logprobs = self._inference.prompt_distributions(PROMPT, self._adapter)
+        assert report is not None
+        assert self._committed.keys() == native.keys()
+        return Round(
+            report.bytes_own + report.bytes_received,
+            report.bytes_skipped,
+            report.bytes_received - report.bytes_least,
+            back.bytes_kept if back is not None else 0,
+            [name for name, tensor in native.items() if not torch.equal(tensor, self._committed[name])],
+            logprobs,
+        )
+
+    def _keep(self, name: str, tensor: torch.Tensor) -> None:
+        self._committed[name] = tensor.detach().clone()
+
+
+def with_fsdp(model_path: Path) -> dict[str, Round]:
+    """FSDP2: frozen by `requires_grad_(False)`; all parameters are in the optimizer, as most write it."""
+    path = Path(model_path)
+    model = sharded_models.from_config(path)
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    for module in ends:
+        module.requires_grad_(False)
+    rollout = {"tp_size": 2, "max_model_len": 64, "max_num_seqs": 8, **INCREMENTAL}
+    engine = HybridEngine(model=model, rollout_config=rollout, train_config={})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    vocab_size = ends[0].num_embeddings
+
+    def step() -> None:
+        batch = {name: tensor % vocab_size for name, tensor in token_batch(dist.get_rank(), 2, 16).items()}
+        optimizer.zero_grad()
+        (-label_log_probs(model(batch["tokens"]).logits, batch["labels"]).mean()).backward()
+        optimizer.step()
+
+    def unfreeze() -> None:
+        ends[0].requires_grad_(True)
+        step()
+        ends[0].requires_grad_(False)  # again, before any switch: what it did is not forgotten
+
+    def load() -> None:
+        model.load_state_dict({name: tensor.detach() * 2 for name, tensor in model.state_dict().items()})
+
+    def write_unseen() -> None:
+        ends[1].weight.data.to_local().copy_(ends[1].weight.data.to_local() + 1)
+
+    rounds = Rounds(engine, engine.inference, lambda: sharded_models.save(model, path, torch.float32), path)
+    found = _common(rounds, engine, step, write_unseen)
+    found |= {"unfrozen": rounds.run(unfreeze), "loaded": rounds.run(load)}
+    engine.shutdown()
+    return found
+
+
+def with_megatron(model_path: Path, directory: Path) -> dict[str, Round]:
+    """Megatron: the embedding is frozen by `frozen_parameters`. It is on rank 0 alone, the head on rank 1."""
+    actor = {"pipeline_model_parallel_size": 2, "frozen_parameters": ("embedding.*",)}
+    worker = workers.build_worker(model_path, actor, {**INFER_TP2, **INCREMENTAL})
+    (chunk,) = worker.actor.chunks
+    parameters = dict(chunk.named_parameters())
+    embedding = parameters.get("module.embedding.word_embeddings.weight")
+    head = parameters.get("module.output_layer.weight")
+    assert (embedding is None) != (head is None)
+
+    def step() -> None:
+        worker.update(workers.batch(seed=0), workers.cross_entropy)
+
+    def write_unseen() -> None:
+        if head is not None:
+            head.data.add_(1)
+
+    @torch.no_grad()
+    def write() -> None:
+        if embedding is not None:
+            embedding.mul_(2)
+
+    path, checkpoint = directory / "weights", directory / "checkpoint"
+    rounds = Rounds(worker, worker.inference, lambda: worker.save_hf_checkpoint(path), path)
+    found = _common(rounds, worker, step, write_unseen)
+    found["unfrozen"] = rounds.run(write)
+    found["saved"] = rounds.run(lambda: worker.save_checkpoint(checkpoint))
+    found["loaded"] = rounds.run(lambda: worker.load_checkpoint(checkpoint))
+    worker.shutdown()
+    return found
+
+
+def with_adapters(model_path: Path, directory: Path) -> dict[str, Round]:
+    """Megatron with LoRA, which vLLM gets apart; its base is that of the first round, for LoRA adds nothing then."""
+    actor = {**TP2, "lora": {"rank": 8}}
+    worker = workers.build_worker(model_path, actor, {**INFER_TP2, **INCREMENTAL, "lora_delivery": "adapter"})
+    path = directory / "base"
+
+    def save_once() -> None:
+        if worker.train.version == 0:
+            worker.save_hf_checkpoint(path)
+
+    def step() -> None:
+        worker.update(workers.batch(seed=0), workers.cross_entropy)
+
+    rounds = Rounds(worker, worker.inference, save_once, path, worker.adapter)
+    found = {name: rounds.run(action) for name, action in {"first": None, "step": step, "another": step}.items()}
+    found |= {"none": rounds.run(), "told": rounds.run(worker.weights_changed)}
+    worker.shutdown()
+    return found
+
+
+def _common(rounds: Rounds, engine: SwitchContexts, step: Action, write_unseen: Action) -> dict[str, Round]:
+    def write_and_tell() -> None:
+        write_unseen()
+        engine.weights_changed()
+
+    return {
+        "first": rounds.run(),
+        "step": rounds.run(step),
+        "another": rounds.run(step),
+        "none": rounds.run(),
+        "told": rounds.run(engine.weights_changed),
+        "written": rounds.run(write_and_tell),
+    }
