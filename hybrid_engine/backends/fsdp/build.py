@@ -33,8 +33,11 @@ def build_sharded_model(
 
     It computes without dropout, in training too, as `build_model` of Megatron's side: the sampler has none.
     """
+    hf_config = AutoConfig.from_pretrained(directory)
+    # the other implementations leave out what they cannot do, without an error
+    attention = "eager" if getattr(hf_config, "attn_logit_softcapping", None) else None
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, dtype), attn_implementation=attention)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         shard_model(model, config, mesh, lambda module: _fill(module, model, device))
