@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hybrid_engine.worker import ActorHybridWorker
 
 NUM_SEQUENCES = 8
+"""Of a training step, or the next multiple of the data parallel size."""
 
 _MOST_SKIPPED_STEPS = 40
 
@@ -63,8 +64,11 @@ class Comparison:
 
     def _train(self, version: int) -> None:
         """Take one optimizer step; with float16 as many as needed for a loss scale without overflow."""
+        replicas = self.worker.train.dp_size
+        num_sequences = -(-NUM_SEQUENCES // replicas) * replicas
         for _ in range(_MOST_SKIPPED_STEPS):
-            report = self.worker.update(_tokens_and_labels(version, self.table.dims.vocab_size), _cross_entropy)
+            batch = _tokens_and_labels(version, self.table.dims.vocab_size, num_sequences)
+            report = self.worker.update(batch, _cross_entropy)
             if not report["skipped"]:
                 return
         raise ReshardError(f"{_MOST_SKIPPED_STEPS} steps in a row were skipped: gradients overflow at every loss scale")
@@ -144,12 +148,12 @@ def write_random_checkpoint(path: Path, model_dir: Path, table: ModelTable, dtyp
     shutil.copyfile(model_dir / "config.json", path / "config.json")
 
 
-def _tokens_and_labels(seed: int, vocab_size: int) -> dict[str, torch.Tensor]:
-    """Random tokens and those that follow them, [NUM_SEQUENCES, SEQ_LENGTH]; the same on every rank."""
+def _tokens_and_labels(seed: int, vocab_size: int, num_sequences: int = NUM_SEQUENCES) -> dict[str, torch.Tensor]:
+    """Random tokens and those that follow them, [num_sequences, SEQ_LENGTH]; the same on every rank."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randint(vocab_size, (NUM_SEQUENCES, SEQ_LENGTH + 1), generator=generator)
+    rows = torch.randint(vocab_size, (num_sequences, SEQ_LENGTH + 1), generator=generator)
     return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
 
 
