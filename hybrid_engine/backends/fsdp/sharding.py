@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -64,4 +65,10 @@ def mesh_of(config: FsdpConfig, device: torch.device, world_size: int) -> Device
     if config.replicas == 1:
         return init_device_mesh(device.type, (world_size,))
     shape = (config.replicas, world_size // config.replicas)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicas", "shards"))
+    # torch remembers how tensors of a mesh are redistributed, by a mesh that is equal: names of its own keep one whose
+    # groups have ended from being taken for this one
+    number = next(_mesh_numbers)
+    return init_device_mesh(device.type, shape, mesh_dim_names=(f"replicas_{number}", f"shards_{number}"))
+
+
+_mesh_numbers = itertools.count()
