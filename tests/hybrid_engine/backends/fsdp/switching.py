@@ -110,10 +110,10 @@ def _run(job: Job, path: Path, case: Case) -> Switched:
     table = table_for(read_config(path))
     model, optimizer = _sharded(path, case)
     trainer = ShardedModel(model, table, job.rank, [optimizer])
+    plan = _plan(config, case, job)  # before any rank writes the model's directory
     layouts = gather_layouts(job, trainer.weights)
     inference = build_inference_engine(config, table, layouts, job)
     engine = HybridEngine(trainer, inference, config, training_layouts=layouts)
-    plan = _plan(config, case, job)
     state = plan.memory.state
     found = Switched(
         misplaced=differences(plan.source.layout_of(job.rank), layouts[job.rank]),
