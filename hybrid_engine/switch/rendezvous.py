@@ -127,10 +127,8 @@ def connect(
             _require_device(job, buffers)
         shares_memory = job.hosts[job.rank] not in hosts_without_access(job, config)
         with job.agreement.phase("layout"):
-            handles = export_handles(job.rank, buffers) if shares_memory else {}
-            can_relay = shares_memory and config.transport == "auto" and is_elastic(job.device)
             untrained = frozenset(frozen() if config.incremental == "auto" else ())
-            own = _Offer(destination.layout(), handles, can_relay, untrained)
+            own = _offer(job, buffers, destination, config, untrained, shares_memory=shares_memory)
         if source_layouts is None:
             source_layouts = gather_layouts(job, source)
         offers: Sequence[_Offer] = job.agreement.gather(own, "exchange of layouts")
@@ -142,10 +140,8 @@ def connect(
             apart = frozen_everywhere([each.tensors for each in source_layouts], [each.frozen for each in offers])
             made = _make_plan(job, source_layouts, offers, config, may_stay_unread, apart)
             relays = RelayBuffers(job.rank, made.relays, job.device)
-        incremental = f"{config.incremental} {config.incremental_mb} MiB"
-        checks = f"{config.verify}, {config.trace is None}"
-        digest = f"{made.fingerprint} {config.bucket_mb} MiB, {config.transport}, {checks}, {incremental}"
-        planned: Sequence[_Planned] = job.agreement.gather(_Planned(digest, relays.handles()), "comparison of plans")
+        own_plan = _Planned(_digest(made, config), relays.handles())
+        planned: Sequence[_Planned] = job.agreement.gather(own_plan, "comparison of plans")
         if len({each.digest for each in planned}) > 1:
             raise PlanError(["the ranks made different plans: they do not run the same code or configuration"])
         tell_group = job.new_group("gloo", owner) if any(each.handles for each in planned) else None
@@ -175,6 +171,28 @@ def connect(
     return Connection(made, schedule, router, container, fence_group, regions, deliveries)
 
 
+def _offer(
+    job: Job,
+    buffers: Mapping[str, torch.Tensor],
+    destination: InferenceWeights,
+    config: GenerateConfig,
+    frozen: frozenset[str],
+    *,
+    shares_memory: bool,
+) -> _Offer:
+    """This rank's; `shares_memory`: the ranks of its host can read each other's."""
+    handles = export_handles(job.rank, buffers) if shares_memory else {}
+    can_relay = shares_memory and config.transport == "auto" and is_elastic(job.device)
+    return _Offer(destination.layout(), handles, can_relay, frozen)
+
+
+def _digest(made: ReshardPlan, config: GenerateConfig) -> str:
+    """What must be the same on all ranks, of the plan and of the keys by which they take part in a switch."""
+    incremental = f"{config.incremental} {config.incremental_mb} MiB"
+    checks = f"{config.verify}, {config.trace is None}"
+    return f"{made.fingerprint} {config.bucket_mb} MiB, {config.transport}, {checks}, {incremental}"
+
+
 def _deliveries(
     job: Job,
     made: ReshardPlan,
@@ -183,7 +201,7 @@ def _deliveries(
     config: GenerateConfig,
     frozen: Collection[str],
 ) -> Deliveries:
-    """Where inference weights keep their memory anyhow there is nothing to bound."""
+    """Where inference weights keep their memory in any case there is nothing to bound."""
     buffers = _joined(each.destination.buffers for each in offers)
     limit = config.incremental_mb * 1024**2 if config.release_weights else None
     return Deliveries(

@@ -38,7 +38,9 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
 def _defaults_on_cuda(settings: InferenceSettings) -> dict[str, Any]:
     """What vLLM would choose otherwise by itself, and cannot have here."""
     defaults: dict[str, Any] = {"moe_backend": "triton"}  # it computes with the loader's layout; others' are refused
-    if settings.sizes.tensor > 1 and "expandable_segments:true" in internals.ALLOCATOR_CONFIG.load()().lower():
+    allocator = internals.ALLOCATOR_CONFIG.load()
+    is_expandable = allocator.conf_flag_enabled(allocator.current_alloc_conf(), allocator.EXPANDABLE_SEGMENTS)
+    if settings.sizes.tensor > 1 and is_expandable:
         # it opens the memory of captured graphs in other processes, which that of expandable segments does not allow
         defaults["disable_custom_all_reduce"] = True
     return defaults

@@ -115,9 +115,7 @@ MISSING_LAYERS = Internal(
     "vllm.model_executor.models.utils:_model_to_pp_missing_layer_names",
     "remembers layers that a model lacks by its address in memory, where another model may come to lie",
 )
-ALLOCATOR_CONFIG = Internal(
-    "vllm.device_allocator.alloc_conf:current_alloc_conf", "tells how torch's allocator is configured now"
-)
+ALLOCATOR_CONFIG = Internal("vllm.device_allocator.alloc_conf", "tells how torch's allocator is configured now")
 UNMAP = Internal(
     "vllm.device_allocator.cumem:unmap_and_release",
     "takes away the error that vLLM's allocator keeps after the end of an engine that was asleep",
@@ -211,6 +209,9 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "put back to sleep what a failed wake-up left awake": {
         f"{_V1}.worker.gpu_worker:Worker": ("sleep_mode_backend",),
+    },
+    "read how torch's allocator is configured": {
+        ALLOCATOR_CONFIG.target: ("current_alloc_conf", "conf_flag_enabled", "EXPANDABLE_SEGMENTS"),
     },
     "exchange the addresses of buffers in captured graphs": {
         CUSTOM_OPS.target: ("get_graph_buffer_ipc_meta", "register_graph_buffers"),

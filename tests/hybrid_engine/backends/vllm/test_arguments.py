@@ -52,6 +52,7 @@ def test_experts_are_computed_in_the_loaders_layout_on_cuda_unless_asked_otherwi
     ("conf", "sizes", "disabled"),
     [
         ("max_split_size_mb:64,expandable_segments:True", TWO, True),
+        ("expandable_segments: 1", TWO, True),
         ("expandable_segments:False", TWO, False),
         ("expandable_segments:True", InferenceParallelism(1), False),
     ],
