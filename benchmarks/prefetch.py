@@ -3,7 +3,7 @@
     python benchmarks/prefetch.py [--config FILE] [--nproc 2] [--iterations 12] [--rounds 2] [--json FILE]
 
 The runs alternate, off, auto, off, auto, so that a machine that slows down slows both. Rewards, losses and all other
-figures that are no seconds and no memory must be the same to the last digit, which is checked.
+figures, except seconds and memory, must be the same to the last digit, which is checked.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ job: estimates of what a gather moves, and what is left when only what must chan
 - *optimizer state* and *gradients* are used where they lie. They leave the device for the memory of its own host and
   come back; no device receives anything of them. A gather is counted in float32, two moments and one gradient.
 
-## Why it is no less
+## Why it cannot be less
 
 A device computes with {needed} of weights in vLLM: an eighth of the model, for TP=4 x PP=2. Of these it holds {held} in
 training. It has {own_shard} of the model there, 1/64 of the rows of every tensor; but half of the tensors belong to the

@@ -8,7 +8,7 @@ from hybrid_engine.ports import Batch
 
 
 def micro_batches(batch: Batch, size: int, device: torch.device) -> list[Batch]:
-    """Consecutive parts of `size` sequences, on `device`. Raises ValueError for a batch that is no multiple of it."""
+    """Consecutive parts of `size` sequences, on `device`. Raises ValueError where it does not divide."""
     num_sequences = batch["tokens"].shape[0]
     if num_sequences % size:
         raise ValueError(

@@ -37,7 +37,7 @@ class Residency:
     def kept(self, preferred: Iterable[int]) -> frozenset[int]:
         """The buckets that stay: in this order, each that still fits on every rank.
 
-        On all ranks or on none: a bucket that is missing anywhere has to be sent anyhow.
+        On all ranks or on none: a bucket that is missing anywhere has to be sent in any case.
         """
         kept: list[int] = []
         taken = np.zeros(self.nbytes.shape[1], dtype=np.int64)

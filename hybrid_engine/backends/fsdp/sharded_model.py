@@ -87,7 +87,7 @@ class ShardedModel:
     def versions(self) -> Mapping[str, Version]:
         """As `ports.Trainer`: steps of the optimizers of each parameter, and writes that torch counts on it.
 
-        Not seen: a write by `.data`, and one by a kernel that is no operation of torch, outside an optimizer's step.
+        Not seen: a write by `.data`, and one by a kernel outside torch's operators and outside an optimizer's step.
         """
         return {
             name: tuple(

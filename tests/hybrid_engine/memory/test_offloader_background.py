@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,20 +54,6 @@ class Rig:
 @pytest.fixture(params=[False, True], ids=["resized", "elastic"])
 def rig(request: pytest.FixtureRequest) -> Rig:
     return Rig(elastic=request.param)
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Background copies wait until it is set."""
-    event, copy = threading.Event(), arena._timed_copy
-
-    def waiting(*tensors: torch.Tensor) -> float:
-        assert event.wait(60)
-        return copy(*tensors)
-
-    monkeypatch.setattr(arena, "_timed_copy", waiting)
-    yield event
-    event.set()
 
 
 def test_storages_come_back_as_far_as_they_fit(rig: Rig):

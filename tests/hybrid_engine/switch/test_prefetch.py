@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-import torch
 
 from hybrid_engine.errors import OffloadError, ReshardError
 from hybrid_engine.memory import arena
@@ -33,20 +31,6 @@ def in_second_rollout(rig: Rig) -> Rig:
             rig.training.step()
         rig.manager.enter(state)
     return rig
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Copies in the background wait until it is set."""
-    event, copy = threading.Event(), arena._timed_copy
-
-    def waiting(*tensors: torch.Tensor) -> float:
-        assert event.wait(60)
-        return copy(*tensors)
-
-    monkeypatch.setattr(arena, "_timed_copy", waiting)
-    yield event
-    event.set()
 
 
 # Coming back.
