@@ -34,9 +34,9 @@ from hybrid_engine.backends.vllm.process.isolation import (
     register_model_class,
     set_environment,
 )
+from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings, process_settings_kept
 from hybrid_engine.backends.vllm.process.random_state import get_state, random_state_kept, seeded_state, set_state
 from hybrid_engine.backends.vllm.process.shm_cleanup import check_room
-from hybrid_engine.backends.vllm.process.torch_settings import TorchSettings, torch_settings_kept
 from hybrid_engine.backends.vllm.requests import (
     abandon,
     calling_near_end,
@@ -87,26 +87,27 @@ class InferenceEngine:
             dtypes: canonical name -> dtype, where it is not that of the weights (`ModelTable.dtypes`).
 
         Weights are zero and `generate` refuses until all groups were committed once. The process's random state, its
-        process groups and torch's settings are as before. Raises DependencyError, ConfigError, ModelError or
-        ParameterMismatchError.
+        process groups, environment and torch's settings are as before.
+
+        Raises DependencyError, ConfigError, ModelError or ParameterMismatchError.
         """
         self.job = job
         self._agreement = job.agreement
         self.settings = settings
         self.rank = rank = job.rank
-        with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as undo, process_settings_kept():
             with self._agreement.phase("checking vLLM and the model"):
                 check_world(settings, job)
                 self._place = settings.sizes.place_of(rank)
                 self._device_type = self._check_vllm()
             check_room(settings, self._device_type, job)
             undo.callback(destroy_groups)
-            with random_state_kept(), torch_settings_kept():
+            with random_state_kept():
                 self._llm, model = self._build(tensors, dtypes)
                 # At collection or exit vLLM would end the default process group, which is the caller's; see `shutdown`.
                 self._llm.llm_engine.engine_core._finalizer.detach()
                 self._generator_state = seeded_state(settings.seed + self.dp_rank)
-                self._torch_settings = TorchSettings.now()
+                self._process_settings = ProcessSettings.now()
             self._loras: DeliveredLoras | None = DeliveredLoras(self._llm, undo) if settings.max_loras else None
             self._sleep_mode = SleepMode(lambda: self.llm) if is_sleepy(settings, self._device_type) else None
             memory = self._sleep_mode or (HostMemory() if self._device_type == "cpu" else WeightMemory())
@@ -255,6 +256,8 @@ class InferenceEngine:
         """Take the KV cache's memory again (GPU, after a release); call once the weights are committed."""
         if self._sleep_mode is not None:
             self._sleep_mode.wake_kv_cache()
+        if self._loras is not None:
+            self._loras.reset_device()
 
     def shutdown(self) -> None:
         """End vLLM and its process groups, not the caller's; idempotent. Another engine may be built afterwards."""
@@ -325,7 +328,7 @@ class InferenceEngine:
         if self._sleep_mode is not None and self._sleep_mode.is_kv_cache_asleep:
             raise StateError("the KV cache's memory is released: call wake_kv_cache() before generating")
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        with random_state_kept(), torch_settings_kept(self._torch_settings), self._stance():
+        with random_state_kept(), process_settings_kept(self._process_settings), self._stance():
             set_state(self._generator_state)
             with none_left(llm), calling_near_end(llm, self.near_end):
                 outputs = llm.generate(requests, params, use_tqdm=False, lora_request=lora_request)

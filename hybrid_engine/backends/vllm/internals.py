@@ -187,7 +187,7 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.worker.worker_base:WorkerWrapperBase": ("worker",),
         f"{_V1}.worker.cpu_worker:CPUWorker": ("distributed_init_method", "init_device", "load_model", "model_runner"),
         f"{_V1}.worker.gpu_worker:Worker": ("model_runner",),
-        f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("lora_manager",),
+        f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("lora_manager", "reset_lora_state"),
     },
     "hold what a call that failed half-way left, which vLLM's own abort may refuse to clear": {
         f"{_V1}.engine.llm_engine:LLMEngine": ("output_processor", "should_execute_dummy_batch"),

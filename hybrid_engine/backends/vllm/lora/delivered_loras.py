@@ -70,6 +70,10 @@ class DeliveredLoras:
         """The device's copies are gone or will be; the next request brings its LoRA back."""
         self._manager.remove_all_adapters()
 
+    def reset_device(self) -> None:
+        """The weights' memory is back, with anything in it: what vLLM itself keeps there for LoRAs is written anew."""
+        internals.model_runner_of(self._llm).reset_lora_state()
+
     def _get(self, name: str) -> _Lora:
         if name not in self._by_name:
             known = ", ".join(self._by_name) or "none"

@@ -44,6 +44,10 @@ def test_weights_below_it_are_bitwise_those_of_a_native_load(by_rank: list[Loras
     assert all(result.differences == [] for result in by_rank)
 
 
+def test_vllms_own_state_is_written_anew_when_its_memory_is_back(by_rank: list[Loras]) -> None:
+    assert [result.num_resets for result in by_rank] == [1] * len(by_rank)
+
+
 def test_nothing_of_the_engine_outlives_its_shutdown(by_rank: list[Loras]) -> None:
     assert [result.left for result in by_rank] == [[]] * len(by_rank)
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -51,6 +52,7 @@ class Loras:
         differences: parameters with other bits than vLLM loads itself, after a switch of the base.
         refused: see there.
         left: parts of the engine that something still holds after its shutdown.
+        num_resets: how often vLLM's own state for LoRAs was written anew by the time that all memory was back.
     """
 
     gaps: dict[str, float]
@@ -58,6 +60,7 @@ class Loras:
     differences: list[str]
     refused: Refused
     left: list[str]
+    num_resets: int
 
 
 def run(directory: str, num_tp: int) -> Loras:
@@ -86,18 +89,21 @@ def run(directory: str, num_tp: int) -> Loras:
     differences = support.differences(filled, support.native_parameters(engine, path))
     gaps["switched base"] = _gap(engine, _merged(weights[1], second, WIDE), "policy")
     engine.release()
+    runner = internals.model_runner_of(engine.llm)
     support.fill_by_records(engine.adaptor, weights[0])
+    with mock.patch.object(runner, "reset_lora_state", side_effect=runner.reset_lora_state) as reset:
+        engine.wake_kv_cache()
     engine.reset_caches()
     gaps["after a release"] = _gap(engine, _merged(weights[0], other, NARROW), "judge")
     far_from_base = _gap(engine, weights[0], "policy")
     engine.remove_lora("judge")
-    runner = internals.model_runner_of(engine.llm)
     parts = {"llm": engine.llm, "runner": runner, "manager": runner.lora_manager, "model": runner.model}
     living = {name: weakref.ref(part) for name, part in parts.items()}
-    del runner, parts
+    num_resets = reset.call_count
+    del runner, parts, reset
     refused = _refused(engine, first, Path(directory), num_tp)
     left = [name for name, part in living.items() if part() is not None]
-    return Loras(gaps, far_from_base, differences, refused, left)
+    return Loras(gaps, far_from_base, differences, refused, left, num_resets)
 
 
 def _build(path: str, num_tp: int, **settings: int) -> InferenceEngine:

@@ -15,8 +15,8 @@ import torch
 from hybrid_engine.backends.vllm import InferenceEngine, Sampling, internals
 from hybrid_engine.backends.vllm.arguments import CPU_WORKER
 from hybrid_engine.backends.vllm.process.isolation import destroy_groups
+from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings
 from hybrid_engine.backends.vllm.process.shm_cleanup import ENGINE_TOKEN
-from hybrid_engine.backends.vllm.process.torch_settings import TorchSettings
 from hybrid_engine.backends.vllm.requests import sampling_params
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.scenarios.asking import (
@@ -87,7 +87,7 @@ class Memory:
     weights: float
     released: list[float]
     committed: list[float]
-    settings: list[TorchSettings]
+    settings: list[ProcessSettings]
 
 
 def quantised(directory: str, num_tp: int) -> Quantised:
@@ -125,11 +125,11 @@ def memory(directory: str) -> Memory:
     job()
     torch.set_float32_matmul_precision("high")  # vLLM wants the highest
     torch.set_num_threads(2)
-    settings = [TorchSettings.now()]
+    settings = [ProcessSettings.now()]
     sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 4096}
     config = {**support.LLAMA, **sizes}
     engine = build(support.write_config(Path(directory) / "large", config), config)
-    settings.append(TorchSettings.now())
+    settings.append(ProcessSettings.now())
     weights = support.random_weights(config, 0)
     released, committed = [], []
     for _ in range(3):
@@ -139,7 +139,7 @@ def memory(directory: str) -> Memory:
         committed.append(_resident())
     engine.reset_caches()
     engine.generate([[1, 2, 3]], Sampling(max_tokens=2))
-    settings.append(TorchSettings.now())
+    settings.append(ProcessSettings.now())
     result = Memory(engine.adaptor.nbytes / 1e6, released, committed, settings)
     engine.shutdown()
     return result

@@ -1,4 +1,4 @@
-"""torch's settings of the whole process, which vLLM changes: training must find its own afterwards.
+"""torch's settings and the environment of the whole process, which vLLM changes: training must find its own afterwards.
 
 vLLM has its own ones while it is built and while it generates, as it has them where it is alone.
 """
@@ -6,14 +6,15 @@ vLLM has its own ones while it is built and while it generates, as it has them w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
 import torch
 
 
 @dataclass(frozen=True)
-class TorchSettings:
+class ProcessSettings:
     """As they are at one time.
 
     Attributes:
@@ -21,26 +22,29 @@ class TorchSettings:
         num_threads: of operations on the CPU; vLLM takes one unless OMP_NUM_THREADS says otherwise.
         cudnn_attention: whether scaled dot products may use cuDNN.
         stream: the current one on the GPU; vLLM makes its own current, for good, with tensor parallelism.
+        environment: vLLM sets variables that torch and NCCL read, too, and processes started later inherit them.
     """
 
     matmul_precision: str
     num_threads: int
     cudnn_attention: bool
     stream: torch.cuda.Stream | None
+    environment: Mapping[str, str]
 
     @classmethod
-    def now(cls) -> TorchSettings:
+    def now(cls) -> ProcessSettings:
         """Those in force."""
         return cls(
             torch.get_float32_matmul_precision(),
             torch.get_num_threads(),
             torch.backends.cuda.cudnn_sdp_enabled(),
             torch.cuda.current_stream() if torch.cuda.is_initialized() else None,
+            dict(os.environ),
         )
 
     def enter(self) -> None:
         """Put them in force; what is as it should be is not touched, since threads would start anew."""
-        present = TorchSettings.now()
+        present = ProcessSettings.now()
         changed = {each.name for each in fields(self) if getattr(self, each.name) != getattr(present, each.name)}
         if "matmul_precision" in changed:
             torch.set_float32_matmul_precision(self.matmul_precision)
@@ -50,12 +54,16 @@ class TorchSettings:
             torch.backends.cuda.enable_cudnn_sdp(self.cudnn_attention)
         if "stream" in changed and self.stream is not None:
             torch.cuda.set_stream(self.stream)
+        if "environment" in changed:
+            for name in present.environment.keys() - self.environment.keys():
+                del os.environ[name]
+            os.environ.update(self.environment)
 
 
 @contextlib.contextmanager
-def torch_settings_kept(inside: TorchSettings | None = None) -> Iterator[None]:
+def process_settings_kept(inside: ProcessSettings | None = None) -> Iterator[None]:
     """Whatever is set within this context, afterwards everything is as before; `inside`: put in force first."""
-    before = TorchSettings.now()
+    before = ProcessSettings.now()
     try:
         if inside is not None:
             inside.enter()
