@@ -90,11 +90,14 @@ class RunDirectory:
             remedy = f"Use another --out, put {self._fingerprint_file.name} back, or remove those files yourself"
             raise ConfigError([Violation("--out", problem, remedy)])
 
-    def require_resumable(self, fingerprint: Mapping[str, Any]) -> None:
-        """Raise unless a run with this configuration can go on here, or start without a loss. Writes nothing."""
+    def require_resumable(self, fingerprint: Mapping[str, Any], chosen: Mapping[str, Any] | None = None) -> None:
+        """Raise unless a run with this configuration can go on here, or start without a loss. Writes nothing.
+
+        Arguments are those of `require_same`.
+        """
         self.require_ours()
         if self.progress() is not None or self._lacks_only_latest():
-            self.require_same(fingerprint)
+            self.require_same(fingerprint, chosen)
             self.rows()
             return
         found = self._complete_iterations() or [number for number in self._iterations() if number > 0]
@@ -127,11 +130,19 @@ class RunDirectory:
             problem = f"the next checkpoint needs {needed / 1e6:,.1f} MB, {free / 1e6:,.1f} MB are free"
             raise FileError(f"{place}: too little space: {problem}. Free some space there")
 
-    def require_same(self, fingerprint: Mapping[str, Any]) -> None:
-        """Raise ConfigError naming every setting in which the run found here differs from `fingerprint`."""
+    def require_same(self, fingerprint: Mapping[str, Any], chosen: Mapping[str, Any] | None = None) -> None:
+        """Raise ConfigError naming every setting in which the run found here differs from `fingerprint`.
+
+        Args:
+            fingerprint: all settings, defaults included.
+            chosen: those of them that differ from their defaults; default: all. A setting that is younger than the run
+                is no difference unless it was chosen: the run did what is the default now.
+        """
         if not _exists(self._fingerprint_file):
             return
         before, now = _flat(self._fingerprint()), _flat(fingerprint)
+        defaults = now.keys() - _flat(fingerprint if chosen is None else chosen).keys()
+        before = {key: now[key] for key in defaults} | before
         remedy = "Use the old value, another --out, or --no-resume to start over"
         violations = [
             Violation(key, f"the run in {self.path} has {before.get(key)!r}, this one {now.get(key)!r}", remedy)

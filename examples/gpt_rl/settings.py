@@ -91,16 +91,19 @@ class Settings(pydantic.BaseModel):
     rl: RLConfig
     world_size: int
 
-    def fingerprint(self) -> dict[str, Any]:
+    def fingerprint(self, *, exclude_defaults: bool = False) -> dict[str, Any]:
         """What a resumed run must have in common with the one it continues: all but how long it runs, what it looks at,
-        and when memory moves."""
+        and when memory moves; `exclude_defaults`: only what differs from the defaults."""
         free = {"iterations", "evaluate_every", "checkpoint_every", "data"}
         has_any_size = self.engine.actor_config.fsdp is not None  # its checkpoints fit any number of ranks
         prefetch = {"prefetch", "prefetch_share", "prefetch_mb"}
         values = {
             "world_size": "any" if has_any_size else self.world_size,
-            **self.engine.model_dump(exclude={"model": True, "generate_config": {*prefetch, "verify", "trace"}}),
-            "rl_config": self.rl.model_dump(exclude=free),
+            **self.engine.model_dump(
+                exclude={"model": True, "generate_config": {*prefetch, "verify", "trace"}},
+                exclude_defaults=exclude_defaults,
+            ),
+            "rl_config": self.rl.model_dump(exclude=free, exclude_defaults=exclude_defaults),
         }
         return json.loads(json.dumps(values, default=str, sort_keys=True))
 

@@ -77,7 +77,7 @@ def claim(directory: RunDirectory, settings: Settings, resume: bool, rank: int) 
     directory.require_ours()
     lock = take_lock(directory.lock_file)
     if resume:
-        directory.require_resumable(settings.fingerprint())
+        directory.require_resumable(settings.fingerprint(), settings.fingerprint(exclude_defaults=True))
         directory.recover()
     else:
         directory.require_replaceable()
@@ -131,7 +131,7 @@ def _is_finished(directory: RunDirectory, settings: Settings) -> bool:
     progress = directory.progress()
     if progress is None:
         return False
-    directory.require_same(settings.fingerprint())
+    directory.require_same(settings.fingerprint(), settings.fingerprint(exclude_defaults=True))
     has_row = any(row["iteration"] == progress.iteration for row in directory.rows())
     return has_row and progress.iteration >= settings.rl.iterations
 

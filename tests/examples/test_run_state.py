@@ -95,6 +95,14 @@ def test_another_configuration_is_refused_key_by_key(directory: RunDirectory) ->
     assert "--no-resume" in str(caught.value)
 
 
+def test_a_setting_that_is_younger_than_the_run_may_have_its_default(directory: RunDirectory) -> None:
+    now = {**FINGERPRINT, "later": {"incremental": "auto", "incremental_mb": 512}}
+    directory.require_same(now, FINGERPRINT)
+    with pytest.raises(ConfigError) as caught:
+        directory.require_same(now, {**FINGERPRINT, "later": {"incremental_mb": 512}})
+    assert [finding.key for finding in caught.value.findings] == ["later.incremental_mb"]
+
+
 def test_starting_over_removes_the_run_and_nothing_else(directory: RunDirectory) -> None:
     complete(directory, 0)
     directory.append_row({"iteration": 0})

@@ -57,6 +57,13 @@ def test_a_run_with_fsdp_may_go_on_with_another_number_of_ranks() -> None:
     assert prints[0] == prints[1]
 
 
+def test_what_was_chosen_is_what_differs_from_the_defaults() -> None:
+    loaded = settings.load_settings(CONFIGS / "fsdp2_to_dp.yaml", 2)
+    whole, chosen = loaded.fingerprint(), loaded.fingerprint(exclude_defaults=True)
+    assert chosen["generate_config"]["max_model_len"] == 16
+    assert "incremental" in whole["generate_config"].keys() - chosen["generate_config"].keys()
+
+
 def test_every_key_of_the_committed_files_is_documented() -> None:
     for section in (settings.RLConfig, settings.WarmUpConfig):
         assert all(field.description for field in section.model_fields.values())
