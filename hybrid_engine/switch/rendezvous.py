@@ -189,8 +189,7 @@ def _offer(
 def _digest(made: ReshardPlan, config: GenerateConfig) -> str:
     """What must be the same on all ranks, of the plan and of the keys by which they take part in a switch."""
     incremental = f"{config.incremental} {config.incremental_mb} MiB"
-    checks = f"{config.verify}, {config.trace is None}"
-    return f"{made.fingerprint} {config.bucket_mb} MiB, {config.transport}, {checks}, {incremental}"
+    return f"{made.fingerprint} {config.bucket_mb} MiB, {config.transport}, {config.verify}, {incremental}"
 
 
 def _deliveries(

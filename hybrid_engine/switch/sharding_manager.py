@@ -41,7 +41,7 @@ from hybrid_engine.switch.states import NEEDED_KINDS, State, require, resident_k
 from hybrid_engine.switch.verifier import Verifier
 from hybrid_engine.switch.weight_container import WeightContainer
 from hybrid_engine.tracing.recording import count, meeting
-from hybrid_engine.tracing.timeline import Timeline
+from hybrid_engine.tracing.timeline import timeline_of
 from hybrid_engine.transports.router import TransportSet
 
 logger = logging.getLogger("hybrid_engine")
@@ -90,10 +90,7 @@ class ShardingManager(SwitchHooks):
         self._tally = SwitchTally()
         self._prefetcher = Prefetcher(offloader, inference, config, job.device)
         self._connection: Connection | None = None
-        self._timeline: Timeline | None = None
-        if config.trace is not None:
-            with job.agreement.phase("trace"):
-                self._timeline = Timeline(config.trace, job)
+        self._timeline = timeline_of(config.trace, job)
         with ExitStack() as undo, self._traced("set-up"):
             connection = connect(
                 job,

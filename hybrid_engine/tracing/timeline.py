@@ -96,6 +96,20 @@ class Timeline:
             yield {"ph": "i", "s": "p", "name": "recorded", "ts": (last + shift) / 1000, "pid": rank, "args": known}
 
 
+def timeline_of(path: Path | None, job: Job) -> Timeline | None:
+    """The timeline of a job, if one is asked for. Collective.
+
+    Raises ConfigError on all ranks unless all or none of them ask, and where rank 0 cannot write the file.
+    """
+    asking = job.agreement.gather(path is not None, "trace")
+    with job.agreement.phase("trace"):
+        if len(set(asking)) > 1:
+            missing = ", ".join(str(rank) for rank, asks in enumerate(asking) if not asks)
+            problem = f"not set on rank(s) {missing} of {job.world_size}"
+            raise ConfigError([Violation(CONFIG_KEY, problem, "Set it on all ranks, or on none")])
+        return None if path is None else Timeline(path, job)
+
+
 def check_path(path: Path) -> None:
     """Raise ConfigError when a trace cannot be written there; changes nothing. For the rank that writes."""
     if path.is_dir():

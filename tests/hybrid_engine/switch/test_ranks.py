@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -70,6 +73,12 @@ def other_device_on_rank_1() -> dict[str, object]:
 @scenario
 def other_plan_on_rank_1() -> dict[str, object]:
     return error_of(Rig(build=False, bucket_mb=1 + dist.get_rank()).build)
+
+
+@scenario
+def trace_on_rank_0_only() -> dict[str, object]:
+    path = Path(tempfile.gettempdir()) / f"trace.{os.getpid()}.json"
+    return error_of(lambda: Rig(trace=None if dist.get_rank() else path))
 
 
 @scenario
@@ -269,6 +278,13 @@ def test_plans_that_differ_are_found_by_all_ranks(two_ranks: list[dict[str, dict
         error = results["other_plan_on_rank_1"]
         assert error["names"][0] == PlanError.__name__
         assert "different plans" in error["text"]
+
+
+def test_a_trace_that_one_rank_does_not_take_part_in(two_ranks: list[dict[str, dict]]):
+    for results in two_ranks:
+        error = results["trace_on_rank_0_only"]
+        assert error["names"][0] == ConfigError.__name__
+        assert "generate_config.trace: not set on rank(s) 1 of 2. Set it on all ranks" in error["text"]
 
 
 def test_a_rank_that_fails_at_construction(two_ranks: list[dict[str, dict]]):
