@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hybrid_engine.backends.fsdp.wrapped_names import transformers_model
 
@@ -25,6 +26,20 @@ def shard(model: torch.nn.Module, replicas: int = 1, **options: Any) -> torch.nn
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
+
+
+def shard_over_tensor_parallel(model: torch.nn.Module) -> torch.nn.Module:
+    """TP of two, as transformers' own plans cut, and FSDP2 over it; norms and embeddings are split by FSDP2 alone."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("fsdp", "tp"))
+    plan = {
+        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+        **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
+        **{"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()},
+    }
+    for layer in decoder_layers(model):
+        parallelize_module(layer, mesh["tp"], plan)  # type: ignore[arg-type]  # a dict is invariant in its values
+        fully_shard(layer, mesh=mesh["fsdp"])
+    return fully_shard(model, mesh=mesh["fsdp"])
 
 
 def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:

@@ -61,7 +61,7 @@ class ShardedModel:
         self.weights = FsdpAdaptor(model, table, rank, lora_delivery)
         self.guard = lambda kinds: None
         self._state = TrainingState(self.weights, self.optimizers)
-        self._num_steps = 0
+        self._num_steps: Counter[torch.optim.Optimizer] = Counter()
         self._num_writes: Counter[torch.Tensor] = Counter()  # by steps; torch does not count those of fused kernels
         self._ends = ExitStack()
         _driven[model] = weakref.ref(self)
@@ -70,8 +70,8 @@ class ShardedModel:
 
     @property
     def version(self) -> int:
-        """Number of optimizer steps the weights have taken."""
-        return self._num_steps
+        """Number of optimizer steps the weights have taken; of several optimizers, of the one that took the most."""
+        return max(self._num_steps.values(), default=0)
 
     @property
     def unserved(self) -> list[str]:
@@ -119,7 +119,7 @@ class ShardedModel:
 
         def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if (model := own()) is not None and optimizer in model.optimizers:
-                model._num_steps += optimizer is model.optimizers[0]
+                model._num_steps[optimizer] += 1
                 model._num_writes.update(_written_by(optimizer))
 
         handles = [

@@ -51,7 +51,8 @@ class ShardedTensors:
             buffer = f"parameters in {dtype_name(local)}" if exported_buffer_of(local) is not None else name
             self.parts[name] = LocalBox(offsets, lengths, int(local.storage_offset()), tuple(local.stride()))
             self.buffer_of[name] = buffer
-            if local.numel() and buffer not in self.flat_buffers:
+            # a rank without rows has a part of padding, and memory for it
+            if local.untyped_storage().nbytes() and buffer not in self.flat_buffers:
                 self.flat_buffers[buffer] = flat_storage_of(local)
 
     def moved(self) -> list[str]:

@@ -145,7 +145,7 @@ class FsdpTrainEngine(ShardedModel):
         optimizer.state.update(optimizer_state)
         for group, values in zip(optimizer.param_groups, param_groups, strict=True):
             group.update({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
-        self._num_steps = version
+        self._num_steps[optimizer] = version
 
     def reload_main_params(self) -> None:
         """Nothing: the optimizer steps on the parameters themselves."""

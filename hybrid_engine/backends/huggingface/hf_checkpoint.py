@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -75,10 +75,11 @@ def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelT
     directory = Path(path)
     with job.agreement.phase("reading the checkpoint's headers"):
         stored = files.stored_tensors(directory)
-        _check_names(stored, table)
-        known = {name: stored[name] for name in table.shapes}
+        own = weights.layout()
+        _check_names(stored, table, held=own.tensors)
+        known = {name: stored[name] for name in table.shapes if name in stored}
         source = _layout_of(known, job.world_size, {})
-        transfers = box_transfers(source, weights.layout(), _hosts(job), job.rank, table.shapes)
+        transfers = box_transfers(source, own, _hosts(job), job.rank, known)
     with job.agreement.phase("verifying the checkpoint"):
         for file in _share_of_files(stored, job):
             if not files.verify_checksum(directory / file):
@@ -207,8 +208,11 @@ def _share_of_files(stored: Mapping[str, files.StoredTensor], job: Job) -> list[
     return sorted({tensor.file for tensor in stored.values()})[job.rank :: job.world_size]
 
 
-def _check_names(stored: Mapping[str, files.StoredTensor], table: ModelTable) -> None:
-    findings = [f"{name}: missing in the checkpoint" for name in table.shapes if name not in stored]
+def _check_names(stored: Mapping[str, files.StoredTensor], table: ModelTable, held: Container[str] = ()) -> None:
+    """Raise ParameterMismatchError unless these are the table's tensors; only who holds one that vLLM does not read,
+    of a layer for multi-token prediction, needs it."""
+    needed = [name for name in table.shapes if table.is_served(name) or name in held]
+    findings = [f"{name}: missing in the checkpoint" for name in needed if name not in stored]
     findings += [
         f"{name}: shape {stored[name].shape} in the checkpoint, expected {shape}"
         for name, shape in table.shapes.items()

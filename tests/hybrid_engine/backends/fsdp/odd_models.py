@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import flat_storage_of, local_of
@@ -21,7 +19,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from tests.hybrid_engine.backends.fsdp.switching import same_bits
 from tests.zoo.families import read_config, served_config, write_config
-from tests.zoo.sharded_models import decoder_layers, from_config, shard
+from tests.zoo.sharded_models import decoder_layers, from_config, shard, shard_over_tensor_parallel
 
 NUM_STEPS = 2
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -91,21 +89,6 @@ def from_meta(path: Path) -> torch.nn.Module:
     return model
 
 
-def tensor_parallel(path: Path) -> torch.nn.Module:
-    """TP of two, as transformers' own plans cut, and FSDP2 over it; norms and embeddings are split by FSDP2 alone."""
-    model = from_config(path)
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size() // 2, 2), mesh_dim_names=("fsdp", "tp"))
-    plan = {
-        **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
-        **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
-        **{"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()},
-    }
-    for layer in decoder_layers(model):
-        parallelize_module(layer, mesh["tp"], plan)  # type: ignore[arg-type]  # a dict is invariant in its values
-        fully_shard(layer, mesh=mesh["fsdp"])
-    return fully_shard(model, mesh=mesh["fsdp"])
-
-
 class Nested(torch.optim.SGD):
     """With state that is nested, and partly a number."""
 
@@ -152,7 +135,7 @@ TWO_RANKS = {
     "two optimizers": Odd(optimizers=two_optimizers),
 }
 FOUR_RANKS = {
-    "tensor parallel": Odd(tensor_parallel),
+    "tensor parallel": Odd(lambda path: shard_over_tensor_parallel(from_config(path))),
     "fewer rows than ranks": Odd(config={"intermediate_size": 3, "vocab_size": 129}),
 }
 

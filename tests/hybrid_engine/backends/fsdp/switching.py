@@ -41,6 +41,7 @@ class Case:
         dtype: what vLLM computes in.
         model: changes of config.json.
         shard: options of `fully_shard`.
+        tensor_parallel: two ranks share each sequence and cut the matrices, before FSDP2 does.
     """
 
     family: str
@@ -49,11 +50,17 @@ class Case:
     dtype: str = "float32"
     model: dict[str, Any] = field(default_factory=dict)
     shard: dict[str, Any] = field(default_factory=dict)
+    tensor_parallel: bool = False
 
     @property
     def name(self) -> str:
         sizes = " ".join(f"{key.removeprefix('infer_').partition('_')[0]} {n}" for key, n in self.infer.items())
-        return f"{self.family}, {self.replicas} replicas -> {sizes or 'dp'}, {self.dtype}"
+        train = "tensor parallel" if self.tensor_parallel else f"{self.replicas} replicas"
+        return f"{self.family}, {train} -> {sizes or 'dp'}, {self.dtype}"
+
+    def data_of(self, rank: int) -> int:
+        """The number of the sequences that this rank trains on."""
+        return rank // 2 if self.tensor_parallel else rank
 
 
 @dataclass
@@ -110,23 +117,23 @@ def _run(job: Job, path: Path, case: Case) -> Switched:
     table = table_for(read_config(path))
     model, optimizer = _sharded(path, case)
     trainer = ShardedModel(model, table, job.rank, [optimizer])
-    plan = _plan(config, case, job)  # before any rank writes the model's directory
+    plan = None if case.tensor_parallel else _plan(config, case, job)  # before any rank writes the model's directory
     layouts = gather_layouts(job, trainer.weights)
     inference = build_inference_engine(config, table, layouts, job)
     engine = HybridEngine(trainer, inference, config, training_layouts=layouts)
-    state = plan.memory.state
-    found = Switched(
-        misplaced=differences(plan.source.layout_of(job.rank), layouts[job.rank]),
-        planned=int(plan.bytes.received[job.rank]),
-        planned_memory=tuple(int(each[job.rank]) for each in (state.params, state.grads, state.optimizer)),
-    )
+    found = Switched()
+    if plan is not None:
+        state = plan.memory.state
+        found.misplaced = differences(plan.source.layout_of(job.rank), layouts[job.rank])
+        found.planned = int(plan.bytes.received[job.rank])
+        found.planned_memory = tuple(int(each[job.rank]) for each in (state.params, state.grads, state.optimizer))
     try:
         for step in range(NUM_STEPS):
             with engine.train_context():
                 sharded_models.save(model, path, getattr(torch, case.dtype))
             _compare(engine, path, found)
             with engine.train_context():
-                found.losses.append(_train(model, optimizer, step, job.rank))
+                found.losses.append(_train(model, optimizer, step, case.data_of(job.rank)))
         found.elastic = _elastic_share(trainer)
         found.memory = tuple(_nbytes(trainer, kind) for kind in ("param", "grad", "optimizer"))
         found.changed = _differences(model, optimizer, *_trained_alone(path, case, job.rank))
@@ -155,7 +162,11 @@ def _nbytes(trainer: ShardedModel, kind: str) -> int:
 
 
 def _sharded(path: Path, case: Case) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = sharded_models.shard(sharded_models.from_config(path), case.replicas, **case.shard)
+    whole = sharded_models.from_config(path)
+    if case.tensor_parallel:
+        model = sharded_models.shard_over_tensor_parallel(whole)
+    else:
+        model = sharded_models.shard(whole, case.replicas, **case.shard)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -163,7 +174,7 @@ def _trained_alone(path: Path, case: Case, rank: int) -> tuple[torch.nn.Module, 
     """The same steps without an engine."""
     model, optimizer = _sharded(path, case)
     for step in range(NUM_STEPS):
-        _train(model, optimizer, step, rank)
+        _train(model, optimizer, step, case.data_of(rank))
     return model, optimizer
 
 
@@ -219,9 +230,9 @@ def _resident(engine: HybridEngine[ShardedModel]) -> int:
     return sum(sum(owners.values()) for owners in engine.sharding.offloader.resident_nbytes().values())
 
 
-def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> float:
+def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, data: int) -> float:
     vocab_size = model.get_input_embeddings().num_embeddings
-    batch = token_batch(100 * step + rank, num_sequences=2, length=16)
+    batch = token_batch(100 * step + data, num_sequences=2, length=16)
     tokens, labels = batch["tokens"] % vocab_size, batch["labels"] % vocab_size
     loss = -label_log_probs(model(tokens).logits, labels).mean()
     optimizer.zero_grad()

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.backends.fsdp.internals import StridedShard
-from hybrid_engine.backends.fsdp.sharded_tensors import local_of
+from hybrid_engine.backends.fsdp.sharded_tensors import ShardedTensors, local_of
+from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
 from hybrid_engine.errors import HybridEngineError, StateError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.memory.offloader import Offloader
@@ -24,7 +25,7 @@ from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
 from tests.harness.launch import Ranks
-from tests.zoo.families import read_config, served_config, write_config
+from tests.zoo.families import read_config, served_config, tiny_config, write_config
 from tests.zoo.sharded_models import decoder_layers, from_config, shard
 
 Outcomes = dict[str, str]
@@ -269,13 +270,43 @@ def steps_are_counted(rank: Rank) -> None:
     """Also those of an optimizer that is made later; those of other models are not."""
     model = shard(rank.model())
     wrapped = rank.wrapped(model)
-    late, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
+    late, later = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
     other.step()
     assert (wrapped.version, wrapped.optimizers) == (0, [])
     train(model)
     late.step()
     late.step()
     assert (wrapped.version, wrapped.optimizers) == (2, [late])
+    for _ in range(3):  # the first one of several may rest
+        later.step()
+    assert (wrapped.version, wrapped.optimizers) == (3, [late, later])
+
+
+def only_padding(rank: Rank) -> None:
+    """The memory of a part without rows is counted, and can leave the device."""
+    model = torch.nn.Linear(8, 1, bias=False)
+    fully_shard(model)
+    tensors = ShardedTensors(model)
+    assert tensors.parts["weight"].lengths == (1 - rank.job.rank, 8)
+    assert tensors.flat_buffers["weight"].numel() == 8
+
+
+def prediction_layers_of_the_checkpoint(rank: Rank) -> None:
+    """transformers builds no layers for multi-token prediction: a checkpoint without them is complete."""
+    path = rank.path / "mtp"
+    if rank.job.rank == 0:
+        write_config(path, tiny_config("deepseek_v3", num_nextn_predict_layers=1, torch_dtype="float32"))
+    rank.job.agreement.conclude("writing the config")
+    table, model = table_for(read_config(path)), shard(from_config(path))
+    weights = ShardedModel(model, table, rank.job.rank).weights
+    save_hf_checkpoint(path / "saved", weights, table, rank.job, path)
+    before = {name: flat.clone() for name, flat in weights.buffers().items()}
+    for flat in weights.buffers().values():
+        flat.zero_()
+    load_hf_checkpoint(path / "saved", weights, table, rank.job)
+    assert all(torch.equal(flat, before[name]) for name, flat in weights.buffers().items())
+    save_hf_checkpoint(path / "saved", weights, table, rank.job, path)  # in place of its own
 
 
 def guarded(rank: Rank) -> None:
@@ -341,6 +372,8 @@ TAKEN: dict[str, Callable[[Rank], None]] = {
     "gathered parameters": gathered_parameters,
     "frozen": frozen,
     "steps are counted": steps_are_counted,
+    "only padding": only_padding,
+    "prediction layers": prediction_layers_of_the_checkpoint,
     "guarded": guarded,
     "accumulated gradients": accumulated_gradients,
 }
