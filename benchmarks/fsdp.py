@@ -5,7 +5,7 @@
 ours          the engine's fill: from released memory to all parameters in vLLM's loader layout
 full_tensor   every parameter gathered whole on every rank (`DTensor.full_tensor()`), cast, and put through vLLM's
               `load_weights`; packed experts are cut by views known beforehand, to its advantage
-floor         a plain copy of as many bytes between the processes
+floor         a plain copy of as many elements between the processes, converted as they are
 
 Both write the same bits, which is checked. vLLM's repacking is left out of both. Parameters are fp32, vLLM's bf16, on
 CPU and gloo.
@@ -133,14 +133,15 @@ def run_rank(job: str) -> None:
     values = json.loads(job)
     case = Case(values["model"], values["ranks"], values["infer"])
     engine = HybridEngine(
-        model=_random_model(MODELS[case.model]),
+        model=random_model(MODELS[case.model]),
         rollout_config={**case.infer, "max_model_len": 64, "max_num_seqs": 4},
         train_config={"fsdp_config": {}},
         compress_reshard=True,
     )
     report = [engine.sharding.enter(state) for state in (State.INFER, State.TRAIN, State.INFER, State.TRAIN)][2]
     assert report is not None
-    contenders: dict[str, Contender] = {"ours": Ours(engine), "full_tensor": FullTensor(engine), "floor": Floor(engine)}
+    floor = Floor(engine, torch.float32, torch.bfloat16)
+    contenders: dict[str, Contender] = {"ours": Ours(engine), "full_tensor": FullTensor(engine), "floor": floor}
     row: dict[str, Any] = {"case": case.name}
     digests: dict[str, Digests] = {}
     for name, contender in contenders.items():
@@ -160,7 +161,7 @@ def run_rank(job: str) -> None:
     engine.shutdown()
 
 
-def _random_model(config: dict[str, Any]) -> torch.nn.Module:
+def random_model(config: dict[str, Any]) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)

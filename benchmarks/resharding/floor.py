@@ -14,21 +14,28 @@ from hybrid_engine.memory.elastic import export_tensor, map_peer
 
 
 class Floor:
-    """Each rank copies as many bytes as its inference shard has from the next rank's training weights.
+    """Each rank copies as many elements as its inference shard has from the next rank's training weights.
 
     Plain contiguous copies from mapped memory into memory of its own that was touched before; nothing else. Where the
-    next rank holds fewer bytes, its memory is read again from the start.
+    next rank holds fewer elements, its memory is read again from the start.
+
+    Args:
+        worker: both engines.
+        source: dtype of the training weights.
+        destination: of vLLM's, to which they are converted; default: both are bytes.
     """
 
-    def __init__(self, worker: Engines) -> None:
+    def __init__(
+        self, worker: Engines, source: torch.dtype = torch.uint8, destination: torch.dtype = torch.uint8
+    ) -> None:
         buffers = [flat for flat in worker.train.weights.buffers().values() if export_tensor(flat) is not None]
         handles = gather([export_tensor(flat) for flat in buffers])
         peer = (dist.get_rank() + 1) % dist.get_world_size()
-        sources = [map_peer(handle).view(torch.uint8) for handle in handles[peer]]
-        for source in sources:
-            source.sum()  # its pages are in this process's tables from here on
-        destination = torch.empty(worker.inference.adaptor.nbytes, dtype=torch.uint8).fill_(1)
-        self._copies = list(_pairs(sources, destination))
+        sources = [map_peer(handle).view(source) for handle in handles[peer]]
+        for each in sources:
+            each.sum()  # its pages are in this process's tables from here on
+        own = torch.empty(worker.inference.adaptor.nbytes // destination.itemsize, dtype=destination).fill_(1)
+        self._copies = list(_pairs(sources, own))
 
     def prepare(self) -> None:
         pass

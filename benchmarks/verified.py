@@ -1,0 +1,102 @@
+"""What `generate_config.verify` costs: seconds of a switch to vLLM with off, sample and full, in turn.
+
+    python benchmarks/verified.py --json FILE [--model qwen2.5-0.5b] [--runs 5] [--rounds 2]
+
+Two ranks, a transformers model sharded by FSDP2 in bfloat16, vLLM with TP=2; every switch moves all weights. The modes
+take turns, off, sample, full, off, …, so that a machine that slows down slows all three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from benchmarks.fsdp import random_model  # noqa: E402
+from benchmarks.resharding.cases import MODELS  # noqa: E402
+from benchmarks.resharding.measuring import gather  # noqa: E402
+from hybrid_engine import HybridEngine  # noqa: E402
+from hybrid_engine.ranks.launching import run_ranks  # noqa: E402
+from hybrid_engine.switch.states import State  # noqa: E402
+
+MODES = ("off", "sample", "full")
+NUM_RANKS = 2
+
+
+def main() -> int:
+    """Measure; print and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--model", choices=sorted(MODELS), default="qwen2.5-0.5b")
+    parser.add_argument("--runs", type=int, default=5, help="timed switches of a mode in a round (default: 5)")
+    parser.add_argument("--rounds", type=int, default=2, help="(default: 2)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="verified-") as directory:
+        out = Path(directory) / "figures.json"
+        job = json.dumps({**vars(arguments), "json": None, "out": str(out)})
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        ended = run_ranks(["-m", "benchmarks.verified", job], NUM_RANKS, timeout=1800, environment=environment)
+        if ended.status != 0:
+            sys.exit(f"verified: failed:\n{ended.output}")
+        figures = json.loads(out.read_text())
+    for mode, row in figures.items():
+        print(f"verify: {mode:6}", ", ".join(f"{name} {value:.4g}" for name, value in row.items()))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures, indent=2))
+    return 0
+
+
+def run_rank(job: str) -> None:
+    """All modes on one rank; rank 0 writes the figures."""
+    values = json.loads(job)
+    dist.init_process_group("gloo")  # outlives the engines
+    seconds: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
+    for _ in range(values["rounds"]):
+        for mode in MODES:
+            seconds[mode] += switches(values["model"], mode, values["runs"])
+    figures = {}
+    for mode, pairs in seconds.items():
+        whole, verifying = (statistics.median(column) for column in zip(*pairs, strict=True))
+        figures[mode] = {"switch_seconds": whole, "verify_seconds": verifying, "num_switches": len(pairs)}
+    for mode in MODES:
+        figures[mode]["ratio"] = figures[mode]["switch_seconds"] / figures["off"]["switch_seconds"]
+    if dist.get_rank() == 0:
+        Path(values["out"]).write_text(json.dumps(figures))
+    dist.destroy_process_group()
+
+
+def switches(model: str, verify: str, num_runs: int) -> list[tuple[float, float]]:
+    """Seconds of each switch to vLLM, and those of them that the comparison took, on the slowest rank."""
+    engine = HybridEngine(
+        model=random_model(MODELS[model]).to(torch.bfloat16),
+        rollout_config={"tp_size": NUM_RANKS, "max_model_len": 64, "max_num_seqs": 4, "verify": verify},
+        train_config={"fsdp_config": {}},
+    )
+    engine.sharding.enter(State.INFER)  # the first one allocates
+    engine.sharding.enter(State.TRAIN)
+    found = []
+    for _ in range(num_runs):
+        report: Any = engine.sharding.enter(State.INFER)
+        seconds = gather((report.seconds, report.seconds_by_phase.get("verify", 0.0)))
+        found.append((max(whole for whole, _ in seconds), max(part for _, part in seconds)))
+        engine.sharding.enter(State.TRAIN)
+    engine.shutdown()
+    return found
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1 and sys.argv[1].startswith("{"):
+        torch.set_num_threads(1)
+        run_rank(sys.argv[1])
+    else:
+        sys.exit(main())
