@@ -216,7 +216,9 @@ def test_the_config_of_a_killed_save_rounds_no_weights(quick_path: Path, dtypes:
 
 def table_of(**shapes: tuple[int, ...]) -> Any:
     """What a save asks of a model's name table."""
-    return SimpleNamespace(shapes=shapes, copies={}, dims=SimpleNamespace(tied_embeddings=False), is_served=shapes.__contains__)
+    return SimpleNamespace(
+        shapes=shapes, copies={}, dims=SimpleNamespace(tied_embeddings=False), is_served=shapes.__contains__
+    )
 
 
 def test_files_of_others_stay(tmp_path: Path) -> None:
