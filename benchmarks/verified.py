@@ -3,7 +3,8 @@
     python benchmarks/verified.py --json FILE [--model qwen2.5-0.5b] [--runs 5] [--rounds 2]
 
 Two ranks, a transformers model sharded by FSDP2 in bfloat16, vLLM with TP=2; every switch moves all weights. The modes
-take turns, off, sample, full, off, …, so that a machine that slows down slows all three.
+take turns, off, sample, full, off, …, so that a machine that slows down slows all three. "verify" has digests and their
+comparison; reading weights back through vLLM's kernels, where these have packed them, is part of "commit".
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from hybrid_engine.ranks.launching import run_ranks  # noqa: E402
 from hybrid_engine.switch.states import State  # noqa: E402
 
 MODES = ("off", "sample", "full")
+FIGURES = ("switch_seconds", "verify_seconds", "commit_seconds")
 NUM_RANKS = 2
 
 
@@ -60,14 +62,14 @@ def run_rank(job: str) -> None:
     """All modes on one rank; rank 0 writes the figures."""
     values = json.loads(job)
     dist.init_process_group("gloo")  # outlives the engines
-    seconds: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
+    seconds: dict[str, list[list[float]]] = {mode: [] for mode in MODES}
     for _ in range(values["rounds"]):
         for mode in MODES:
             seconds[mode] += switches(values["model"], mode, values["runs"])
     figures = {}
-    for mode, pairs in seconds.items():
-        whole, verifying = (statistics.median(column) for column in zip(*pairs, strict=True))
-        figures[mode] = {"switch_seconds": whole, "verify_seconds": verifying, "num_switches": len(pairs)}
+    for mode, rows in seconds.items():
+        medians = [statistics.median(column) for column in zip(*rows, strict=True)]
+        figures[mode] = dict(zip(FIGURES, medians, strict=True)) | {"num_switches": len(rows)}
     for mode in MODES:
         figures[mode]["ratio"] = figures[mode]["switch_seconds"] / figures["off"]["switch_seconds"]
     if dist.get_rank() == 0:
@@ -75,8 +77,8 @@ def run_rank(job: str) -> None:
     dist.destroy_process_group()
 
 
-def switches(model: str, verify: str, num_runs: int) -> list[tuple[float, float]]:
-    """Seconds of each switch to vLLM, and those of them that the comparison took, on the slowest rank."""
+def switches(model: str, verify: str, num_runs: int) -> list[list[float]]:
+    """`FIGURES` of each switch to vLLM, each of the rank that took longest for it."""
     engine = HybridEngine(
         model=random_model(MODELS[model]).to(torch.bfloat16),
         rollout_config={"tp_size": NUM_RANKS, "max_model_len": 64, "max_num_seqs": 4, "verify": verify},
@@ -87,8 +89,8 @@ def switches(model: str, verify: str, num_runs: int) -> list[tuple[float, float]
     found = []
     for _ in range(num_runs):
         report: Any = engine.sharding.enter(State.INFER)
-        seconds = gather((report.seconds, report.seconds_by_phase.get("verify", 0.0)))
-        found.append((max(whole for whole, _ in seconds), max(part for _, part in seconds)))
+        own = (report.seconds, *(report.seconds_by_phase.get(phase, 0.0) for phase in ("verify", "commit")))
+        found.append([max(column) for column in zip(*gather(own), strict=True)])
         engine.sharding.enter(State.TRAIN)
     engine.shutdown()
     return found
