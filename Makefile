@@ -23,7 +23,8 @@ STOP_SECONDS ?= 600
 
 PYTEST_ARGS ?=
 # Two processes, each with whole files, whose tests share launches. One file at a time: PYTEST_ARGS="-n 0 FILE".
-BY_FILE     := --numprocesses 2 --dist loadfile
+# In the order of folders: pytest-xdist would leave files with few tests to the end, among which are the longest.
+BY_FILE     := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 FAULTS_JSON ?= runs/faults.jsonl
 MEGATRON    ?= $(lastword $(CORE_VERSIONS))
 UV          ?= uv

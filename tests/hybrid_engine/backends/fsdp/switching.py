@@ -28,8 +28,6 @@ from tests.zoo import sharded_models
 from tests.zoo.families import read_config, served_config, write_config
 from tests.zoo.tiny_models import label_log_probs, token_batch
 
-NUM_STEPS = 5
-
 
 @dataclass(frozen=True)
 class Case:
@@ -41,6 +39,7 @@ class Case:
         dtype: what vLLM computes in.
         model: changes of config.json.
         shard: options of `fully_shard`.
+        num_steps: of training, with a switch to vLLM and back before each.
         tensor_parallel: two ranks share each sequence and cut the matrices, before FSDP2 does.
     """
 
@@ -50,6 +49,7 @@ class Case:
     dtype: str = "float32"
     model: dict[str, Any] = field(default_factory=dict)
     shard: dict[str, Any] = field(default_factory=dict)
+    num_steps: int = 2
     tensor_parallel: bool = False
 
     @property
@@ -128,7 +128,7 @@ def _run(job: Job, path: Path, case: Case) -> Switched:
         found.planned = int(plan.bytes.received[job.rank])
         found.planned_memory = tuple(int(each[job.rank]) for each in (state.params, state.grads, state.optimizer))
     try:
-        for step in range(NUM_STEPS):
+        for step in range(case.num_steps):
             with engine.train_context():
                 sharded_models.save(model, path, getattr(torch, case.dtype))
             _compare(engine, path, found)
@@ -173,7 +173,7 @@ def _sharded(path: Path, case: Case) -> tuple[torch.nn.Module, torch.optim.Optim
 def _trained_alone(path: Path, case: Case, rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     """The same steps without an engine."""
     model, optimizer = _sharded(path, case)
-    for step in range(NUM_STEPS):
+    for step in range(case.num_steps):
         _train(model, optimizer, step, case.data_of(rank))
     return model, optimizer
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness.launch import Outcomes, Ranks
 from tests.hybrid_engine.backends.fsdp import switching
-from tests.hybrid_engine.backends.fsdp.switching import NUM_STEPS, Case, Switched
+from tests.hybrid_engine.backends.fsdp.switching import Case, Switched
 
 TP2 = {"infer_tensor_parallel_size": 2}
 PP2 = {"infer_pipeline_parallel_size": 2}
@@ -18,7 +18,7 @@ DP2_EP2 = {"infer_data_parallel_size": 2, "infer_expert_parallel_size": 2}
 BF16 = {"dtype": "bfloat16"}
 CASES = {
     2: [
-        Case("llama tied"),
+        Case("llama tied", num_steps=5),
         Case("qwen2 tied", infer=TP2, **BF16),
         Case("gemma2", infer=TP2, shard={"reshard_after_forward": False}),
         Case("gpt2", infer=PP2),
@@ -28,7 +28,7 @@ CASES = {
     ],
     3: [Case("qwen3"), Case("qwen3_moe", **BF16)],  # neither the vocabulary nor the experts split evenly
     4: [
-        Case("llama", replicas=2, infer=TP2),
+        Case("llama", replicas=2, infer=TP2, num_steps=5),
         Case("qwen3_moe", infer={**TP2, "infer_expert_parallel_size": 4}),
         Case("deepseek_v3", replicas=2, infer={**TP2, **PP2}, **BF16),
         Case("llama", tensor_parallel=True, infer=TP2),
@@ -58,10 +58,10 @@ def by_rank(runs: Runs, num_ranks: int, case: Case) -> list[Switched]:
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), ALL)
-def test_vllm_has_the_bits_of_its_own_load(by_rank: list[Switched]) -> None:
+def test_vllm_has_the_bits_of_its_own_load(by_rank: list[Switched], case: Case) -> None:
     for switched in by_rank:
         assert switched.different == []
-        assert switched.num_compared > 5 * NUM_STEPS
+        assert switched.num_compared > 5 * case.num_steps
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), ALL)
@@ -79,10 +79,10 @@ def test_the_plan_of_the_command_line_is_the_one_that_runs(by_rank: list[Switche
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), ALL)
-def test_training_is_as_without_switches(by_rank: list[Switched]) -> None:
+def test_training_is_as_without_switches(by_rank: list[Switched], case: Case) -> None:
     for switched in by_rank:
         assert switched.changed == []
-        assert len(set(switched.losses)) == NUM_STEPS
+        assert len(set(switched.losses)) == case.num_steps
 
 
 @pytest.mark.parametrize(("num_ranks", "case"), ALL)
