@@ -45,16 +45,28 @@ def _coalesced(transfers: list[Transfer]) -> list[Transfer]:
 def _runs(transfers: list[Transfer]) -> Iterator[list[Transfer]]:
     """Cut transfers of one shape into runs whose distances, in source and destination, stay the same."""
     ordered = sorted(transfers, key=lambda one: (one.dst.offset, one.src.offset))
-    distances = [_distance(one, other) for one, other in pairwise(ordered)]
+    for run in regular_runs([(one.src.offset, one.dst.offset) for one in ordered]):
+        yield ordered[run.start : run.stop]
+
+
+def regular_runs(offsets: Sequence[tuple[int, int]], *, backwards: bool = False) -> Iterator[range]:
+    """Cut places (offset in the source, in the destination) into runs with the same distances from one to the next.
+
+    `offsets` are in order of the destination. A run goes backwards through the source only if asked for: no strided
+    view does.
+    """
+    distances = [(other[0] - one[0], other[1] - one[1]) for one, other in pairwise(offsets)]
     start = 0
-    while start < len(ordered):
+    while start < len(offsets):
         stop = start + 1
-        while stop < len(ordered) and distances[stop - 1] == distances[start] and distances[start][0] >= 0:
-            stop += 1  # a view cannot go backwards through the source
+        while (
+            stop < len(offsets) and distances[stop - 1] == distances[start] and (distances[start][0] >= 0 or backwards)
+        ):
+            stop += 1
         # The last of a short run may be the first of a longer one: 0, then 10 11 12
         if stop - start == 2 and stop < len(distances) and distances[stop - 1] == distances[stop]:
             stop = start + 1
-        yield ordered[start:stop]
+        yield range(start, stop)
         start = stop
 
 

@@ -6,6 +6,7 @@ version, so an upgrade that lost one says so at once, by name and reason.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,10 @@ PRIVATE_NAMES = (
         "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
         "tells tensors that only wrap others, whose own storage is not where the data is",
     ),
+    PrivateName(
+        "torch:_foreach_copy_",
+        "copies many boxes in one call: on the CPU without Python in between, on CUDA in one kernel where it can",
+    ),
 )
 
 
@@ -64,6 +69,11 @@ def job_store() -> dist.Store:
 def storage_id(storage: torch.UntypedStorage) -> int:
     """What tells a storage from every other that exists now, with memory or without."""
     return storage._cdata
+
+
+def copy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into the destination at its position, casting; on CUDA the copies are queued."""
+    torch._foreach_copy_(destinations, sources)  # type: ignore[arg-type]  # its stub wants lists or tuples
 
 
 def wrapped_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:

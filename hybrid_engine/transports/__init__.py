@@ -8,6 +8,7 @@
     collective.py        packed messages over gloo or NCCL
       messages.py          which bytes go to whom, derived at both ends
     relay_buffers.py     what several ranks of a host need crosses the network once, and is read from here
+    batched_copies.py    thousands of small copies in few calls
     copies.py, phase_clock.py   the strided copy and its errors; where the time goes
 
     transfer of a bucket --choose_transport-->

@@ -29,7 +29,8 @@ from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ranks.process_groups import plain_text
 from hybrid_engine.records.layout import BufferId
-from hybrid_engine.transports.copies import copy_straight, failure_at, strided, synchronize
+from hybrid_engine.transports.batched_copies import BatchedCopies, CopyError
+from hybrid_engine.transports.copies import copy_straight, failure_at, synchronize
 from hybrid_engine.transports.messages import HEADER_NBYTES, Message, MessagePlanner, StagedMessage, round_up
 from hybrid_engine.transports.phase_clock import PhaseClock
 from hybrid_engine.transports.relay_buffers import RelayBuffers
@@ -38,6 +39,34 @@ from hybrid_engine.transports.wiring import Wiring
 _MESSAGE_ALIGNMENT = 64  # bytes
 _SHORTEST_WAIT = 0.001  # seconds; torch takes a timeout of 0 for "no timeout"
 _ROUNDING = 0.01  # seconds by which a wait may end early: torch counts whole milliseconds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Share:
+    """What this rank does in a bucket; made at the first switch.
+
+    Attributes:
+        transfers: it is made from.
+        outgoing, incoming: messages, by ascending peer.
+        packing, unpacking: copies into and out of messages.
+        own: copies within the rank.
+    """
+
+    transfers: Sequence[Transfer]
+    outgoing: Sequence[Message]
+    incoming: Sequence[Message]
+    packing: BatchedCopies
+    unpacking: BatchedCopies
+    own: BatchedCopies
+
+    def planned(self, moved: Transfer) -> Transfer:
+        """The plan's transfer, of which `moved` has one end in a message."""
+        return next(
+            one
+            for one in self.transfers
+            if (one.tensor, one.dst_rank) == (moved.tensor, moved.dst_rank)
+            and (one.src == moved.src or one.dst == moved.dst)
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +113,7 @@ class CollectiveTransport:
         self._device, self._tell_device = (device or _staging_device(each) for each in (self._group, self._tell_group))
         self._clock = PhaseClock()
         self._staging: dict[str, torch.Tensor] = {}
+        self._shares: dict[int, _Share] = {}  # by bucket
         self._in_flight: dict[int, _InFlight] = {}  # started, by bucket
         self._broken: dict[dist.ProcessGroup, TransportError] = {}
 
@@ -132,9 +162,9 @@ class CollectiveTransport:
         with self._clock.phase("write"):
             if failed := self._peer_failure(bucket, "transfer", exchange.incoming):
                 raise PeerTransportError(failed)
-            self._unpack(bucket, exchange.incoming, destination)
-            own = [transfer for transfer in transfers if transfer.src_rank == transfer.dst_rank == self.rank]
-            copy_straight(self.name, bucket, own, lambda transfer: source[transfer.src.buffer.name], destination)
+            share = self._share_of(bucket, transfers)
+            self._unpack(bucket, share, exchange.incoming, destination)
+            copy_straight(self.name, bucket, share.own, lambda transfer: source[transfer.src.buffer.name], destination)
 
     def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
         """Take part in a bucket without reading or writing anything: peers get `reason` as a PeerTransportError.
@@ -173,6 +203,7 @@ class CollectiveTransport:
     def close(self) -> None:
         """Free the staging memory; idempotent. The process groups stay the caller's. No bucket may be in flight."""
         self._staging.clear()
+        self._shares.clear()
 
     def staging_nbytes(self) -> int:
         """Bytes of staging memory held now."""
@@ -180,17 +211,31 @@ class CollectiveTransport:
 
     # Staging, packing, unpacking.
 
+    def _share_of(self, bucket: int, transfers: Sequence[Transfer]) -> _Share:
+        share = self._shares.get(bucket)
+        if share is None or share.transfers is not transfers:
+            outgoing, incoming = self._planner.messages(transfers)
+            share = self._shares[bucket] = _Share(
+                transfers,
+                outgoing,
+                incoming,
+                BatchedCopies(transfer for message in outgoing for transfer in message.packed()),
+                BatchedCopies(transfer for message in incoming for transfer in message.unpacked()),
+                BatchedCopies(one for one in transfers if one.src_rank == one.dst_rank == self.rank),
+            )
+        return share
+
     def _launch(
         self, bucket: int, transfers: Sequence[Transfer], source: Mapping[str, torch.Tensor] | None, reason: str
     ) -> _InFlight:
         """Pack and post the messages of a bucket; without a source void ones, for a `reason`."""
         self._raise_if_broken(bucket, self._group)
         with self._clock.phase("read"):
-            outgoing, incoming = self._planner.messages(transfers)
+            share = self._share_of(bucket, transfers)
             slot = bucket % NUM_SLOTS
-            sent = self._stage(f"send {slot}", outgoing)
-            received = self._stage(f"receive {slot}", incoming, self._relays.tensors)
-            failure = self._pack(bucket, sent, source) if source is not None else None
+            sent = self._stage(f"send {slot}", share.outgoing)
+            received = self._stage(f"receive {slot}", share.incoming, self._relays.tensors)
+            failure = self._pack(bucket, share, sent, source) if source is not None else None
             for staged in sent:
                 staged.write_header(bucket, reason if failure is None else str(failure))
         return replace(self._post(bucket, "transfer", sent, received, self._group), failure=failure)
@@ -234,16 +279,23 @@ class CollectiveTransport:
         return [staging[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=True)]
 
     def _pack(
-        self, bucket: int, outgoing: Sequence[StagedMessage], source: Mapping[str, torch.Tensor]
+        self, bucket: int, share: _Share, outgoing: Iterable[StagedMessage], source: Mapping[str, torch.Tensor]
     ) -> TransportError | None:
         """Fill the messages; returns the first failure."""
-        for staged in outgoing:
-            for transfer, view in staged.transfer_views():
-                try:
-                    view.copy_(_source_view(transfer, self._planner.source_dtype(transfer), source))
-                except Exception as error:
-                    return failure_at(self.name, bucket, "read", transfer, error)
+        flats = _flats(outgoing)
+        try:
+            share.packing.run(
+                lambda transfer: self._source(transfer, source), lambda transfer: flats[transfer.dst.buffer]
+            )
+        except CopyError as failed:
+            return failure_at(self.name, bucket, "read", share.planned(failed.transfer), failed.error)
         return None
+
+    def _source(self, transfer: Transfer, source: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        flat, dtype = source[transfer.src.buffer.name], self._planner.source_dtype(transfer)
+        if flat.dtype != dtype:
+            raise TransportError(f"the source is {flat.dtype}, its layout says {dtype}; build the plan again")
+        return flat
 
     def _peer_failure(self, bucket: int, phase: str, incoming: Sequence[StagedMessage]) -> str:
         for staged in incoming:
@@ -251,15 +303,16 @@ class CollectiveTransport:
                 return f"{self.name} transport, bucket {bucket}, phase {phase}, peer {staged.message.peer}: {fault}"
         return ""
 
-    def _unpack(self, bucket: int, incoming: Sequence[StagedMessage], destination: Mapping[str, torch.Tensor]) -> None:
-        for staged in incoming:
-            for piece in staged.message.pieces:  # relay images lie where they belong already
-                transfer = piece.transfer
-                try:
-                    flat = destination[transfer.dst.buffer.name]
-                    strided(flat, transfer.lengths, transfer.dst).copy_(staged.view_of(piece))
-                except Exception as error:
-                    raise failure_at(self.name, bucket, "write", transfer, error) from error
+    def _unpack(
+        self, bucket: int, share: _Share, incoming: Iterable[StagedMessage], destination: Mapping[str, torch.Tensor]
+    ) -> None:
+        flats = _flats(incoming)
+        try:
+            share.unpacking.run(
+                lambda transfer: flats[transfer.src.buffer], lambda transfer: destination[transfer.dst.buffer.name]
+            )
+        except CopyError as failed:
+            raise failure_at(self.name, bucket, "write", share.planned(failed.transfer), failed.error) from failed.error
         synchronize(self._device)
 
     # The exchange.
@@ -318,11 +371,8 @@ class CollectiveTransport:
             raise TransportError(f"bucket {bucket} cannot be exchanged after an earlier failure: {self._broken[group]}")
 
 
-def _source_view(transfer: Transfer, dtype: torch.dtype, source: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    flat = source[transfer.src.buffer.name]
-    if flat.dtype != dtype:
-        raise TransportError(f"the source is {flat.dtype}, its layout says {dtype}; build the plan again")
-    return strided(flat, transfer.lengths, transfer.src)
+def _flats(messages: Iterable[StagedMessage]) -> dict[BufferId, torch.Tensor]:
+    return {buffer: flat for staged in messages for buffer, flat in staged.flats().items()}
 
 
 def _staging_device(group: dist.ProcessGroup) -> torch.device:

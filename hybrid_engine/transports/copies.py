@@ -9,6 +9,7 @@ import torch
 from hybrid_engine.errors import TransportError
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.records.layout import Place
+from hybrid_engine.transports.batched_copies import BatchedCopies, CopyError
 
 SourceOf = Callable[[Transfer], torch.Tensor]
 """The flat source buffer of a transfer."""
@@ -19,11 +20,10 @@ def strided(flat: torch.Tensor, lengths: tuple[int, ...], place: Place) -> torch
     return flat.as_strided(lengths, place.strides, flat.storage_offset() + place.offset)
 
 
-@torch.no_grad()
 def copy_straight(
     label: str,
     bucket: int,
-    transfers: Iterable[Transfer],
+    transfers: Iterable[Transfer] | BatchedCopies,
     source_of: SourceOf,
     destination: Mapping[str, torch.Tensor],
 ) -> None:
@@ -31,22 +31,18 @@ def copy_straight(
 
     Raises TransportError naming the transfer that failed. Returns when the copies are done, on CUDA too.
     """
-    device = None
-    for transfer in transfers:
-        try:
-            flat = destination[transfer.dst.buffer.name]
-            strided(flat, transfer.lengths, transfer.dst).copy_(
-                strided(source_of(transfer), transfer.lengths, transfer.src)
-            )
-        except Exception as error:
-            raise failure_at(label, bucket, "transfer", transfer, error) from error
-        device = flat.device
-    synchronize(device)
+    copies = transfers if isinstance(transfers, BatchedCopies) else BatchedCopies(transfers)
+    try:
+        copies.run(source_of, lambda transfer: destination[transfer.dst.buffer.name])
+    except CopyError as failed:
+        raise failure_at(label, bucket, "transfer", failed.transfer, failed.error) from failed.error
+    if copies.transfers:
+        synchronize(destination[copies.transfers[-1].dst.buffer.name].device)
 
 
-def synchronize(device: torch.device | None) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until the copies queued on the device's current stream are done; nothing to do on the CPU."""
-    if device is not None and device.type == "cuda":
+    if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hybrid_engine.errors import TransportError
 from hybrid_engine.planning.plan import Transfer, wire_dtype
-from hybrid_engine.records.layout import Buffer, BufferId
-from hybrid_engine.transports.copies import strided
+from hybrid_engine.records.layout import Buffer, BufferId, Place
+from hybrid_engine.records.regions import contiguous_strides
 
 HEADER_NBYTES = 512
 _HEADER = struct.Struct("<qqH")  # bucket, bytes of the message, length of the failure's text (0: the contents are good)
@@ -66,6 +66,26 @@ class Message:
     nbytes: int = HEADER_NBYTES
     images: tuple[RelayImage, ...] = ()
 
+    def body_in(self, dtype: torch.dtype) -> BufferId:
+        """The body as a flat buffer of this dtype."""
+        return BufferId(self.peer, f"message in {dtype}")
+
+    def packed(self) -> Iterator[Transfer]:
+        """The transfers that fill it: they end in the message."""
+        for piece in self.pieces:
+            yield replace(piece.transfer, dst=self._place_of(piece))
+        for image in self.images:
+            yield from image.transfers
+
+    def unpacked(self) -> Iterator[Transfer]:
+        """Those that empty its body: they start there. Relay images lie where they belong already."""
+        for piece in self.pieces:
+            yield replace(piece.transfer, src=self._place_of(piece))
+
+    def _place_of(self, piece: Piece) -> Place:
+        strides = contiguous_strides(piece.transfer.lengths)
+        return Place(self.body_in(piece.dtype), piece.start // piece.dtype.itemsize, strides)
+
     @property
     def total_nbytes(self) -> int:
         """Bytes of the body and all images."""
@@ -85,18 +105,15 @@ class StagedMessage:
         """In the order in which they go."""
         return self.body, *self.images
 
-    def transfer_views(self) -> Iterator[tuple[Transfer, torch.Tensor]]:
-        """Each transfer of the message, and its elements there in the box's shape."""
-        for piece in self.message.pieces:
-            yield piece.transfer, self.view_of(piece)
-        for image, flat in zip(self.message.images, self.images, strict=True):
-            elements = flat.view(image.dtype)
-            for transfer in image.transfers:
-                yield transfer, strided(elements, transfer.lengths, transfer.dst)
-
-    def view_of(self, piece: Piece) -> torch.Tensor:
-        """The piece's elements in the body, in the box's shape."""
-        return self.body[piece.start : piece.start + piece.nbytes].view(piece.dtype).view(piece.transfer.lengths)
+    def flats(self) -> dict[BufferId, torch.Tensor]:
+        """The body in every dtype of its pieces, and the images: what `Message.packed` and `unpacked` speak of."""
+        found = {
+            image.buffer: flat.view(image.dtype) for image, flat in zip(self.message.images, self.images, strict=True)
+        }
+        for dtype in dict.fromkeys(piece.dtype for piece in self.message.pieces):
+            whole = self.body.numel() // dtype.itemsize * dtype.itemsize
+            found[self.message.body_in(dtype)] = self.body[:whole].view(dtype)
+        return found
 
     def write_header(self, bucket: int, failure: str) -> None:
         """Say which bucket this is and, where the contents are void, why; a long text is cut."""

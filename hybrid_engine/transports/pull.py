@@ -17,6 +17,7 @@ import torch
 
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.records.layout import BufferId
+from hybrid_engine.transports.batched_copies import BatchedCopies
 from hybrid_engine.transports.copies import SourceOf, copy_straight
 from hybrid_engine.transports.phase_clock import PhaseClock
 from hybrid_engine.transports.wiring import Wiring
@@ -30,6 +31,7 @@ class PullTransport:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._clock = PhaseClock()
+        self._copies: dict[object, tuple[Sequence[Transfer], BatchedCopies]] = {}  # by bucket and first transfer
 
     def start(
         self,
@@ -48,12 +50,14 @@ class PullTransport:
         destination: Mapping[str, torch.Tensor],
     ) -> None:
         """Copy the transfers that write to this rank; see `ports.Transport`."""
-        pulls = [transfer for transfer in transfers if transfer.dst_rank == self.rank]
+        if not transfers:
+            return
         with ExitStack() as readings:
             with self._clock.phase("read"):
-                source_of = self._open_sources(bucket, pulls, source, readings)
+                copies = self._copies_of(bucket, transfers)
+                source_of = self._open_sources(bucket, copies.transfers, source, readings)
             with self._clock.phase("transfer"):
-                copy_straight(self.name, bucket, pulls, source_of, destination)
+                copy_straight(self.name, bucket, copies, source_of, destination)
 
     def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
         """Nothing to do: no rank waits for another."""
@@ -71,7 +75,16 @@ class PullTransport:
         return 0
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Forget what was made for the buckets; idempotent."""
+        self._copies.clear()
+
+    def _copies_of(self, bucket: int, transfers: Sequence[Transfer]) -> BatchedCopies:
+        """Those that write to this rank. The same object comes at every switch, and what is read of relays apart."""
+        known, copies = self._copies.get((bucket, transfers[0]), (None, None))
+        if copies is None or known is not transfers:
+            copies = BatchedCopies(transfer for transfer in transfers if transfer.dst_rank == self.rank)
+            self._copies[bucket, transfers[0]] = transfers, copies
+        return copies
 
     def _open_sources(
         self, bucket: int, pulls: Sequence[Transfer], source: Mapping[str, torch.Tensor], readings: ExitStack

@@ -58,6 +58,7 @@ class SharedMemoryTransport(PullTransport):
 
     def close(self) -> None:
         """Unmap the peers; idempotent. A later `run` maps them again."""
+        super().close()
         self._host_pages.clear()
         self._files.clear()
         while self._device_peers:
