@@ -131,8 +131,8 @@ device, 1000 GB/s within a device), of which the network alone takes {gather_sec
 | parameters, gradients and two moments, float32 | {training} |
 | of these parameters | {params} |
 | vLLM's weights | {inference} |
-| peak of a switch with vLLM's sleep mode, which wakes all weights at once | {switch} |
-| peak where weights come bucket by bucket | {interleaved} |
+| peak of a switch where all of vLLM's weights wake at once | {switch} |
+| peak of ours, where they come bucket by bucket | {interleaved} |
 | memory of a host for what leaves its eight devices | {host} |
 
 All parameters of this model split evenly over 64 ranks, so they leave page by page while vLLM's weights come. Others

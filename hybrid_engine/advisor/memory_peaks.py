@@ -15,11 +15,11 @@ and as FSDP2 with torch's AdamW has it, elements being those of the rank's shard
 
 A switch to inference first takes gradients and optimizer state off the device (Megatron's gradients are dropped,
 FSDP2's copied to the host if there are any; state is copied), then fills the inference weights bucket by bucket, while
-parameters that every rank has read leave (copied). Where inference memory comes bucket by bucket too (on the CPU today)
-the peak at a switch is the larger of parameters and inference weights, and two buckets: `interleaved_switch`; a module
-larger than a bucket is one. vLLM's sleep mode on GPUs wakes all weights at once: there it is parameters + inference
-weights, which is what counts here. FSDP2's parameters that do not split evenly leave at the end of a switch: they come
-on top of the interleaved peak.
+parameters that every rank has read leave (copied). Inference memory comes bucket by bucket too, on GPUs by segments of
+vLLM's allocator, so the peak at a switch is the larger of parameters and inference weights, and two buckets:
+`interleaved_switch`; a module larger than a bucket is one. FSDP2's parameters that do not split evenly leave at the end
+of a switch: they come on top of that. Where vLLM wakes all weights at once (`release_weights: false`, and another
+`sleep_mode_backend` than vLLM's own) it is parameters + inference weights: `switch`.
 
 Activations, parameters that FSDP2 gathers for a layer, KV cache, CUDA context and libraries' workspaces are not in
 these numbers.
@@ -101,7 +101,7 @@ class MemoryPeaks:
 
     @property
     def switch(self) -> np.ndarray:
-        """Peak during a switch with vLLM's sleep mode."""
+        """Peak during a switch where all inference weights have memory from the start."""
         return self.state.params + self.inference
 
     @property
@@ -113,7 +113,7 @@ class MemoryPeaks:
     @property
     def device(self) -> np.ndarray:
         """Highest of training and switch."""
-        return np.maximum(self.training, self.switch)
+        return np.maximum(self.training, self.interleaved_switch)
 
     @property
     def host(self) -> np.ndarray:

@@ -98,7 +98,7 @@ def _memory_table(job: JobPlan) -> Table:
         "optimizer": "optimizer state",
         "training": "training, together",
         "inference": "inference weights",
-        "switch": "switch, sleep mode: parameters + inference weights",
+        "switch": "switch, weights awake at once: both together",
         "interleaved_switch": "switch, bucket by bucket: the larger and two",
         "peak": "device peak",
     }

@@ -7,10 +7,9 @@
     IDLE         host *   host *             released          (* where the configuration asks to offload them)
 
 The phases of a switch are in the package's docstring; each ends with an agreement of all ranks. The device holds at
-most the larger of training state and inference weights, and a few buckets. (With vLLM's sleep mode, on GPUs, all
-inference weights wake at the first bucket: there the peak is parameters and inference weights. With `incremental`, up
-to `incremental_mb` of inference weights stay: deliveries.py.) A failure restores the
-state before; the training weights are only ever read, and those that left come back.
+most the larger of training state and inference weights, and a few buckets. (With `incremental`, up to `incremental_mb`
+of inference weights stay: deliveries.py.) A failure restores the state before; the training weights are only ever
+read, and those that left come back.
 """
 
 from __future__ import annotations

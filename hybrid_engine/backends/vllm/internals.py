@@ -120,6 +120,13 @@ UNMAP = Internal(
     "vllm.device_allocator.cumem:unmap_and_release",
     "takes away the error that vLLM's allocator keeps after the end of an engine that was asleep",
 )
+MEM_ALLOCATOR = Internal(
+    "vllm.device_allocator:get_mem_allocator_instance", "knows the segments in which weights sleep"
+)
+CREATE_AND_MAP = Internal("vllm.device_allocator.cumem:create_and_map", "gives one of them memory again")
+SLEEP_BACKEND = Internal(
+    "vllm.device_allocator.sleep_mode_backend:CuMemBackend", "is the way of sleeping that has such segments"
+)
 CUSTOM_OPS = Internal("vllm._custom_ops", "exchanges the addresses of buffers in captured graphs")
 PARALLEL_STATE = Internal("vllm.distributed.parallel_state", "its own shutdown would end the caller's groups too")
 DISABLE_ENVS_CACHE = Internal("vllm.envs:disable_envs_cache", "lets the next engine have another environment")
@@ -209,6 +216,11 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "put back to sleep what a failed wake-up left awake": {
         f"{_V1}.worker.gpu_worker:Worker": ("sleep_mode_backend",),
+    },
+    "wake weights segment by segment, buffers and retained parameters before": {
+        "vllm.device_allocator:AllocationData": ("handle", "is_asleep", "cpu_backup_tensor"),
+        "vllm.device_allocator.cumem:CuMemAllocator": ("pointer_to_data",),
+        f"{_V1}.worker.gpu_worker:Worker": ("get_draft_model", "_sleep_saved_parameters"),
     },
     "read how torch's allocator is configured": {
         ALLOCATOR_CONFIG.target: ("current_alloc_conf", "conf_flag_enabled", "EXPANDABLE_SEGMENTS"),

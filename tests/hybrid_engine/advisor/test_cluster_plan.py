@@ -53,7 +53,7 @@ def test_memory_is_counted_with_padding_and_shards() -> None:
     assert peaks.inference.tolist() == [2 * served] * 4
     assert (peaks.switch == state.params + peaks.inference).all()
     assert (peaks.interleaved_switch == np.maximum(state.params, peaks.inference) + 200).all()
-    assert (peaks.device == np.maximum(peaks.training, peaks.switch)).all()
+    assert (peaks.device == np.maximum(peaks.training, peaks.interleaved_switch)).all()
     assert (peaks.host == state.params + state.optimizer).all()
     assert megatron_memory(source, train, "float32").optimizer.tolist() == [8 * shards] * 4, "no main copy"
 

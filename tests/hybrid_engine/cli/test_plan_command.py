@@ -149,7 +149,7 @@ def test_the_tables_say_what_the_engine_does(tmp_path: Path) -> None:
         "received across hosts",
         "verl with mbridge: gather",
         "expert parallelism is not described",
-        "switch, sleep mode: parameters + inference weights",
+        "switch, weights awake at once: both together",
         "switch, bucket by bucket: the larger and two",
         "fits a device of 141 GiB",
         "Estimated time of the transfers",

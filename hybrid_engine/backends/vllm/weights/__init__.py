@@ -10,6 +10,7 @@
     adaptor.py        VllmAdaptor: in a switch, group by group, allocates, commits, releases
       group_states.py   released, filling, committed, void: one state a group, one table
       weight_memory.py  where memory comes from: host pages, vLLM's sleep mode
+      sleeping_segments.py  weights that sleep on, in sleep mode, until they are asked for
   commit.py         how one group is committed, and dropped
   proof.py          where a switch is verified: whether vLLM computes with what was committed
     postload.py       what vLLM does to weights after loading (repacks them, or not), and how to do it again

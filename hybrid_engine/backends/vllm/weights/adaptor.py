@@ -87,7 +87,8 @@ class VllmAdaptor:
                 self._states.advance(Event.COMMIT, [name])
 
     def finish_fill(self) -> None:
-        """Free staging memory, unless memory is to be kept."""
+        """Free staging memory, unless memory is to be kept; what belongs to no group has memory then, too."""
+        self._memory.complete()
         if not self._keeps_memory:
             self._memory.trim()
 
@@ -100,13 +101,14 @@ class VllmAdaptor:
         if self._keeps_memory:
             self._void([name for name in self._traced.groups if name not in stay])
             return
-        if not self.resident_nbytes():  # not by the states: a failed allocate leaves released groups with live memory
+        live = self._processed.live
+        # Not by the states: a failed allocate leaves released groups with live memory, or vLLM half awake.
+        if not self.resident_nbytes() and self._memory.is_given_back(live):
             return
         gone = [name for name in self._traced.groups if name not in stay or self._memory.frees_all_at_once]
         self._states.advance(Event.RELEASE, gone)
         self._drop(gone)
         storages = (storage for name in gone for storage in self._traced.groups[name].storages)
-        live = self._processed.live
         self._memory.free({name: live[name] for name in storages if name in live})
         self._memory.trim()
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.weights.sleeping_segments import SleepingSegments
 from hybrid_engine.backends.vllm.weights.storages import WeightStorage
 from hybrid_engine.memory import heap
 from hybrid_engine.memory.staging_pool import StagingPool
@@ -45,6 +46,13 @@ class WeightMemory:
 
     def restore(self, live: Live, storages: Sequence[WeightStorage]) -> None:
         """Take memory again for those of these storages that are live and have none; contents are undefined."""
+
+    def complete(self) -> None:
+        """Take memory for whatever else the model has, once all weights were asked for."""
+
+    def is_given_back(self, live: Live) -> bool:
+        """Whether nothing is taken that `free` would give back."""
+        return not self.nbytes(live)
 
     def nbytes(self, live: Live) -> int:
         """Bytes taken now: those behind live weights, and those kept for weights that will pass through."""
@@ -82,7 +90,8 @@ class HostMemory(WeightMemory):
 class SleepMode(WeightMemory):
     """On a GPU: level 2 of vLLM's sleep mode gives all weights and the KV cache back at once; addresses stay.
 
-    The first weights that are asked for bring the memory of all weights back; the KV cache has a call of its own.
+    The first weights that are asked for wake vLLM up but for the segments of other weights, which come when these are
+    asked for (sleeping_segments.py); the KV cache has a call of its own.
     """
 
     frees_all_at_once = True
@@ -92,12 +101,14 @@ class SleepMode(WeightMemory):
         self._llm = llm
         self._is_asleep = False
         self._is_partly_awake = False  # a wake-up ran out of memory half-way
+        self._sleeping: SleepingSegments | None = None
         self.is_kv_cache_asleep = False
 
     def free(self, live: Live) -> None:
         if not self._is_asleep:
             self._llm().sleep(level=2)
             self._is_asleep = self.is_kv_cache_asleep = True
+            self._sleeping = None
         elif self._is_partly_awake:
             # For vLLM the weights sleep still, and its worker would first read buffers that have no memory: only what
             # gives the memory back is called, which passes over what sleeps.
@@ -106,9 +117,14 @@ class SleepMode(WeightMemory):
 
     def restore(self, live: Live, storages: Sequence[WeightStorage]) -> None:
         if self._is_asleep:
-            self._is_partly_awake = True
-            self._llm().wake_up(tags=["weights"])
-            self._is_asleep = self._is_partly_awake = False
+            self._wake_up(live)
+        if self._sleeping is not None:
+            self._sleeping.wake(live[storage.name] for storage in storages if storage.name in live)
+
+    def complete(self) -> None:
+        if self._sleeping is not None:
+            self._sleeping.wake()
+            self._sleeping = None
 
     def wake_kv_cache(self) -> None:
         """Take the KV cache's memory again, if it was given back."""
@@ -122,9 +138,26 @@ class SleepMode(WeightMemory):
         What sleeps has been unmapped already when its pool ends. The driver's error about the second time stays in
         vLLM's allocator, which gives no memory until another call has raised it: this one, which cannot succeed.
         """
-        if self._is_asleep:
+        if self.is_kv_cache_asleep:  # it sleeps as soon as anything does, and wakes last
             with contextlib.suppress(RuntimeError):
                 internals.UNMAP.load()((0, 0, 0, 0))
 
+    def is_given_back(self, live: Live) -> bool:
+        return self._is_asleep and not self._is_partly_awake
+
     def nbytes(self, live: Live) -> int:
-        return 0 if self._is_asleep else super().nbytes(live)
+        if self._is_asleep:
+            return 0
+        sleeping = self._sleeping
+        if sleeping is None:
+            return super().nbytes(live)
+        return super().nbytes({name: tensor for name, tensor in live.items() if not sleeping.hold(tensor)})
+
+    def _wake_up(self, live: Live) -> None:
+        llm = self._llm()
+        sleeping = SleepingSegments.of(llm, live.values())
+        self._is_partly_awake = True
+        with sleeping.overlooked():
+            llm.wake_up(tags=["weights"])
+        self._is_asleep = self._is_partly_awake = False
+        self._sleeping = sleeping

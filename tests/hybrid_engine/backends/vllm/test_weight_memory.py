@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.weights.sleeping_segments import SleepingSegments
 from hybrid_engine.backends.vllm.weights.weight_memory import SleepMode, WeightMemory
+from hybrid_engine.memory.borrowed import tensor_over
 
 LIVE = {"norm.weight": torch.zeros(4)}
 
@@ -34,6 +36,13 @@ def sleeping() -> tuple[SleepMode, Llm]:
     memory = SleepMode(lambda: llm)
     memory.free(LIVE)
     return memory, llm
+
+
+@pytest.fixture(autouse=True)
+def whole_wake_up(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """No segments are known, but in the tests below that have an allocator."""
+    if "segmented" not in request.fixturenames:
+        monkeypatch.setattr(SleepingSegments, "of", lambda *_: SleepingSegments(()))
 
 
 def test_asleep_nothing_is_taken() -> None:
@@ -106,9 +115,12 @@ def test_what_a_failed_wake_up_left_awake_goes_back_to_sleep(monkeypatch: pytest
     with pytest.raises(RuntimeError, match="out of memory"):
         memory.restore(LIVE, [])
     assert llm.num_awake == 2
+    assert memory.nbytes(LIVE) == 0
+    assert not memory.is_given_back(LIVE)  # so that the adaptor's release comes here
     memory.free(LIVE)
     memory.free(LIVE)
     assert llm.num_awake == 0
+    assert memory.is_given_back(LIVE)
     llm.fails = False
     memory.restore(LIVE, [])
     assert llm.calls == ["sleep 2", "suspend 2", "wake weights"]
@@ -130,11 +142,157 @@ def test_vllm_itself_would_leave_it_awake() -> None:
     executor.collective_rpc.assert_not_called()
 
 
+class Segmented:
+    """vLLM's own allocator, backend and worker, over a driver that only counts; a worker of one model.
+
+    Segment "first" holds a weight and the model's buffer, "second" two weights, "third" one.
+    """
+
+    NBYTES = 64
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm.device_allocator import AllocationData, cumem, sleep_mode_backend
+        from vllm.v1.worker.gpu_worker import Worker
+
+        self._wake = Worker.wake_up
+        self.budget = 100
+        self.pages = {name: torch.zeros(self.NBYTES) for name in ("first", "workspace", "second", "third", "kv")}
+        tags = {"workspace": "workspace", "kv": "kv_cache"}
+        self.allocator = cumem.CuMemAllocator()
+        for name, pages in self.pages.items():
+            handle = (0, pages.nbytes, pages.data_ptr(), 0)
+            self.allocator.pointer_to_data[pages.data_ptr()] = AllocationData(handle, tags.get(name, "weights"))
+        self.model = torch.nn.Module()
+        self.model.register_buffer("rotary", self.over("first", 0).fill_(7))
+        self.live = {
+            name: self.over(segment, start)
+            for name, segment, start in [("a", "first", 64), ("b", "second", 0), ("c", "second", 64), ("d", "third", 0)]
+        }
+        self.worker = SimpleNamespace(
+            sleep_mode_backend=sleep_mode_backend.CuMemBackend(),
+            model_runner=SimpleNamespace(model=self.model),
+            get_draft_model=lambda: None,
+            vllm_config=SimpleNamespace(model_config=SimpleNamespace(enable_nccl_comm_suspend=False)),
+            synchronize_device=lambda: None,
+            _sleep_saved_parameters={},
+            _sleep_saved_draft_buffers={},
+        )
+        monkeypatch.setattr(cumem.CuMemAllocator, "get_instance", lambda: self.allocator)
+        monkeypatch.setattr("vllm.device_allocator.get_mem_allocator_instance", lambda: self.allocator)
+        monkeypatch.setattr(cumem, "create_and_map", self._map)
+        monkeypatch.setattr(cumem, "unmap_and_release", self._unmap)
+        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+        monkeypatch.setattr(internals, "worker_of", lambda _: self.worker)
+
+    def over(self, segment: str, start: int) -> torch.Tensor:
+        pages = self.pages[segment]
+        return tensor_over(pages.data_ptr() + start, 64, pages.device, pages).view(torch.float32)
+
+    def asleep(self) -> list[str]:
+        data = self.allocator.pointer_to_data
+        return [name for name, pages in self.pages.items() if data[pages.data_ptr()].is_asleep]
+
+    def storages(self, *names: str) -> list[Any]:
+        return [SimpleNamespace(name=name) for name in names]
+
+    def sleep(self, level: int) -> None:
+        assert "first" not in self.asleep()  # the worker reads buffers
+        self.worker._sleep_saved_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        self.worker.sleep_mode_backend.suspend(level)
+
+    def wake_up(self, tags: list[str]) -> None:
+        self._wake(self.worker, tags)
+
+    def _map(self, handle: tuple[int, ...]) -> None:
+        if not self.budget:
+            raise RuntimeError("CUDA Error: out of memory")
+        self.budget -= 1
+        next(pages for pages in self.pages.values() if pages.data_ptr() == handle[2]).fill_(torch.nan)
+
+    def _unmap(self, handle: tuple[int, ...]) -> None:
+        self.budget += 1
+
+
+@pytest.fixture
+def segmented(monkeypatch: pytest.MonkeyPatch) -> Segmented:
+    return Segmented(monkeypatch)
+
+
+@pytest.mark.slow  # imports vLLM
+def test_weights_wake_group_by_group(segmented: Segmented) -> None:
+    memory, live = SleepMode(lambda: segmented), segmented.live
+    addresses = {name: tensor.data_ptr() for name, tensor in live.items()}
+    memory.free(live)
+    assert segmented.asleep() == list(segmented.pages)
+    memory.restore(live, segmented.storages("d"))
+    assert segmented.asleep() == ["second", "kv"]  # the first holds a buffer, whose contents are back:
+    assert bool((segmented.model.rotary == 7).all())
+    assert memory.nbytes(live) == 2 * 64
+    live["d"].fill_(1)
+    memory.restore(live, segmented.storages("b"))
+    assert segmented.asleep() == ["kv"]
+    live["c"].fill_(2)
+    memory.restore(live, segmented.storages("c"))
+    memory.complete()
+    assert bool((live["d"] == 1).all() and (live["c"] == 2).all())  # nothing is mapped anew
+    memory.wake_kv_cache()
+    assert segmented.asleep() == []
+    assert {name: tensor.data_ptr() for name, tensor in live.items()} == addresses
+
+
+@pytest.mark.slow
+def test_what_no_group_asks_for_wakes_in_the_end(segmented: Segmented) -> None:
+    memory = SleepMode(lambda: segmented)
+    memory.free(segmented.live)
+    memory.restore(segmented.live, [])
+    assert segmented.asleep() == ["second", "third", "kv"]
+    memory.complete()
+    assert segmented.asleep() == ["kv"]
+
+
+@pytest.mark.slow
+def test_a_segment_without_memory_leaves_vllm_ready_to_sleep(segmented: Segmented) -> None:
+    memory, live = SleepMode(lambda: segmented), segmented.live
+    memory.free(live)
+    segmented.budget = 2
+    with pytest.raises(RuntimeError, match="out of memory"):
+        memory.restore(live, segmented.storages("d"))
+    assert not memory.is_given_back(live)
+    memory.free(live)
+    assert segmented.asleep() == list(segmented.pages)
+    segmented.budget = 100
+    memory.restore(live, segmented.storages("d"))
+    assert segmented.asleep() == ["second", "kv"]
+
+
+@pytest.mark.slow
+def test_a_wake_up_that_fails_marks_every_segment_asleep(segmented: Segmented) -> None:
+    memory, live = SleepMode(lambda: segmented), segmented.live
+    memory.free(live)
+    segmented.budget = 1
+    with pytest.raises(RuntimeError, match="out of memory"):
+        memory.restore(live, segmented.storages("d"))
+    memory.free(live)
+    assert segmented.asleep() == list(segmented.pages)
+
+
+@pytest.mark.slow
+def test_with_another_way_of_sleeping_vllm_wakes_whole(segmented: Segmented) -> None:
+    segmented.worker._sleep_saved_parameters = {"a": torch.zeros(1)}
+    memory = SleepMode(lambda: segmented)
+    memory.free(segmented.live)
+    segmented.worker.model_runner.model.get_parameter = lambda _: torch.zeros(1)
+    segmented.worker._restore_sleep_parameters = lambda _: None
+    memory.restore(segmented.live, [])
+    assert segmented.asleep() == ["kv"]
+
+
 @pytest.mark.parametrize("is_asleep", [True, False])
 def test_the_error_of_freeing_what_sleeps_is_taken_away(monkeypatch: pytest.MonkeyPatch, is_asleep: bool) -> None:
     memory, _ = sleeping()
     if not is_asleep:
         memory.restore(LIVE, [])
+        memory.wake_kv_cache()
     unmap = mock.Mock(side_effect=RuntimeError("CUDA Error: invalid argument"))
     monkeypatch.setattr(internals, "UNMAP", mock.Mock(load=lambda: unmap))
     memory.after_shutdown()
