@@ -37,7 +37,7 @@ from megatron_patches.buffers import (
     iter_buffers,
     set_buffer_allocator,
 )
-from megatron_patches.optimizer_state import GatheredState, StateAllocator, StateBuffer, gather_state
+from megatron_patches.optimizer_state import GatheredState, MemoryGiver, StateAllocator, StateBuffer, gather_state
 from megatron_patches.optimizers import OptimizerTensor, optimizer_tensors, set_weight_version, weight_version
 from megatron_patches.patch import Patch
 
@@ -45,6 +45,7 @@ __all__ = [
     "BufferAllocator",
     "BufferRecord",
     "GatheredState",
+    "MemoryGiver",
     "OptimizerTensor",
     "ParamSlot",
     "Patch",

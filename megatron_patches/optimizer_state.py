@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 StateAllocator = Callable[[int, torch.dtype, torch.device, str], torch.Tensor]
 """(number of elements, dtype, device, "optimizer") -> flat contiguous tensor."""
 
+MemoryGiver = Callable[[torch.Tensor, int], None]
+"""(flat tensor of a `StateAllocator`, number of elements): from then on its first elements have memory."""
+
 _ALIGNMENT = 256  # bytes between the starts of two tensors in a flat one: what CUDA's own allocator gives
 
 
@@ -55,18 +58,28 @@ class GatheredState:
     outside: tuple[OptimizerTensor, ...]
 
 
-def gather_state(optimizer: MegatronOptimizer, allocate: StateAllocator) -> GatheredState:
+def _has_memory(flat: torch.Tensor, stop: int) -> None:
+    """For allocators that give it all at once."""
+
+
+def gather_state(
+    optimizer: MegatronOptimizer, allocate: StateAllocator, give_memory: MemoryGiver = _has_memory
+) -> GatheredState:
     """Move main params and moments into flat tensors of `allocate`. Idempotent.
 
     An optimizer without moments is left alone until it has some, so that all of its state lies together. State that a
     checkpoint replaced is copied to where the old one was; new state gets a flat tensor of its own. Gradients stay
     where they are, and so do tensors without memory at the moment (resized to 0 bytes), non-contiguous tensors and
-    tensor subclasses. On errors nothing is moved. Memory: S bytes of state allocate S more, and each tensor's old
-    memory is freed once copied.
+    tensor subclasses.
+
+    Memory: tensors are copied in the order in which they lie, and each one's old memory is freed once it is copied.
+    Where `allocate` only reserves addresses and `give_memory` has memory behind them, S bytes of state never take much
+    more than S; with memory at once they take 2 S.
 
     Raises:
-        UnsupportedOptimizerError: as `optimizer_tensors` does.
-        BufferAllocationError: for a wrong tensor from `allocate`.
+        UnsupportedOptimizerError: as `optimizer_tensors` does; nothing is moved.
+        BufferAllocationError: for a wrong tensor from `allocate`; nothing is moved.
+        Exception: that of `give_memory`: every tensor is valid, some have moved, and the next call moves the rest.
     """
     buffers: list[StateBuffer] = []
     outside: list[OptimizerTensor] = []
@@ -74,7 +87,7 @@ def gather_state(optimizer: MegatronOptimizer, allocate: StateAllocator) -> Gath
         home = _homes.setdefault(member, _Home())
         tensors = list(member_tensors(path, member))
         if member.optimizer.state:
-            home.adopt([found for found in tensors if _is_movable(found)], path, allocate)
+            home.adopt([found for found in tensors if _is_movable(found)], path, allocate, give_memory)
         buffers += [StateBuffer(path, flat) for flat in home.flats]
         outside += [found for found in tensors if not home.holds(found.tensor)]
     return GatheredState(tuple(buffers), tuple(outside))
@@ -95,12 +108,21 @@ class _Home:
         return any(tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for flat in self.flats)
 
     @torch.no_grad()
-    def adopt(self, tensors: Iterable[OptimizerTensor], path: str, allocate: StateAllocator) -> None:
-        """Move every tensor that is outside into its slot; make slots for those that have none."""
+    def adopt(
+        self, tensors: Iterable[OptimizerTensor], path: str, allocate: StateAllocator, give_memory: MemoryGiver
+    ) -> None:
+        """Move every tensor that is outside into its slot; make slots for those that have none.
+
+        In order of their addresses: torch's allocator has memory to give back only where all neighbours are gone.
+        """
         outside = [found for found in tensors if not self.holds(found.tensor)]
+        outside.sort(key=lambda found: found.tensor.data_ptr())
         self._make_slots([found for found in outside if not self._has_slot(found, path)], path, allocate)
-        for found in outside:
+        flats = {flat.untyped_storage().data_ptr(): flat for flat in self.flats}
+        while outside:
+            found = outside.pop(0)
             slot = self.slots[_name(found, path)]
+            give_memory(flats[slot.untyped_storage().data_ptr()], int(slot.storage_offset()) + slot.numel())
             slot.copy_(found.tensor.reshape(-1))
             found.tensor.data = slot.view(found.tensor.shape)
 

@@ -84,8 +84,10 @@ class DeviceMemory:
     """An address range of a device with chunks in it, given back when the last tensor over it and this object are
     gone."""
 
-    def __init__(self, driver: CudaDriver, numel: int, dtype: torch.dtype, label: str) -> None:
-        """Reserve `numel` elements and have memory for all; contents are undefined.
+    def __init__(
+        self, driver: CudaDriver, numel: int, dtype: torch.dtype, label: str, *, resident: bool = True
+    ) -> None:
+        """Reserve `numel` elements and, if `resident`, have memory for all; contents are undefined.
 
         Raises DeviceMemoryError when the device has not enough; nothing is kept then.
         """
@@ -99,7 +101,8 @@ class DeviceMemory:
         self._end = weakref.finalize(self, self._chunks.end)
         self._end.atexit = False  # tensors may be read until the very end; the driver frees
         try:
-            self.restore(0, self.reserved_nbytes)
+            if resident:
+                self.restore(0, self.reserved_nbytes)
         except BaseException:
             self._end()
             raise

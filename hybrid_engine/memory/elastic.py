@@ -56,12 +56,19 @@ class ElasticBuffer:
     """
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, label: str = "buffer", device: torch.device | str = "cpu"
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        label: str = "buffer",
+        device: torch.device | str = "cpu",
+        *,
+        resident: bool = True,
     ) -> None:
         """Reserve `numel` elements: on the CPU zeros with no page resident, on CUDA resident with undefined contents.
 
-        `label` shows up in /proc/<pid>/maps. Raises DeviceMemoryError when the device has not enough memory, and
-        StateError where it has no elastic buffers (`allocate_elastic` then gives an ordinary tensor).
+        Not `resident`: on CUDA nothing is, until `restore`. `label` shows up in /proc/<pid>/maps. Raises
+        DeviceMemoryError when the device has not enough memory, and StateError where it has no elastic buffers
+        (`allocate_elastic` then gives an ordinary tensor).
         """
         if numel < 1:
             raise ValueError(f"numel must be >= 1, got {numel}")
@@ -69,7 +76,7 @@ class ElasticBuffer:
         if device.type == "cpu":
             self._attach(HostMemory.create(numel, dtype, label))
         else:
-            self._attach(DeviceMemory(_require_driver(device), numel, dtype, label))
+            self._attach(DeviceMemory(_require_driver(device), numel, dtype, label, resident=resident))
 
     def _attach(self, memory: HostMemory | DeviceMemory) -> None:
         self._memory = memory
@@ -166,6 +173,23 @@ def allocate_elastic(numel: int, dtype: torch.dtype, device: torch.device | str 
         return torch.zeros(numel, dtype=dtype, device=device)
     flat = ElasticBuffer(numel, dtype, label=kind, device=device).tensor
     return flat if device.type == "cpu" else flat.zero_()
+
+
+def reserve_elastic(numel: int, dtype: torch.dtype, device: torch.device | str | int, kind: str) -> torch.Tensor:
+    """As `allocate_elastic`, but contents are undefined, and on CUDA there is no memory until `restore_elastic`."""
+    device = torch.device(device)
+    if device.type == "cpu" or numel == 0 or not is_elastic(device):
+        return allocate_elastic(numel, dtype, device, kind)
+    return ElasticBuffer(numel, dtype, label=kind, device=device, resident=False).tensor
+
+
+def restore_elastic(flat: torch.Tensor, stop: int) -> None:
+    """Have memory for the first `stop` elements of a tensor of `reserve_elastic`; an ordinary one has it already.
+
+    Raises DeviceMemoryError.
+    """
+    if (buffer := exported_buffer_of(flat)) is not None:
+        buffer.restore(0, stop * flat.element_size())
 
 
 def exported_buffer_of(tensor: torch.Tensor) -> ElasticBuffer | None:

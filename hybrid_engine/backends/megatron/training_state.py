@@ -31,7 +31,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.internals import cached_embeddings, holders_of_routing, memory_buffer
-from hybrid_engine.memory.elastic import allocate_elastic
+from hybrid_engine.memory.elastic import reserve_elastic, restore_elastic
 from hybrid_engine.memory.offload_items import OffloadItem, Reached
 from hybrid_engine.ranks.torch_internals import wrapped_tensors
 from megatron_patches.buffers import iter_buffers
@@ -93,7 +93,7 @@ def _gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[OffloadItem]:
 
 
 def _optimizer_state(optimizer: MegatronOptimizer) -> Iterator[OffloadItem]:
-    gathered = gather_state(optimizer, allocate_elastic)
+    gathered = gather_state(optimizer, reserve_elastic, restore_elastic)
     for number, buffer in enumerate(gathered.buffers):
         dtype = str(buffer.tensor.dtype).removeprefix("torch.")
         owner = f"{buffer.path}main params and moments, {dtype}, {number}"

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,7 +17,16 @@ from hypothesis import strategies as st
 
 from hybrid_engine.errors import DeviceMemoryError, StateError
 from hybrid_engine.memory import cuda_driver, device_pages
-from hybrid_engine.memory.elastic import ElasticBuffer, allocate_elastic, exported_buffer_of, open_peer
+from hybrid_engine.memory.elastic import (
+    ElasticBuffer,
+    allocate_elastic,
+    exported_buffer_of,
+    open_peer,
+    reserve_elastic,
+    restore_elastic,
+)
+from megatron_patches.optimizer_state import _Home
+from megatron_patches.optimizers import OptimizerTensor
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.memory.device_rig import CHUNK, GRANULE, Rig
 from tests.hybrid_engine.memory.fake_cuda_driver import GARBAGE
@@ -40,6 +50,44 @@ def test_any_dtype_and_a_size_that_is_no_whole_granule(rig: Rig, dtype: torch.dt
     assert not flat.view(torch.uint8).any()
     assert exported_buffer_of(flat[5:]).nbytes == 12345 * dtype.itemsize
     assert rig.fake.taken_nbytes() == -(-12345 * dtype.itemsize // GRANULE) * GRANULE
+
+
+def optimizer_state(rig: Rig, count: int) -> list[OptimizerTensor]:
+    """Moments of one chunk each, numbered, in memory of the device."""
+    numel = CHUNK // 4
+    tensors = [allocate_elastic(numel, torch.float32, "cuda:0", "old").fill_(number) for number in range(count)]
+    return [OptimizerTensor(f"param {number}", "moment", "exp_avg", each) for number, each in enumerate(tensors)]
+
+
+def on_device(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The model's tensors say that they are on the CPU."""
+    return lambda numel, dtype, device, kind: allocate(numel, dtype, "cuda:0", kind)
+
+
+def test_optimizer_state_is_gathered_in_the_memory_that_it_takes(rig: Rig):
+    state, home = optimizer_state(rig, 6), _Home()
+    rig.fake.total_nbytes = 7 * CHUNK  # of which six are taken
+    with pytest.raises(DeviceMemoryError, match="OUT_OF_MEMORY"):
+        home.adopt(state, "", on_device(allocate_elastic), lambda flat, stop: None)
+    home.adopt(state, "", on_device(reserve_elastic), restore_elastic)
+    (flat,) = home.flats
+    assert all(home.holds(found.tensor) for found in state)
+    assert [float(found.tensor.sum()) for found in state] == [number * CHUNK / 4 for number in range(6)]
+    assert rig.fake.taken_nbytes() == 6 * CHUNK == exported_buffer_of(flat).resident_nbytes()
+
+
+def test_gathering_goes_on_where_memory_ended(rig: Rig):
+    state, home = optimizer_state(rig, 4), _Home()
+    kept = [found.tensor.view(-1) for found in state]  # somebody refers to it: no memory goes
+    rig.fake.total_nbytes = 5 * CHUNK
+    with pytest.raises(DeviceMemoryError, match="OUT_OF_MEMORY"):
+        home.adopt(state, "", on_device(reserve_elastic), restore_elastic)
+    assert [float(found.tensor[0]) for found in state] == [0, 1, 2, 3]
+    rig.fake.total_nbytes = 8 * CHUNK
+    home.adopt(state, "", on_device(reserve_elastic), restore_elastic)
+    assert [home.holds(found.tensor) for found in state] == [True] * 4
+    assert [float(found.tensor[0]) for found in state] == [0, 1, 2, 3]
+    assert [float(one[0]) for one in kept] == [0, 1, 2, 3]
 
 
 @settings(max_examples=settings().max_examples // 2)
