@@ -216,6 +216,7 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "put back to sleep what a failed wake-up left awake": {
         f"{_V1}.worker.gpu_worker:Worker": ("sleep_mode_backend",),
+        "vllm.device_allocator.sleep_mode_backend:CuMemBackend": ("suspend", "discard"),
     },
     "wake weights segment by segment, buffers and retained parameters before": {
         "vllm.device_allocator:AllocationData": ("handle", "is_asleep", "cpu_backup_tensor"),

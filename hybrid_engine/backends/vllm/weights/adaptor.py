@@ -42,7 +42,8 @@ class VllmAdaptor:
     """
 
     def __init__(self, model: ProcessedModel, memory: WeightMemory, keeps_memory: bool = False) -> None:
-        """`keeps_memory`: `release` only declares the weights void; their memory stays, that for staging too."""
+        """`keeps_memory`: `release` only declares the weights void; their memory stays, that for staging too, but the
+        KV cache's goes."""
         traced = model.traced
         self.model, self.rank, self.staged = traced.model, traced.rank, traced.staged
         self.device = next(self.model.parameters()).device
@@ -100,6 +101,7 @@ class VllmAdaptor:
         stay = set(keep).intersection(self.committed())
         if self._keeps_memory:
             self._void([name for name in self._traced.groups if name not in stay])
+            self._memory.free_kv_cache()
             return
         live = self._processed.live
         # Not by the states: a failed allocate leaves released groups with live memory, or vLLM half awake.

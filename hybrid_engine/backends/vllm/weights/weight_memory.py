@@ -50,6 +50,9 @@ class WeightMemory:
     def complete(self) -> None:
         """Take memory for whatever else the model has, once all weights were asked for."""
 
+    def free_kv_cache(self) -> None:
+        """Give the KV cache's memory back where the weights' stays; where there is no sleep mode it stays too."""
+
     def is_given_back(self, live: Live) -> bool:
         """Whether nothing is taken that `free` would give back."""
         return not self.nbytes(live)
@@ -126,10 +129,22 @@ class SleepMode(WeightMemory):
             self._sleeping.wake()
             self._sleeping = None
 
+    def free_kv_cache(self) -> None:
+        if not self.is_kv_cache_asleep:
+            llm = self._llm()
+            llm.sleep(level=0)  # takes no memory: vLLM wants to be paused
+            llm.release_kv_cache_memory()
+            self.is_kv_cache_asleep = True
+
     def wake_kv_cache(self) -> None:
-        """Take the KV cache's memory again, if it was given back."""
+        """Take the KV cache's memory again, if it was given back. After a failure all of it is given back."""
         if self.is_kv_cache_asleep:
-            self._llm().wake_up(tags=["kv_cache"])
+            llm = self._llm()
+            try:
+                llm.wake_up(tags=["kv_cache"])
+            except BaseException:
+                internals.worker_of(llm).sleep_mode_backend.discard(("kv_cache",))
+                raise
             self.is_kv_cache_asleep = False
 
     def after_shutdown(self) -> None:

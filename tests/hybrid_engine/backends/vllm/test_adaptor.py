@@ -266,6 +266,26 @@ def test_memory_that_goes_as_a_whole_keeps_nothing(adaptor: VllmAdaptor, monkeyp
     assert adaptor.resident_nbytes() == 0
 
 
+def test_memory_that_is_half_awake_is_given_back(adaptor: VllmAdaptor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a wake-up that ran out of memory: no weight has any, but something has."""
+    adaptor.release()
+    freed = []
+    monkeypatch.setattr(HostMemory, "free", lambda _, live: freed.append(set(live)))
+    adaptor.release()
+    assert freed == []
+    monkeypatch.setattr(HostMemory, "is_given_back", lambda *_: False)
+    adaptor.release()
+    assert freed == [{"norm.weight"}]
+
+
+def test_where_weights_stay_the_kv_cache_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    adaptor, freed = adaptor_of(Model(), SHAPES, keeps_memory=True), []
+    monkeypatch.setattr(HostMemory, "free_kv_cache", lambda _: freed.append(True))
+    fill(adaptor, weights_of(0))
+    adaptor.release()
+    assert freed == [True]
+
+
 def test_views_of_live_weights_stay_valid_through_a_release(adaptor: VllmAdaptor) -> None:
     fill(adaptor, weights_of(0))
     view = adaptor.model.norm.weight.data[:5]

@@ -151,17 +151,16 @@ class Segmented:
     NBYTES = 64
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from vllm.device_allocator import AllocationData, cumem, sleep_mode_backend
+        from vllm.device_allocator import cumem, sleep_mode_backend
         from vllm.v1.worker.gpu_worker import Worker
 
         self._wake = Worker.wake_up
         self.budget = 100
-        self.pages = {name: torch.zeros(self.NBYTES) for name in ("first", "workspace", "second", "third", "kv")}
+        self.pages: dict[str, torch.Tensor] = {}
         tags = {"workspace": "workspace", "kv": "kv_cache"}
         self.allocator = cumem.CuMemAllocator()
-        for name, pages in self.pages.items():
-            handle = (0, pages.nbytes, pages.data_ptr(), 0)
-            self.allocator.pointer_to_data[pages.data_ptr()] = AllocationData(handle, tags.get(name, "weights"))
+        for name in ("first", "workspace", "second", "third", "kv"):
+            self.add(name, tags.get(name, "weights"))
         self.model = torch.nn.Module()
         self.model.register_buffer("rotary", self.over("first", 0).fill_(7))
         self.live = {
@@ -182,7 +181,15 @@ class Segmented:
         monkeypatch.setattr(cumem, "create_and_map", self._map)
         monkeypatch.setattr(cumem, "unmap_and_release", self._unmap)
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
         monkeypatch.setattr(internals, "worker_of", lambda _: self.worker)
+
+    def add(self, name: str, tag: str) -> None:
+        from vllm.device_allocator import AllocationData
+
+        pages = self.pages[name] = torch.zeros(self.NBYTES)
+        data = AllocationData((0, pages.nbytes, pages.data_ptr(), 0), tag)
+        self.allocator.pointer_to_data[pages.data_ptr()] = data
 
     def over(self, segment: str, start: int) -> torch.Tensor:
         pages = self.pages[segment]
@@ -196,12 +203,17 @@ class Segmented:
         return [SimpleNamespace(name=name) for name in names]
 
     def sleep(self, level: int) -> None:
+        if level == 0:
+            return
         assert "first" not in self.asleep()  # the worker reads buffers
         self.worker._sleep_saved_buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self.worker.sleep_mode_backend.suspend(level)
 
     def wake_up(self, tags: list[str]) -> None:
         self._wake(self.worker, tags)
+
+    def release_kv_cache_memory(self) -> None:
+        self.worker.sleep_mode_backend.discard(("kv_cache",))
 
     def _map(self, handle: tuple[int, ...]) -> None:
         if not self.budget:
@@ -285,6 +297,31 @@ def test_with_another_way_of_sleeping_vllm_wakes_whole(segmented: Segmented) -> 
     segmented.worker._restore_sleep_parameters = lambda _: None
     memory.restore(segmented.live, [])
     assert segmented.asleep() == ["kv"]
+
+
+@pytest.mark.slow
+def test_the_kv_cache_goes_where_weights_stay(segmented: Segmented) -> None:
+    memory = SleepMode(lambda: segmented)
+    for _ in range(2):
+        memory.free_kv_cache()
+        memory.free_kv_cache()
+        assert segmented.asleep() == ["kv"]
+        memory.wake_kv_cache()
+        assert segmented.asleep() == []
+
+
+@pytest.mark.slow
+def test_a_kv_cache_that_does_not_fit_takes_nothing(segmented: Segmented) -> None:
+    memory = SleepMode(lambda: segmented)
+    segmented.add("kv, second part", "kv_cache")
+    memory.free_kv_cache()
+    segmented.budget = 1
+    with pytest.raises(RuntimeError, match="out of memory"):
+        memory.wake_kv_cache()
+    assert segmented.asleep() == ["kv", "kv, second part"]
+    segmented.budget = 2
+    memory.wake_kv_cache()
+    assert segmented.asleep() == []
 
 
 @pytest.mark.parametrize("is_asleep", [True, False])
