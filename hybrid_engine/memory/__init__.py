@@ -8,6 +8,7 @@
     offloader.py         training state: device -> host memory and back
       offload_items.py     what there is to offload, storage by storage
       arena.py             host memory, and the copies to and from it
+      growing_pages.py     its pages: they grow in place, forks do not inherit them, a GPU can read them
       residual.py          what is still on the device after an offload
       spans.py             sets of byte ranges
     staging_pool.py      host pages that successive buckets reuse

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import torch
 
-from hybrid_engine.errors import OffloadError
+from hybrid_engine.memory.growing_pages import GrowingPages
 
 Direction = Literal["to host", "to device"]
 _CHUNK = 64 * 1024**2  # bytes per copy on CUDA, so that both directions and other traffic take turns on the bus
@@ -20,36 +19,21 @@ class Arena:
     """Host memory for the copied contents of one kind; grows with the inventory, never shrinks."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
-        self._unpin: Callable[[], object] = lambda: None
+        self._pages = GrowingPages()
+        self.memory = self._pages.tensor()
 
-    def reserve(self, nbytes: int, *, pinned: bool, keep: int = 0) -> None:
-        """Provide at least `nbytes`, page-locked if `pinned`.
+    def reserve(self, nbytes: int, *, pinned: bool) -> None:
+        """Provide at least `nbytes`, page-locked if `pinned`; what is in it stays. No copy may be under way.
 
-        When it grows, the first `keep` bytes are copied (the old and the new memory then exist at once); the rest is
-        lost.
+        Raises OffloadError; the memory is then as before.
         """
         if self.memory.numel() >= nbytes:
             return
-        self._unpin()
-        self._unpin = lambda: None
-        kept = self.memory[:keep].clone() if keep else None
-        self.memory = torch.empty(0, dtype=torch.uint8)  # before the new one, not beside it
+        self.memory = torch.empty(0, dtype=torch.uint8)  # it may move
         try:
-            self.memory = torch.empty(nbytes, dtype=torch.uint8)
-        except RuntimeError:
-            if kept is not None:
-                self.memory = kept
-            raise
-        if kept is not None:
-            self.memory[:keep] = kept
-        if pinned:
-            try:
-                self._unpin = _pin(self.memory, self)
-            except OffloadError:
-                if not keep:
-                    self.memory = torch.empty(0, dtype=torch.uint8)  # or the next call would find it large enough
-                raise
+            self._pages.grow(nbytes, pinned=pinned)
+        finally:
+            self.memory = self._pages.tensor()
 
 
 class Copier:
@@ -129,17 +113,3 @@ def _timed_copy(destination: torch.Tensor, source: torch.Tensor) -> float:
     started = time.perf_counter()
     destination.copy_(source)
     return time.perf_counter() - started
-
-
-def _pin(memory: torch.Tensor, owner: object) -> Callable[[], object]:
-    """Page-lock ordinary memory until the returned function is called, or `owner` is gone.
-
-    Not `pin_memory=True`: that allocator rounds up to a power of two.
-    """
-    runtime, address = torch.cuda.cudart(), memory.data_ptr()
-    code = int(runtime.cudaHostRegister(address, memory.numel(), 0))
-    if code != 0:
-        raise OffloadError(f"page-locking {memory.numel()} bytes of host memory failed with CUDA error {code}")
-    unpin = weakref.finalize(owner, runtime.cudaHostUnregister, address)
-    unpin.atexit = False
-    return unpin

@@ -15,9 +15,9 @@ Memory is freed in one of two ways: a storage in an elastic buffer releases its 
 storage is resized to 0 bytes and back, so that every view stays valid but may be at a new address.
 
 Memory before and after, per kind, where T is the bytes of its storages and C those that are copied: before, T on the
-device; after, 0 on the device and C in the arena, which is allocated at the first offload, is exactly as large as
-needed (pinned on CUDA), and is kept for all later cycles. On a machine without a GPU "device" and host are the same
-memory: offloading then saves only what is dropped, and exists because the mechanism is the same.
+device; after, 0 on the device and C in the arena, which is allocated at the first offload, is as large as needed
+(pinned on CUDA), grows where state appears, and is kept for all later cycles. On a machine without a GPU "device" and
+host are the same memory: offloading then saves only what is dropped, and exists because the mechanism is the same.
 """
 
 from __future__ import annotations
@@ -286,12 +286,10 @@ class Offloader:
         return True
 
     def _reserve_arenas(self, kinds: Iterable[Kind]) -> None:
-        """Make room for everything of these kinds; what `offload_parts` has saved there is kept."""
+        """Make room for everything of these kinds."""
         for kind in kinds:
-            slots = [storage for storage in self._leaving[kind] if storage.action == "copy"]
-            kept = [storage.arena_stop for storage in slots if storage.in_arena or storage.done.nbytes]
-            end = max((storage.arena_stop for storage in slots), default=0)
-            self._arenas[kind].reserve(end, pinned=self._device_type == "cuda", keep=max(kept, default=0))
+            ends = [storage.arena_stop for storage in self._leaving[kind] if storage.action == "copy"]
+            self._arenas[kind].reserve(max(ends, default=0), pinned=self._device_type == "cuda")
 
     def _elastic_ranges(self, kind: Kind, parts: Iterable[Part]) -> list[tuple[Storage, Spans]]:
         """Return the byte ranges of these parts by elastic storage."""
