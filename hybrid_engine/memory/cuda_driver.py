@@ -8,7 +8,7 @@ The rules that the callers keep:
     an address range is reserved whole, chunks are mapped into it and unmapped from it whole
     memory is freed when its handle is released, it is mapped nowhere and no exported descriptor is open, in any process
     a mapped chunk may be touched only after its access was set
-    unmapping does not wait for kernels: synchronize first
+    unmapping does not wait for kernels: finish_stream or synchronize first
 """
 
 from __future__ import annotations
@@ -96,6 +96,11 @@ class CudaDriver:
     def import_descriptor(self, descriptor: int) -> Any:
         """Return the handle of memory that another process exported; the descriptor may be closed afterwards."""
         return self._call("cuMemImportFromShareableHandle", descriptor, self._descriptor_type)
+
+    def finish_stream(self) -> None:
+        """Wait for what is queued on the current stream. Messages on streams of their own stay in flight."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def synchronize(self) -> None:
         """Wait for everything queued on the device, on all streams."""

@@ -3,7 +3,7 @@
 **Never run on a GPU yet**; tested with a model of the driver on the CPU.
 
     create     one address range; chunks of physical memory, created, mapped
-    release    wait for the device -> tell peers -> close descriptor -> unmap -> free the chunk
+    release    wait for the stream -> tell peers -> close descriptor -> unmap -> free the chunk
     restore    a new chunk of physical memory at the old address; contents undefined
 
 A restored chunk is new physical memory, so an older mapping of a peer is stale. Peers therefore map, like any host
@@ -114,12 +114,12 @@ class DeviceMemory:
     def release(self, first: int, last: int) -> None:
         """Give the chunks of bytes [first, last) back; `first` is a multiple of `granularity`, `last` too or the end.
 
-        Waits for the device first, since kernels may still use them.
+        Waits for the current stream first. Whoever uses them on another one waits for that before.
         """
         self._raise_if_closed()
         resident = [index for index in self._chunks.within(first, last) if self._chunks.is_resident(index)]
         if resident:
-            self._chunks.driver.synchronize()
+            self._chunks.driver.finish_stream()
         for index in resident:
             self._chunks.unmap(index)
 

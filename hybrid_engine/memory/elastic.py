@@ -17,7 +17,7 @@ that outlives `close` stays valid.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -36,11 +36,19 @@ Handle = BufferHandle | DeviceHandle
 class Peer(Protocol):
     """A flat tensor of another process of the host."""
 
-    def mapped(self, extents: Sequence[Extent] = ()) -> AbstractContextManager[torch.Tensor]:
+    def mapped(self, extents: Sequence[Extent] = (), keep: Container[int] = ()) -> AbstractContextManager[torch.Tensor]:
         """A context manager: the flat tensor, of which these elements (default: all) may be read within the block.
 
-        Nothing may be kept of it after the block. Raises TransportError.
+        Nothing may be kept of it after the block; these `chunks` stay mapped for a later one. Raises TransportError.
         """
+        ...
+
+    def chunks(self, extents: Sequence[Extent]) -> list[int]:
+        """Numbers of the pieces, mapped one by one, in which these elements lie; none where all is mapped."""
+        ...
+
+    def unmap(self) -> None:
+        """Keep no chunk mapped."""
         ...
 
     def close(self) -> None:
@@ -110,8 +118,8 @@ class ElasticBuffer:
         """Release the memory of the byte range [start, stop); contents are lost. Default: the whole buffer.
 
         Bounds are rounded inwards to whole granules, so a neighbour's bytes are never lost; the end of the buffer
-        counts as the end of its last granule. On CUDA this waits for the device, and the memory is free once no peer
-        has it mapped. Raises ValueError on an impossible range and StateError after `close`.
+        counts as the end of its last granule. On CUDA this waits for the current stream, and the memory is free once
+        no peer has it mapped. Raises ValueError on an impossible range and StateError after `close`.
         """
         start, stop = self._checked(start, stop)
         granule = self._memory.granularity
@@ -252,11 +260,18 @@ class _HostPeer:
         self._flat: torch.Tensor | None = flat
 
     @contextmanager
-    def mapped(self, extents: Sequence[Extent] = ()) -> Iterator[torch.Tensor]:
+    def mapped(self, extents: Sequence[Extent] = (), keep: Container[int] = ()) -> Iterator[torch.Tensor]:
         """See `Peer`."""
         if self._flat is None:
             raise StateError("the peer is closed")
         yield self._flat
+
+    def chunks(self, extents: Sequence[Extent]) -> list[int]:
+        """See `Peer`."""
+        return []
+
+    def unmap(self) -> None:
+        """See `Peer`."""
 
     def close(self) -> None:
         """See `Peer`."""

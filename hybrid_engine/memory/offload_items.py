@@ -124,6 +124,7 @@ class Storage:
         buffer: the elastic buffer it lies in, if any.
         arena_offset: where its contents go in the arena, in bytes.
         in_arena: its contents are in the arena already, or on their way.
+        saved: byte ranges whose contents are in the arena, or on their way.
         done: byte ranges that may be released: saved, or not to be kept.
         released: byte ranges without memory.
     """
@@ -137,6 +138,7 @@ class Storage:
     buffer: ElasticBuffer | None
     arena_offset: int = 0
     in_arena: bool = False
+    saved: Spans = field(default_factory=Spans)
     done: Spans = field(default_factory=Spans)
     released: Spans = field(default_factory=Spans)
 
@@ -191,6 +193,7 @@ class Storage:
 
     def forget_departure(self) -> None:
         """Note that everything is on the device again."""
+        self.saved.clear()
         self.done.clear()
         self.released.clear()
 
@@ -256,6 +259,25 @@ def survey(items: Iterable[OffloadItem], device_type: str) -> Survey:
         if key not in covered:
             found_storage.action = "copy"  # parts that no item covers must not be lost
     return Survey(list(found.values()), [item for key, item in caches.items() if key not in found])
+
+
+def checked(kind: Kind) -> Kind:
+    """Return a kind. Raises ValueError for anything else."""
+    if kind not in KINDS:
+        raise ValueError(f"kind {kind!r} is not one of {', '.join(KINDS)}")
+    return kind
+
+
+def elastic_ranges(storages: Iterable[Storage], parts: Iterable[Part]) -> list[tuple[Storage, Spans]]:
+    """Return the byte ranges of these parts in those of the storages that are elastic."""
+    elastic = {storage.key: storage for storage in storages if storage.buffer is not None}
+    ranges: dict[int, Spans] = {}
+    for part in parts:
+        _, key, _ = storage_of("a part", part.flat)
+        if key in elastic:
+            size, offset = part.flat.element_size(), int(part.flat.storage_offset())
+            ranges.setdefault(key, Spans()).add((offset + part.start) * size, (offset + part.stop) * size)
+    return [(elastic[key], spans) for key, spans in ranges.items()]
 
 
 def forget(caches: Iterable[OffloadItem], moved: Moved) -> None:

@@ -5,6 +5,7 @@
     onload:   memory comes back under the same storage object: contents from the arena | zeros
 
     offload_parts(kind, parts)     parts of elastic storages go early, page by page; offload({kind}) does the rest
+    save_parts(kind, parts)        on CUDA their copies begin even earlier
     begin_offload(kinds)           copies go on in the background; offload(kinds) waits for them and frees
     onload(..., read_only=True)    contents in the arena stay valid: the next offload of the kind copies nothing
     onload(..., wait=False)        copies go on in the background; wait() completes them
@@ -38,10 +39,11 @@ from hybrid_engine.memory.offload_items import (
     Part,
     Reached,
     Storage,
+    checked,
+    elastic_ranges,
     forget,
     lay_out,
     names_of,
-    storage_of,
     survey,
 )
 from hybrid_engine.memory.residual import Residual
@@ -82,10 +84,11 @@ class Offloader:
         self._unchanged: dict[Kind, list[Storage]] = {}  # on the device, and by promise the same as in the arena
         self._pending: dict[Direction, set[Kind]] = {"to host": set(), "to device": set()}  # copies may be under way
         self._hidden_seconds = 0.0
+        self._saves_ahead = self._device_type == "cuda"  # elsewhere a copy is done when the call returns
 
     def is_offloaded(self, kind: Kind) -> bool:
         """Return True from a successful offload until a complete onload; False while only parts are offloaded."""
-        return _checked(kind) in self._away
+        return checked(kind) in self._away
 
     def offload(self, kinds: Iterable[Kind] = KINDS) -> OffloadReport:
         """Move these kinds off the device, all that is there of them; kinds that are off already are left alone.
@@ -94,10 +97,12 @@ class Offloader:
             OffloadError: a storage cannot be freed, before anything was moved; or moving failed, and everything that
                 this call or `offload_parts` moved was put back.
         """
-        requested = set(map(_checked, kinds))
+        requested = set(map(checked, kinds))
         to_move = self._on_device(requested)
         moved = Moved(to_move)
         self._wait_for(to_move)
+        if self._device_type == "cuda":
+            torch.cuda.synchronize()  # training may have used other streams; later releases wait for the current one
         found = survey(self._inventory(), self._device_type)
         self._begin(to_move, found.storages)
         away: dict[Kind, list[Storage]] = {kind: [] for kind in KINDS if kind in to_move}
@@ -130,13 +135,13 @@ class Offloader:
         Raises:
             OffloadError: as `offload`.
         """
-        begun = self._on_device(set(map(_checked, kinds)))
+        begun = self._on_device(set(map(checked, kinds)))
         self._wait_for(begun)
         self._begin(begun, survey(self._inventory(), self._device_type).storages)
         try:
             self._reserve_arenas(begun)
             for storage in [storage for kind in KINDS if kind in begun for storage in self._leaving[kind]]:
-                if not (storage.action == "drop" or storage.in_arena or storage.done.nbytes):
+                if not (storage.action == "drop" or storage.in_arena or storage.saved.nbytes):
                     self._pending["to host"].add(storage.kind)
                     self._copier.copy(self._slot(storage), storage.bytes_view(), "to host", background=True)
                     storage.in_arena = True
@@ -157,18 +162,11 @@ class Offloader:
         Raises:
             OffloadError: the contents are then on the device or in the arena; `onload({kind})` restores everything.
         """
-        if _checked(kind) in self._away:
+        if checked(kind) in self._away:
             return 0
-        self._wait_for({kind})
-        if kind not in self._leaving:
-            self._begin({kind}, survey(self._inventory(), self._device_type).storages)
-            self._reserve_arenas({kind})
-        given = self._elastic_ranges(kind, parts)
+        given = self._leaving_ranges(kind, parts)
         try:
-            for storage, ranges in given:
-                for start, stop in ranges:
-                    for gap in storage.done.missing(start, stop):
-                        self._save(storage, *gap)
+            self._save_all(given)
             self._copier.finish("to host")
             released = 0
             for storage, ranges in given:
@@ -179,6 +177,14 @@ class Offloader:
             raise OffloadError(
                 f"offload of parts of {kind} failed: {error}. Nothing is lost; onload {kind} to restore it"
             ) from error
+
+    def save_parts(self, kind: Kind, parts: Iterable[Part]) -> None:
+        """Begin to copy parts that `offload_parts` will be given, and that are not written from here on.
+
+        On CUDA, where copies are queued; elsewhere it does nothing. Raises as `offload_parts`.
+        """
+        if self._saves_ahead and checked(kind) not in self._away:
+            self._save_all(self._leaving_ranges(kind, parts))
 
     def onload(
         self,
@@ -203,7 +209,7 @@ class Offloader:
             OffloadError: it failed, for example for lack of memory. What was restored stays on the device and the rest
                 in the arena; the message names both, and a later call continues from there.
         """
-        requested = dict.fromkeys(map(_checked, kinds))
+        requested = dict.fromkeys(map(checked, kinds))
         moved = Moved(kind for kind in requested if kind in self._away or kind in self._leaving)
         if self._pending["to host"] & requested.keys():
             self._finish("to host")
@@ -212,6 +218,7 @@ class Offloader:
                 self._unchanged.pop(kind, None)
             where = self._away if kind in self._away else self._leaving
             if kind in where:
+                self._copier.finish("to host")  # what `save_parts` began
                 self._pending["to device"].add(kind)
                 is_whole = self._onload_kind(where[kind], moved, limit, background=not wait)
                 if not is_whole:
@@ -234,7 +241,7 @@ class Offloader:
 
     def away_nbytes(self, kinds: Iterable[Kind] = KINDS) -> dict[Kind, int]:
         """Return the device memory that an onload would take, by kind."""
-        return {kind: sum(s.released.nbytes for s in self._away.get(kind, ())) for kind in map(_checked, kinds)}
+        return {kind: sum(s.released.nbytes for s in self._away.get(kind, ())) for kind in map(checked, kinds)}
 
     def resident_nbytes(self) -> dict[str, dict[str, int]]:
         """Return the bytes on the device by kind and owner; a storage counts once, under its first owner."""
@@ -287,27 +294,28 @@ class Offloader:
 
     def _reserve_arenas(self, kinds: Iterable[Kind]) -> None:
         """Make room for everything of these kinds."""
+        self._copier.finish("to host")  # memory that grows may move
         for kind in kinds:
             ends = [storage.arena_stop for storage in self._leaving[kind] if storage.action == "copy"]
             self._arenas[kind].reserve(max(ends, default=0), pinned=self._device_type == "cuda")
 
-    def _elastic_ranges(self, kind: Kind, parts: Iterable[Part]) -> list[tuple[Storage, Spans]]:
-        """Return the byte ranges of these parts by elastic storage."""
-        elastic = {storage.key: storage for storage in self._leaving[kind] if storage.buffer is not None}
-        ranges: dict[int, Spans] = {}
-        for part in parts:
-            _, key, _ = storage_of("a part", part.flat)
-            if key in elastic:
-                size, offset = part.flat.element_size(), int(part.flat.storage_offset())
-                ranges.setdefault(key, Spans()).add((offset + part.start) * size, (offset + part.stop) * size)
-        return [(elastic[key], spans) for key, spans in ranges.items()]
+    def _leaving_ranges(self, kind: Kind, parts: Iterable[Part]) -> list[tuple[Storage, Spans]]:
+        """Return the byte ranges of these parts by elastic storage; from here on the kind is leaving."""
+        self._wait_for({kind})
+        if kind not in self._leaving:
+            self._begin({kind}, survey(self._inventory(), self._device_type).storages)
+            self._reserve_arenas({kind})
+        return elastic_ranges(self._leaving[kind], parts)
+
+    def _save_all(self, given: Iterable[tuple[Storage, Spans]]) -> None:
+        for storage, ranges in given:
+            for start, stop in ranges:
+                self._save(storage, start, stop)
 
     def _take_off(self, storage: Storage, moved: Moved) -> None:
         """Save what is not saved yet, then free the storage."""
         remaining = storage.nbytes - storage.released.nbytes
-        copied = 0
-        for gap in storage.done.missing(0, storage.nbytes):
-            copied += self._save(storage, *gap)
+        copied = self._save(storage, 0, storage.nbytes)
         self._copier.finish("to host")
         storage.done.add(0, storage.nbytes)
         storage.free()
@@ -316,11 +324,16 @@ class Offloader:
         moved.copied[storage.kind] += copied
 
     def _save(self, storage: Storage, start: int, stop: int) -> int:
-        """Copy this byte range to the arena if it must be kept and is not there yet; return the bytes copied."""
+        """Copy of this byte range to the arena what must be kept and is not there yet; return the bytes copied."""
         if storage.action == "drop" or storage.in_arena:
             return 0
-        self._copier.copy(self._slot(storage)[start:stop], storage.bytes_view()[start:stop], "to host")
-        return stop - start
+        copied = 0
+        for gap_start, gap_stop in storage.saved.missing(start, stop):
+            gap = slice(gap_start, gap_stop)
+            self._copier.copy(self._slot(storage)[gap], storage.bytes_view()[gap], "to host")
+            storage.saved.add(gap_start, gap_stop)
+            copied += gap_stop - gap_start
+        return copied
 
     def _onload_kind(self, storages: Sequence[Storage], moved: Moved, limit: int | None, *, background: bool) -> bool:
         """Restore those of these storages that fit; return whether all are back. What is back stays in the list."""
@@ -383,11 +396,4 @@ class Offloader:
                 self._finish(direction)
 
 
-MegatronOffloader = Offloader
-"""Its name in programs of others: Megatron's was the first trainer."""
-
-
-def _checked(kind: Kind) -> Kind:
-    if kind not in KINDS:
-        raise ValueError(f"kind {kind!r} is not one of {', '.join(KINDS)}")
-    return kind
+MegatronOffloader = Offloader  # its name in programs of others: Megatron's was the first trainer

@@ -1,6 +1,7 @@
 """Training memory goes while inference memory comes, bucket by bucket.
 
     run bucket b  ->  fence b starts  ->  commit b  ->  run bucket b + 1  ->  fence b ends: pages of b go
+                      copies of b to host memory begin, where they run by themselves
 
 A fence ends when every rank has read all it needs of a bucket; it runs while the next bucket is on its way. So a rank
 never holds more than its training weights, less those of the buckets before the last, and the inference weights so far.
@@ -32,6 +33,7 @@ class ReleaseFence:
         rank: global rank of this process.
         group: of all ranks, on the CPU, used for nothing else.
         buckets: the indices of those that are filled, in order.
+        save: called with the position in `buckets` of one that this rank has sent; reading is all it may do.
         give_back: called with the position in `buckets` of one that every rank has read all of.
         timeout: seconds to wait for a fence.
     """
@@ -41,12 +43,14 @@ class ReleaseFence:
         rank: int,
         group: dist.ProcessGroup,
         buckets: Sequence[int],
+        save: Callable[[int], None],
         give_back: Callable[[int], None],
         timeout: float,
     ) -> None:
         self._rank = rank
         self._group = group
         self._buckets = buckets
+        self._save = save
         self._give_back = give_back
         self._timeout = timedelta(seconds=timeout)
         self._fences: list[tuple[dist.Work, torch.Tensor]] = []  # started, in order of buckets
@@ -62,6 +66,7 @@ class ReleaseFence:
         self._start(failed=False)
         if len(self._fences) > 1:
             self._end_next()
+        self._save(len(self._fences) - 1)  # after the bucket before has gone, which waits for all copies
 
     def finish(self) -> None:
         """All buckets are sent: give back the last. Raises as `sent`."""

@@ -155,13 +155,13 @@ def connect(
                 destination_buffers=_joined(each.destination.buffers for each in offers),
                 relays=relays,
                 tell_group=tell_group,
+                buckets=made.buckets,
                 timeout=job.timeout_seconds,
             )
             router = TransportSet.connect(wiring, config.transport)
             owner.callback(router.close)
             router.check(made, exported=handles_of_all)
-            # On CUDA releasing training memory waits for the device, so for messages in flight: a peer that hangs.
-            container = WeightContainer(destination, made, router, sends_ahead=job.device.type != "cuda")
+            container = WeightContainer(destination, made, router)
             schedule = release_schedule(source_layouts[job.rank].shards, [bucket.tensors for bucket in made.buckets])
             regions, deliveries = None, None
             if config.verify != "off":

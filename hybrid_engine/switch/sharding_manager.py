@@ -307,6 +307,9 @@ class ShardingManager(SwitchHooks):
             return None
         training = resident_nbytes(self.offloader) + self._tally.offloaded
 
+        def save_bucket(number: int) -> None:
+            self.offloader.save_parts("param", parts_of(buffers, delivery.releases[number]))
+
         def free_bucket(number: int) -> None:
             self._note_peak(training - self._tally.offloaded)
             parts = parts_of(buffers, delivery.releases[number])
@@ -316,6 +319,7 @@ class ShardingManager(SwitchHooks):
             self.job.rank,
             self._require_open().fence_group,
             [bucket.index for bucket in self.plan.buckets if bucket.index not in delivery.skipped],
+            save_bucket,
             free_bucket,
             self.job.timeout_seconds,
         )

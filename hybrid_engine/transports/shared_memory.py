@@ -6,7 +6,7 @@ ElasticBuffer --export()--> handle --map_peer() or open_peer().mapped()--> flat 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from hybrid_engine.errors import TransportError
 from hybrid_engine.memory.device_pages import DeviceHandle
 from hybrid_engine.memory.elastic import Handle, Peer, map_peer, open_peer
 from hybrid_engine.memory.host_pages import BufferHandle
-from hybrid_engine.planning.plan import Link, Transfer
+from hybrid_engine.planning.plan import Bucket, Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent
 from hybrid_engine.transports.copies import SourceOf, failure_at
 from hybrid_engine.transports.pull import PullTransport
@@ -26,15 +26,16 @@ from hybrid_engine.transports.wiring import Wiring
 class SharedMemoryTransport(PullTransport):
     """Reads peers' elastic buffers. Peers are opened on first use, until `close`.
 
-    Host pages stay mapped so long; device memory only while a bucket is read, so that its owner can release it.
+    Host pages stay mapped so long; of device memory a chunk stays from the first bucket that reads it to the last, so
+    that its owner can release it then.
 
     Has no timeout, since it waits for nobody: a peer that ended is an error at its first use, and harmless after.
     """
 
     name = "shared_memory"
 
-    def __init__(self, rank: int, handles: Mapping[BufferId, Handle]) -> None:
-        """`handles`: of the source buffers of all ranks (`export_handles`), exchanged once.
+    def __init__(self, rank: int, handles: Mapping[BufferId, Handle], buckets: Iterable[Bucket] = ()) -> None:
+        """`handles`: of the source buffers of all ranks (`export_handles`), exchanged once. `buckets`: of the plan.
 
         When a rank allocates its buffers anew the handles are stale: make a new transport.
         """
@@ -43,6 +44,12 @@ class SharedMemoryTransport(PullTransport):
         self._host_pages: dict[BufferId, torch.Tensor] = {}
         self._files: dict[BufferHandle, torch.Tensor] = {}  # whole memory files, which hold many buffers
         self._device_peers: dict[BufferId, Peer] = {}
+        self._reads: dict[BufferId, list[tuple[int, Transfer]]] = {}  # of device memory, with the bucket's index
+        self._last_reads: dict[BufferId, dict[int, int]] = {}  # chunk -> the last bucket that reads it
+        for bucket in buckets:
+            for transfer in (*bucket.transfers, *bucket.fan_out):
+                if transfer.dst_rank == rank and isinstance(handles.get(transfer.src.buffer), DeviceHandle):
+                    self._reads.setdefault(transfer.src.buffer, []).append((bucket.index, transfer))
 
     @staticmethod
     def obstacle(transfer: Transfer, exported: Set[BufferId]) -> str:
@@ -54,7 +61,17 @@ class SharedMemoryTransport(PullTransport):
     @classmethod
     def connect(cls, wiring: Wiring) -> SharedMemoryTransport:
         """As `registry.RegisteredTransport`."""
-        return cls(wiring.rank, wiring.handles)
+        return cls(wiring.rank, wiring.handles, wiring.buckets)
+
+    def abandon(self, bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
+        """Keep nothing mapped: what later buckets read will not be read."""
+        self.trim()
+
+    def trim(self) -> int:
+        """Keep no device memory mapped, not even for buckets that were skipped; none of it counts as staging."""
+        for peer in self._device_peers.values():
+            peer.unmap()
+        return 0
 
     def close(self) -> None:
         """Unmap the peers; idempotent. A later `run` maps them again."""
@@ -103,13 +120,22 @@ class SharedMemoryTransport(PullTransport):
         with self._failing_at(bucket, transfers[0]):
             if buffer_id not in self._device_peers:
                 self._device_peers[buffer_id] = open_peer(handle)
-            hole = handle.chunk_nbytes // getattr(torch, handle.dtype).itemsize  # chunks on both sides of it are read
-            extents = [extent for transfer in transfers for extent in source_extents(transfer, hole)]
-            reading = self._device_peers[buffer_id].mapped(extents)
+            peer = self._device_peers[buffer_id]
+            last_reads = self._last_reads_of(buffer_id, handle, peer)
+            keep = {chunk for chunk, last in last_reads.items() if last > bucket}
+            reading = peer.mapped(_extents(transfers, handle), keep)
             flat = reading.__enter__()
         with ExitStack() as stack:
             stack.push(reading)
             yield flat
+
+    def _last_reads_of(self, buffer_id: BufferId, handle: DeviceHandle, peer: Peer) -> Mapping[int, int]:
+        if buffer_id not in self._last_reads:
+            reads = self._reads.pop(buffer_id, [])
+            self._last_reads[buffer_id] = {
+                chunk: bucket for bucket, transfer in reads for chunk in peer.chunks(_extents([transfer], handle))
+            }
+        return self._last_reads[buffer_id]
 
     def _handle_of(self, buffer_id: BufferId) -> Handle:
         if buffer_id not in self._handles:
@@ -123,6 +149,11 @@ class SharedMemoryTransport(PullTransport):
             yield
         except (OSError, TransportError) as error:
             raise failure_at(self.name, bucket, "read", transfer, error, peer=transfer.src_rank) from error
+
+
+def _extents(transfers: Iterable[Transfer], handle: DeviceHandle) -> list[Extent]:
+    hole = handle.chunk_nbytes // getattr(torch, handle.dtype).itemsize  # chunks on both sides of it are read
+    return [extent for transfer in transfers for extent in source_extents(transfer, hole)]
 
 
 def source_extents(transfer: Transfer, hole: int) -> list[Extent]:

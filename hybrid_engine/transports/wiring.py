@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from hybrid_engine.memory.elastic import Handle
+from hybrid_engine.planning.plan import Bucket
 from hybrid_engine.records.layout import Buffer, BufferId
 from hybrid_engine.transports.relay_buffers import RelayBuffers
 
@@ -26,6 +27,7 @@ class Wiring:
         relays: the relay buffers that this rank has to do with; None: none.
         tell_group: for `Transport.tell`; default: `group`. Better gloo, since NCCL would deliver after all that is in
             flight.
+        buckets: of the plan, in order: a transport may keep what a later one needs. Default: it keeps nothing.
         timeout: seconds that a bucket may wait for peers in all.
     """
 
@@ -36,6 +38,7 @@ class Wiring:
     destination_buffers: Mapping[BufferId, Buffer] = field(default_factory=dict)
     relays: RelayBuffers | None = None
     tell_group: dist.ProcessGroup | None = None
+    buckets: Sequence[Bucket] = ()
     timeout: float = 300.0
 
     def __post_init__(self) -> None:

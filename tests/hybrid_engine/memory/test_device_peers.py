@@ -12,7 +12,7 @@ import torch
 from hybrid_engine.errors import StateError, TransportError
 from hybrid_engine.memory import device_peers
 from hybrid_engine.memory.elastic import ElasticBuffer, export_tensor, map_peer, open_peer
-from hybrid_engine.planning.plan import Link, Transfer
+from hybrid_engine.planning.plan import Bucket, Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent, Place
 from hybrid_engine.transports.shared_memory import SharedMemoryTransport
 from tests.hybrid_engine.memory.device_rig import CHUNK, Rig
@@ -167,6 +167,45 @@ def test_the_transport_maps_a_peer_for_a_bucket_only(rig: Rig):
         with pytest.raises(TransportError, match=r"bucket 5, phase read, peer 0.*released chunks"):
             transport.run(5, transfers, {}, destination)
         buffer.restore()
+    transport.close()
+
+
+def test_a_chunk_is_mapped_once_for_all_buckets_that_read_it(rig: Rig):
+    buffer = ElasticBuffer(2 * CHUNK // 4, torch.float32, device="cuda:0")
+    source, elements = BufferId(0, "src"), CHUNK // 4
+
+    def read(start: int) -> Transfer:
+        places = Place(source, start, (1,)), Place(BufferId(1, "dst"), 0, (1,))
+        return Transfer("t", (4,), *places, 16, Link.HOST)
+
+    first_chunk, both, second_chunk = read(0), read(elements - 2), read(elements)
+    buckets = [Bucket(index, (), (one,), (), 16) for index, one in enumerate([first_chunk, both, second_chunk])]
+    transport = SharedMemoryTransport(1, {source: buffer.export()}, buckets)
+    own, destination = rig.fake.mapped(), {"dst": torch.zeros(4)}
+    for value in range(2):  # the second time with memory that is new
+        buffer.tensor.fill_(value)
+        rig.fake.calls.clear()
+        num_mapped = []
+        for bucket in buckets:
+            transport.run(bucket.index, bucket.transfers, {}, destination)
+            assert destination["dst"].tolist() == [value] * 4
+            num_mapped.append(len(rig.fake.mapped()) - len(own))
+        assert num_mapped == [1, 1, 0]
+        assert rig.fake.calls.count("map") == 2
+        buffer.release()
+        buffer.restore()
+    transport.run(0, buckets[0].transfers, {}, destination)
+    buffer.release()
+    buffer.restore()
+    buffer.tensor.fill_(7)
+    transport.run(1, buckets[1].transfers, {}, destination)  # what was kept is outdated, and mapped anew
+    assert destination["dst"].tolist() == [7] * 4
+    transport.abandon(2, buckets[2].transfers, "")
+    assert len(rig.fake.mapped()) == len(own)
+    transport.run(0, buckets[0].transfers, {}, destination)
+    transport.trim()
+    assert len(rig.fake.mapped()) == len(own)
+    transport.run(0, buckets[0].transfers, {}, destination)
     transport.close()
 
 

@@ -50,7 +50,10 @@ SIZES = (100, 4 * PAGE, 5 * PAGE + 7)
 DTYPES = (torch.int32, torch.int16, torch.int32)
 FRACTION = st.integers(0, 12)
 STEP = st.one_of(
-    st.tuples(st.just("parts"), st.lists(st.tuples(st.integers(0, 2), FRACTION, FRACTION), min_size=1, max_size=3)),
+    st.tuples(
+        st.sampled_from(["parts", "save"]),
+        st.lists(st.tuples(st.integers(0, 2), FRACTION, FRACTION), min_size=1, max_size=3),
+    ),
     st.tuples(st.sampled_from(["offload", "onload", "onload read-only", "write"])),
 )
 
@@ -62,13 +65,17 @@ class Rig:
         self.flats = [filled(numel, dtype, seed) for seed, (numel, dtype) in enumerate(zip(SIZES, DTYPES, strict=True))]
         self.expected = [flat.clone() for flat in self.flats]
         self.offloader = offloader_of(*self.flats)
+        self.offloader._saves_ahead = True  # as on CUDA
         self.gone: list[set[int]] = [set() for _ in self.flats]  # byte numbers given to offload_parts
         self.promised = False
+        self.is_leaving = False
         self.num_writes = 0
 
     def step(self, name: str, *arguments: list[tuple[int, int, int]]) -> None:
         if name == "parts":
             self.take_parts(*arguments)
+        elif name == "save":
+            self.save_parts(*arguments)
         elif name == "offload":
             self.offloader.offload({"param"})
             assert [on_device(flat) for flat in self.flats] == [0, 0, 0]
@@ -78,19 +85,35 @@ class Rig:
             self.offloader.onload({"param"}, read_only=name.endswith("read-only"))
             self.promised = name.endswith("read-only") and (was_away or self.promised)
             self.gone = [set() for _ in self.flats]
+            self.is_leaving = False
             self.check_contents()
-        elif not self.promised and not self.offloader.is_offloaded("param") and not any(self.gone):
+        elif (
+            not self.is_leaving
+            and not self.promised
+            and not self.offloader.is_offloaded("param")
+            and not any(self.gone)
+        ):
             self.num_writes += 1
             for number, flat in enumerate(self.flats):
                 refill(flat, 100 * self.num_writes + number)
             self.expected = [flat.clone() for flat in self.flats]
 
-    def take_parts(self, chosen: list[tuple[int, int, int]]) -> None:
+    def parts_of(self, chosen: list[tuple[int, int, int]]) -> list[Part]:
         parts = []
         for number, one, other in chosen:
             flat = self.flats[number]
             start, stop = sorted((flat.numel() * one // 12, flat.numel() * other // 12))
             parts.append(Part(flat, start, stop))
+        return parts
+
+    def save_parts(self, chosen: list[tuple[int, int, int]]) -> None:
+        before = [on_device(flat) for flat in self.flats]
+        self.offloader.save_parts("param", self.parts_of(chosen))
+        assert [on_device(flat) for flat in self.flats] == before
+        self.is_leaving = True
+
+    def take_parts(self, chosen: list[tuple[int, int, int]]) -> None:
+        parts = self.parts_of(chosen)
         before = [on_device(flat) for flat in self.flats]
         away = self.offloader.is_offloaded("param")
         released = self.offloader.offload_parts("param", parts)
@@ -125,6 +148,22 @@ def test_any_sequence_gives_back_the_exact_bytes_and_releases_whole_pages(steps:
     assert [on_device(flat) for flat in rig.flats] == [0, 0, 0]
     rig.offloader.onload()
     rig.check_contents()
+
+
+def test_what_was_saved_ahead_is_not_copied_again(monkeypatch: pytest.MonkeyPatch):
+    flat = filled(4 * PAGE)
+    offloader = offloader_of(flat)
+    offloader._saves_ahead = True
+    copied = []
+    real = Copier.copy
+    monkeypatch.setattr(Copier, "copy", lambda self, to, *rest, **_: (copied.append(to.numel()), real(self, to, *rest)))
+    offloader.save_parts("param", [Part(flat, 0, PAGE)])
+    assert copied == [4 * PAGE]
+    assert offloader.offload_parts("param", [Part(flat, 0, 2 * PAGE)]) == 8 * PAGE
+    assert copied == [4 * PAGE, 4 * PAGE]
+    offloader.save_parts("param", [Part(flat, 2 * PAGE, 3 * PAGE)])
+    assert offloader.offload().copied_nbytes["param"] == 4 * PAGE
+    assert sum(copied) == flat.nbytes
 
 
 def test_reports_count_every_byte_once():

@@ -24,8 +24,14 @@ class Failure(Exception):
 
 def fill(group: dist.ProcessGroup, failing: dict[int, tuple[int, str]]) -> tuple[str, list[int]]:
     """What the weight container does with a follower; `failing`: rank -> (bucket, before or after it was sent)."""
+    saved: list[int] = []
     given_back: list[int] = []
-    fence = ReleaseFence(dist.get_rank(), group, BUCKETS, given_back.append, TIMEOUT)
+
+    def give_back(position: int) -> None:
+        assert position in saved
+        given_back.append(position)
+
+    fence = ReleaseFence(dist.get_rank(), group, BUCKETS, saved.append, give_back, TIMEOUT)
     bucket, moment = failing.get(dist.get_rank(), (None, ""))
     try:
         for index in range(NUM_BUCKETS):
@@ -80,7 +86,7 @@ def test_every_failure_leaves_the_next_switch_alone(ranks: Ranks) -> None:
 def wait_for_a_rank_that_sends_nothing() -> str:
     dist.init_process_group("gloo")
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
-    fence = ReleaseFence(dist.get_rank(), group, [0, 1], lambda _: None, timeout=0.5)
+    fence = ReleaseFence(dist.get_rank(), group, [0, 1], lambda _: None, lambda _: None, timeout=0.5)
     if dist.get_rank() == 1:
         dist.barrier()  # lives on, with its connections
         return ""
