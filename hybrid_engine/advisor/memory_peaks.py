@@ -18,11 +18,11 @@ FSDP2's copied to the host if there are any; state is copied), then fills the in
 parameters that every rank has read leave (copied). Inference memory comes bucket by bucket too, on GPUs by segments of
 vLLM's allocator, so the peak at a switch is the larger of parameters and inference weights, and two buckets:
 `interleaved_switch`; a module larger than a bucket is one. FSDP2's parameters that do not split evenly leave at the end
-of a switch: they come on top of that. Where vLLM wakes all weights at once (`release_weights: false`, and another
-`sleep_mode_backend` than vLLM's own) it is parameters + inference weights: `switch`.
+of a switch: they come on top of that. Where all inference weights have memory from the start (`release_weights: false`,
+and another `sleep_mode_backend` than vLLM's own) it is parameters + inference weights: `switch`.
 
 Activations, parameters that FSDP2 gathers for a layer, KV cache, CUDA context and libraries' workspaces are not in
-these numbers.
+these numbers, nor what vLLM keeps while the trainer has the device: `NOT_COUNTED`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,11 @@ from hybrid_engine.layouts.sharded import PackedModel
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import DTYPE_NBYTES
 
+NOT_COUNTED = (
+    "Not counted on a GPU: its context and workspaces, NCCL's communicators of both engines, and vLLM's captured "
+    "graphs, which stay while training (2 to 6 GiB in all, not measured). generate_config.vllm can give part of that "
+    "back: {sleep_mode_offload_cudagraph: true, enable_nccl_comm_suspend: true}"
+)
 GRAD_NBYTES = 4
 MOMENTS_NBYTES = 8
 MAIN_NBYTES = 4

@@ -18,6 +18,7 @@ from hybrid_engine.advisor.facts import (
     range_of,
 )
 from hybrid_engine.advisor.later_switches import LaterSwitches
+from hybrid_engine.advisor.memory_peaks import NOT_COUNTED
 from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
 from hybrid_engine.cli.output import Console, new_table
 from hybrid_engine.planning.plan import Link
@@ -28,6 +29,7 @@ def print_tables(answer: Answer) -> None:
     console, job = Console(), answer.job
     console.print(_bytes_table(job), _peers_table(job), _memory_table(job))
     console.print(_fit_text(job))
+    console.print(NOT_COUNTED)
     rates = ", ".join(f"{link.value} {rate:g}" for link, rate in job.cluster.link_gbps.items())
     console.print(
         f"Estimated time of the transfers: {job.seconds.max():.3f} s (the slowest rank; {job.seconds.mean():.3f} s on "

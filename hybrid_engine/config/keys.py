@@ -203,7 +203,8 @@ class GenerateConfig(Section):
     max_num_seqs: Count = 256
     """Sequences that are decoded together."""
     gpu_memory_utilization: Share = 0.5
-    """Share of a GPU that vLLM may use while it generates."""
+    """Share of a GPU that vLLM may use while it generates. Its KV cache is measured before Megatron's communicators and
+    workspaces exist, which stay on the device: leave them a few GB."""
     enforce_eager: bool | None = None
     """No graph capture and no compilation; default: true on CPU, false on GPU."""
     kv_cache_mb: Annotated[int, _Number, Field(ge=1, le=2**24)] | None = None

@@ -3,6 +3,7 @@
     build    build.py             model, DDP and optimizer from one configuration (`Actor`)
              parallel_groups.py   Megatron's process groups and generators
              megatron_config.py   Megatron's configuration objects from ours
+             fusions.py           Megatron's fused kernels, where they exist
              specs.py             which modules the layers consist of
              model_variants.py    what some architectures compute and megatron-core has no setting for
              routing.py           DeepSeek's ranking of groups of experts

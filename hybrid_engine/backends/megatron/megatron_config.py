@@ -15,6 +15,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
+from hybrid_engine.backends.megatron.fusions import fusion_settings
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.parallelism import TrainParallelism, named
@@ -61,13 +62,7 @@ def transformer_config(actor: ActorConfig, sizes: TrainParallelism, table: Model
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         use_cpu_initialization=not torch.cuda.is_available(),
-        # megatron-core's fused kernels are CUDA only
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
+        **fusion_settings(settings, is_cuda=torch.cuda.is_available(), with_te=has_transformer_engine()),
     )
 
 
