@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -35,20 +36,24 @@ class SleepingSegments:
 
     @staticmethod
     def of(llm: Any, weights: Iterable[torch.Tensor]) -> SleepingSegments:
-        """The segments of these weights, which will be written whole, but for those that hold a buffer too, whose
-        contents vLLM brings back when it wakes up. None where vLLM's sleep mode works in another way."""
+        """The segments in which nothing lies but these weights, which will be written whole.
+
+        Where anything else does (a buffer, whose contents vLLM brings back when it wakes up, or a tensor that nobody
+        knows), torch has given more of the segment than they take. None where vLLM's sleep mode works in another way.
+        """
         worker = internals.worker_of(llm)
         if not internals.SLEEP_BACKEND.is_type_of(worker.sleep_mode_backend) or worker._sleep_saved_parameters:
             return SleepingSegments(())
-        allocated = internals.MEM_ALLOCATOR.load()().pointer_to_data.values()
-        asleep = SleepingSegments(
-            segment for segment in allocated if segment.is_asleep and segment.cpu_backup_tensor is None
-        )
-        models = [model for model in (worker.model_runner.model, worker.get_draft_model()) if model is not None]
-        buffers = (buffer for model in models for buffer in model.buffers())
-        held = {id(segment) for buffer in buffers for segment in asleep._around(buffer)}
-        found = {id(segment): segment for tensor in weights for segment in asleep._around(tensor)}
-        return SleepingSegments(segment for key, segment in found.items() if key not in held)
+        allocator = internals.MEM_ALLOCATOR.load()()
+        pools = (pool for pool, _ in allocator.allocator_and_pools.get("weights", ()))
+        given = {segment["address"]: segment["requested_size"] for pool in pools for segment in pool.snapshot()}
+        asleep = SleepingSegments(data for data in allocator.pointer_to_data.values() if data.is_asleep)
+        taken: Counter[int] = Counter()
+        storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in weights)}
+        for address, storage in storages.items():
+            for segment in asleep._in(address, storage.nbytes()):
+                taken[_start(segment)] += storage.nbytes()
+        return SleepingSegments(one for one in asleep._segments if 0 < taken[_start(one)] == given.get(_start(one)))
 
     @contextlib.contextmanager
     def overlooked(self) -> Iterator[None]:
@@ -79,9 +84,11 @@ class SleepingSegments:
     def _around(self, tensor: torch.Tensor) -> list[Any]:
         """The segments in which a tensor's storage lies: one, in all that torch's allocator gives."""
         storage = tensor.untyped_storage()
-        first, last = storage.data_ptr(), storage.data_ptr() + max(storage.nbytes(), 1) - 1
-        begin, end = bisect_right(self._starts, first) - 1, bisect_right(self._starts, last)
-        return [one for one in self._segments[max(begin, 0) : end] if first < _start(one) + _nbytes(one)]
+        return self._in(storage.data_ptr(), storage.nbytes())
+
+    def _in(self, address: int, nbytes: int) -> list[Any]:
+        begin, end = bisect_right(self._starts, address) - 1, bisect_right(self._starts, address + max(nbytes, 1) - 1)
+        return [one for one in self._segments[max(begin, 0) : end] if address < _start(one) + _nbytes(one)]
 
 
 def _start(segment: Any) -> int:

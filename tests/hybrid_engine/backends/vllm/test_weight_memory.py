@@ -176,6 +176,8 @@ class Segmented:
             _sleep_saved_parameters={},
             _sleep_saved_draft_buffers={},
         )
+        self.requested = {"first": 128, "second": 128, "third": 64}
+        self.allocator.allocator_and_pools["weights"] = [[SimpleNamespace(snapshot=self.snapshot), None]]
         monkeypatch.setattr(cumem.CuMemAllocator, "get_instance", lambda: self.allocator)
         monkeypatch.setattr("vllm.device_allocator.get_mem_allocator_instance", lambda: self.allocator)
         monkeypatch.setattr(cumem, "create_and_map", self._map)
@@ -194,6 +196,13 @@ class Segmented:
     def over(self, segment: str, start: int) -> torch.Tensor:
         pages = self.pages[segment]
         return tensor_over(pages.data_ptr() + start, 64, pages.device, pages).view(torch.float32)
+
+    def snapshot(self) -> list[dict[str, int]]:
+        """As torch's memory pools give it, of which this much is used."""
+        return [
+            {"address": self.pages[name].data_ptr(), "requested_size": nbytes}
+            for name, nbytes in self.requested.items()
+        ]
 
     def asleep(self) -> list[str]:
         data = self.allocator.pointer_to_data
@@ -250,6 +259,15 @@ def test_weights_wake_group_by_group(segmented: Segmented) -> None:
     memory.wake_kv_cache()
     assert segmented.asleep() == []
     assert {name: tensor.data_ptr() for name, tensor in live.items()} == addresses
+
+
+@pytest.mark.slow
+def test_a_segment_with_a_tensor_that_nobody_knows_wakes_at_once(segmented: Segmented) -> None:
+    memory = SleepMode(lambda: segmented)
+    segmented.requested["third"] += 16
+    memory.free(segmented.live)
+    memory.restore(segmented.live, [])
+    assert segmented.asleep() == ["second", "kv"]
 
 
 @pytest.mark.slow
