@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.resharding.measuring import ALLOCATE, COMMIT, Clock, Digests, digesting_vllm
 from hybrid_engine import HybridEngine
-from hybrid_engine.backends.vllm.weights.commit import bind_group
 from hybrid_engine.worker import ActorHybridWorker
 
 Engines = ActorHybridWorker | HybridEngine[Any]
@@ -50,7 +49,7 @@ class LoaderTarget:
         with clock.phase(ALLOCATE):
             flats = dict(self._adaptor.allocate(self._groups))
             for group, tensors in self._adaptor._filling.items():
-                bind_group(self._adaptor._processed, self._adaptor._traced.groups[group], tensors)
+                self._adaptor._processed.bind(self._adaptor._traced.groups[group], tensors)
         return flats
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -51,20 +51,26 @@ def _compression(context: JobContext) -> Iterator[Finding]:
         yield problem, "Set compress_reshard to false"
 
 
-QUANTIZATIONS: Mapping[str, tuple[str, ...]] = {"cpu": ("fp8_per_channel",), "cuda": ()}
-"""Device type -> names of vLLM's methods for which refilled weights were compared with vLLM's own load."""
+QUANTIZATIONS: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("fp8_per_channel",),
+    "cuda": (
+        *("fp8_per_channel", "fp8_per_tensor", "fp8_per_block", "mxfp8", "mxfp4"),
+        *("int8_per_channel_weight_only", "nvfp4_per_token"),
+    ),
+}
+"""Device type -> names of vLLM's methods that quantise while loading; on CPU those that it has kernels for."""
 
 
 @constraint(
     INFERENCE,
     "generate_config.quantization",
-    "The method was tested on some device type: refilled weights equal vLLM's own load. The engine checks its own.",
+    "The method quantises while loading: training has no quantised weights. The engine checks its device's methods.",
 )
 def _quantization(context: JobContext) -> Iterator[Finding]:
-    chosen, tried = context.generate.quantization, {method for methods in QUANTIZATIONS.values() for method in methods}
-    if chosen is not None and chosen not in tried:
-        problem = f"refilling weights of method {chosen!r} was not tested on any device"
-        yield problem, f"Use {' or '.join(sorted(tried))}, or leave it out"
+    chosen, known = context.generate.quantization, {method for methods in QUANTIZATIONS.values() for method in methods}
+    if chosen is not None and chosen not in known:
+        problem = f"method {chosen!r} needs a checkpoint that is quantised already"
+        yield problem, f"Use {' or '.join(sorted(known))}, or leave it out"
 
 
 @constraint(INFERENCE, "generate_config.lora_delivery", "Adapters of weights that are stored transposed are merged.")

@@ -37,7 +37,9 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
 
 def _defaults_on_cuda(settings: InferenceSettings) -> dict[str, Any]:
     """What vLLM would choose otherwise by itself, and cannot have here."""
-    defaults: dict[str, Any] = {"moe_backend": "triton"}  # it computes with the loader's layout; others' are refused
+    defaults: dict[str, Any] = {}
+    if settings.quantization is None:
+        defaults["moe_backend"] = "triton"  # it computes with the loader's layout; for others a switch derives theirs
     allocator = internals.ALLOCATOR_CONFIG.load()
     is_expandable = allocator.conf_flag_enabled(allocator.current_alloc_conf(), allocator.EXPANDABLE_SEGMENTS)
     if settings.sizes.tensor > 1 and is_expandable:
@@ -111,6 +113,9 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
         reason = f"vLLM's {model_class.__name__} takes no LoRA"
     elif device_type == "cpu" and config.model_config.is_moe:
         reason = "vLLM's kernels for experts beside LoRA do not run on CPU"
+    if settings.quantization is not None and device_type == "cpu" and config.model_config.is_moe:
+        problem = f"{settings.quantization!r} on cpu: vLLM {TESTED_VERSION} has no kernels for such experts there"
+        raise ConfigError([Violation("quantization", problem, "Leave it out")])
     if settings.max_loras and reason:
         problem = f"{settings.max_loras}, but {reason}"
         raise ConfigError([Violation("max_loras", problem, "Set it to 0 and merge it into the weights")])

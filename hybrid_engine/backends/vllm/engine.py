@@ -49,7 +49,8 @@ from hybrid_engine.backends.vllm.requests import (
 from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.loader import capturing
-from hybrid_engine.backends.vllm.weights.traced_model import ProcessedModel, TracedModel, trace_model
+from hybrid_engine.backends.vllm.weights.looking import look
+from hybrid_engine.backends.vllm.weights.traced_model import Context, ProcessedModel, TracedModel, trace_model
 from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory, SleepMode, WeightMemory
 from hybrid_engine.errors import ConfigError, ModelError, StateError, Violation
 from hybrid_engine.models.lora_tensors import LoraSettings
@@ -86,8 +87,8 @@ class InferenceEngine:
             job: whose ranks generate; outlives this object.
             dtypes: canonical name -> dtype, where it is not that of the weights (`ModelTable.dtypes`).
 
-        Weights are zero and `generate` refuses until all groups were committed once. The process's random state, its
-        process groups, environment and torch's settings are as before.
+        Weights are of no use, and `generate` refuses, until all groups were committed once. The process's random state,
+        its process groups, environment and torch's settings are as before.
 
         Raises DependencyError, ConfigError, ModelError or ParameterMismatchError.
         """
@@ -306,10 +307,14 @@ class InferenceEngine:
                     )
             return traced
 
+        def look_at(traced: TracedModel, context: Context, act_dtype: torch.dtype) -> ProcessedModel:
+            with self._agreement.phase("looking at what vLLM computes with"):
+                return look(traced, context, act_dtype, keeps_addresses=self._device_type != "cpu")
+
         with building_groups(self.settings, self.job), self._stance():
             from vllm import LLM
 
-            with capturing(trace) as capture:
+            with capturing(trace, look_at) as capture:
                 llm = LLM(**llm_arguments(self.settings, self._device_type))
         assert capture.model is not None, "vLLM loaded no model"
         return llm, capture.model

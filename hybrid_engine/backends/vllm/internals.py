@@ -157,30 +157,28 @@ LORA_MODEL = Internal(
 )
 PEFT_HELPER = Internal("vllm.lora.peft_helper:PEFTHelper.from_dict", "carries a LoRA's rank, alpha and modules")
 
-# -- methods that process weights after loading, known by their very class (weights/postload.py) -----------------------
+# -- how weights are processed after loading (weights/postload.py, weights/held.py) ------------------------------------
 
-_DENSE = "leaves weights in the loader's layout on GPU; repacks them on CPU, and can do so again"
+_DENSE = "computes with the very values that were loaded, so that they can be read back through its kernel"
 DENSE_METHODS = (
     Internal(f"{_LAYERS}.linear:UnquantizedLinearMethod", _DENSE),
     Internal(f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod", _DENSE),
     Internal(f"{_LAYERS}.fused_moe.router.gate_linear:_GateLinearMethod", _DENSE),
 )
-EXPERT_METHODS = (
-    Internal(
-        f"{_LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod",
-        "as the dense ones, but on GPU only with LOADER_LAYOUT_KERNELS",
-    ),
+LINEAR_METHOD = Internal(f"{_LAYERS}.linear:LinearMethodBase", "multiplies by one matrix, in whatever form")
+EXPERTS_METHOD = Internal(
+    f"{_LAYERS}.fused_moe.fused_moe_method_base:FusedMoEMethodBase", "takes another kernel by moe_backend"
 )
-LOADER_LAYOUT_KERNELS = ("TRITON", "BATCHED_TRITON")
-ONLINE_METHODS = {
-    "cpu": (
-        Internal(
-            f"{_LAYERS}.quantization.online.fp8:Fp8PtpcOnlineLinearMethod",
-            "fp8_per_channel: quantises what was loaded, and can do so again",
-        ),
-    )
-}
-"""Device type -> methods that quantise while loading, those of `QUANTIZATIONS`."""
+NOT_ENTERED = (
+    Internal(
+        f"{_LAYERS}.fused_moe.modular_kernel:FusedMoEPrepareAndFinalize",
+        "carries activations between ranks, and holds buffers for them but no weights",
+    ),
+    Internal(f"{_LAYERS}.quantization.base_config:QuantizationConfig", "says how, and is shared by all layers"),
+)
+PACKED_HANDLE = Internal(
+    "vllm._custom_ops:CPUDNNLGEMMHandler", "its one tensor is the address of a packed copy, which oneDNN keeps"
+)
 
 # -- attributes that are read by name ----------------------------------------------------------------------------------
 
@@ -247,9 +245,6 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         QUANTIZE_METHOD.target: ("apply", "process_weights_after_loading", "uses_meta_device"),
         f"{_LOADING}.reload.types:LayerReloadingInfo": ("reset",),
         f"{_LAYERS}.linear:LinearBase": ("update_param_tp_status",),
-        f"{_LAYERS}.fused_moe.fused_moe_method_base:FusedMoEMethodBase": ("moe_kernel", "moe_quant_config"),
-        EXPERT_METHODS[0].target: ("unquantized_backend",),
-        f"{_LAYERS}.fused_moe.oracle.unquantized:UnquantizedMoeBackend": LOADER_LAYOUT_KERNELS,
     },
     "count the rows of padding": {
         VOCABULARY_EMBEDDING.target: ("shard_indices",),

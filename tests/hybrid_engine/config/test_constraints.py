@@ -199,7 +199,11 @@ BREAKS = (
         actor={"frozen_parameters": ["embedding.*", "decoder.layer.*", "*.linear_proj.weight", "decoder.layers.4.*"]},
     ),
     Break("At least one trained parameter", "would freeze every trained", actor={"frozen_parameters": ["*"]}),
-    Break("The method was tested", "method 'awq' was not tested", generate={"quantization": "awq"}),
+    Break(
+        "The method quantises while loading",
+        "method 'awq' needs a checkpoint that is quantised",
+        generate={"quantization": "awq"},
+    ),
     Break(
         "With tied embeddings, MTP layers",
         "Etttt|m|L: the embedding is tied",

@@ -30,8 +30,9 @@ class VllmAdaptor:
     """One rank's vLLM model as `InferenceWeights` (hybrid_engine/ports.py).
 
     Memory: between `allocate` and `commit` a group exists in loader layout; after `commit` only in the form vLLM
-    computes with. On a CPU an embedding and a head stay in both forms, as in vLLM itself, and what is packed passes
-    through the same pages, group after group, which go with `finish_fill`.
+    computes with, which on a GPU stays where it is while a group passes through loader layout beside it. On a CPU an
+    embedding and a head stay in both forms, as in vLLM itself, and what is packed passes through the same pages, group
+    after group, which go with `finish_fill`.
 
     Attributes:
         model: vLLM's.
@@ -46,7 +47,7 @@ class VllmAdaptor:
         KV cache's goes."""
         traced = model.traced
         self.model, self.rank, self.staged = traced.model, traced.rank, traced.staged
-        self.device = next(self.model.parameters()).device
+        self.device = next(iter(traced.storages.values())).device
         self.nbytes = sum(storage.nbytes for storage in traced.storages.values())
         self._processed, self._traced = model, traced
         self._memory, self._keeps_memory = memory, keeps_memory
@@ -63,7 +64,7 @@ class VllmAdaptor:
         return self._traced.layout
 
     def allocate(self, groups: Sequence[str]) -> Mapping[str, torch.Tensor]:
-        """Flat buffers of these groups by name: new memory for repacked weights, the live one otherwise.
+        """Flat buffers of these groups by name: the live memory where vLLM computes with that, new memory elsewhere.
 
         The weights that the groups held before are gone. Raises StateError for a group that this rank does not have.
         """
@@ -83,13 +84,16 @@ class VllmAdaptor:
                 group = self._traced.groups[name]
                 proof = None if self._proof is None else self._proof.of_group(self._traced, group)
                 with self._failing([name]):
-                    commit_group(self._processed, group, self._filling[name], self._observe, proof)
+                    commit_group(self._processed, name, self._filling[name], self._observe, proof)
                 del self._filling[name]
                 self._states.advance(Event.COMMIT, [name])
 
     def finish_fill(self) -> None:
-        """Free staging memory, unless memory is to be kept; what belongs to no group has memory then, too."""
+        """Free staging memory, unless memory is to be kept; what belongs to no group has memory and values then."""
         self._memory.complete()
+        if self._memory.frees_all_at_once:
+            with torch.no_grad():
+                self._processed.restore_constants(self._processed.constants)
         if not self._keeps_memory:
             self._memory.trim()
 
@@ -129,11 +133,13 @@ class VllmAdaptor:
 
     def resident_nbytes(self) -> int:
         """Bytes of weights in memory now; a packed copy counts as many bytes as its loader layout."""
-        live = self._processed.live
-        packed = [name for group in self._states.among(*HOLDING) for name in self._traced.groups[group].storages]
+        live, holding = self._processed.live, self._states.among(*HOLDING)
+        if self._processed.keeps_addresses:
+            holding = []  # what they hold is resident
+        packed = [name for group in holding for name in self._traced.groups[group].storages]
         filling = [pair for group in self._filling.values() for pair in group.items()]
         return (
-            self._memory.nbytes(live)
+            self._memory.nbytes(self._processed.resident)
             + sum(self._traced.storages[name].nbytes for name in packed if name not in live)
             + sum(tensor.nbytes for name, tensor in filling if name not in live)
         )
@@ -183,14 +189,14 @@ class VllmAdaptor:
     def _drop(self, groups: Iterable[str]) -> None:
         for name in groups:
             self._filling.pop(name, None)
-            drop_group(self._processed, self._traced.groups[name])
+            drop_group(self._processed, name)
 
     def _loader_tensors(self, groups: Sequence[str]) -> dict[str, torch.Tensor]:
         """The tensors to fill, by buffer; zero where nothing will be written, so padding is in place."""
         live = self._processed.live
         storages = [self._traced.storages[name] for group in groups for name in self._traced.groups[group].storages]
         passing = [storage for storage in storages if storage.name not in live]
-        self._memory.restore(live, storages)
+        self._memory.restore(self._processed.resident, storages, self._processed.beside(groups))
         flats = self._memory.new(passing)
         tensors = {storage.name: live[storage.name] for storage in storages if storage.name in live}
         tensors |= {storage.name: storage.create(flat) for storage, flat in zip(passing, flats, strict=True)}

@@ -21,11 +21,12 @@ class GroupState(Enum):
     """What a group holds.
 
     Live storages, those that vLLM computes with as its loader filled them, keep their memory in every state unless all
-    weights were released; what vLLM repacks is in memory as the state says.
+    weights were released, and so does on a GPU what vLLM derives from others; elsewhere that is in memory as the state
+    says.
     """
 
     RELEASED = "released"
-    """Nothing repacked, nothing to fill."""
+    """Nothing derived, nothing to fill."""
     FILLING = "filling"
     """Tensors in loader layout, for transports to write."""
     COMMITTED = "committed"

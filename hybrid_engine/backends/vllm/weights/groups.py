@@ -21,13 +21,13 @@ class CommitGroup:
     Attributes:
         storages: names of its storages.
         staged: canonical tensors that the model's own loader writes into them.
-        repacked: modules whose post-load processing must run on new weights.
-        attention: layers that derive something from weights of these modules.
+        methods: modules whose quantisation method processes its weights after loading.
+        attention: attention layers that process weights after that.
     """
 
     storages: tuple[str, ...]
     staged: tuple[str, ...]
-    repacked: tuple[str, ...]
+    methods: tuple[str, ...]
     attention: tuple[str, ...]
 
     @property
@@ -36,21 +36,15 @@ class CommitGroup:
         return (*self.storages, *(STAGED + name for name in self.staged))
 
 
-def find_groups(
-    model: torch.nn.Module, storages: Sequence[WeightStorage], trace: Trace, device: torch.device
-) -> dict[str, CommitGroup]:
-    """Groups by name, which is that of their first module.
-
-    Raises ModelError for a module whose post-load processing was not tried on this device.
-    """
+def find_groups(model: torch.nn.Module, storages: Sequence[WeightStorage], trace: Trace) -> dict[str, CommitGroup]:
+    """Groups by name, which is that of their first module."""
     modules = dict(model.named_modules())
     joined = _DisjointSets(modules)
     for storage in storages:
         joined.join(binding.module for binding in storage.bindings)
-    attention = list(postload.deriving_attention(model))
-    for name, layer, inner in attention:
-        postload.require_repeatable(name, layer, device)
-        joined.join((name, *inner))
+    attention = postload.deriving_attention(model, storages)
+    for name, owners in attention.items():
+        joined.join((name, *owners))
     staged_in = _join_staged(joined, storages, trace)
 
     def gathered(names: Iterable[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
@@ -63,14 +57,14 @@ def find_groups(
 
     storages_of = gathered((storage.bindings[0].module, storage.name) for storage in storages)
     staged_of = gathered((staged_in[name], name) for name in trace.staged)
-    attention_of = gathered((name, name) for name, _, _ in attention)
-    repacked_of = gathered(
+    attention_of = gathered((name, name) for name in attention)
+    methods_of = gathered(
         (name, name)
         for name, module in modules.items()
-        if joined.first(name) in storages_of and postload.is_repacked(name, module, device)
+        if joined.first(name) in storages_of and postload.post_load_method(module) is not None
     )
     return {
-        first: CommitGroup(names, staged_of.get(first, ()), repacked_of.get(first, ()), attention_of.get(first, ()))
+        first: CommitGroup(names, staged_of.get(first, ()), methods_of.get(first, ()), attention_of.get(first, ()))
         for first, names in storages_of.items()
     }
 

@@ -7,7 +7,6 @@ how the model that is built inside `capturing` is to be traced, and finds it the
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,10 +15,12 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.weights.traced_model import ProcessedModel, TracedModel
+from hybrid_engine.backends.vllm.weights.traced_model import Context, ProcessedModel, TracedModel
 from hybrid_engine.errors import StateError
 
 LOAD_FORMAT = "hybrid_engine"
+
+Look = Callable[[TracedModel, Context, torch.dtype], ProcessedModel]
 
 
 @dataclass
@@ -28,10 +29,12 @@ class Capture:
 
     Attributes:
         trace: called with the model, whose weights are not processed.
+        look: called once they are, with what `looking.look` takes first.
         model: once vLLM has loaded it.
     """
 
     trace: Callable[[torch.nn.Module], TracedModel]
+    look: Look
     model: ProcessedModel | None = None
 
 
@@ -39,10 +42,10 @@ _capture: ContextVar[Capture | None] = ContextVar("hybrid_engine_vllm_capture", 
 
 
 @contextlib.contextmanager
-def capturing(trace: Callable[[torch.nn.Module], TracedModel]) -> Iterator[Capture]:
+def capturing(trace: Callable[[torch.nn.Module], TracedModel], look: Look) -> Iterator[Capture]:
     """Within this context a model that vLLM loads with `LOAD_FORMAT` is traced and processed, not loaded."""
     _register()
-    capture = Capture(trace)
+    capture = Capture(trace, look)
     token = _capture.set(capture)
     try:
         yield capture
@@ -61,6 +64,8 @@ def _loader_class() -> type:
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import BaseModelLoader
 
+    default_dtype = internals.DEFAULT_DTYPE.load()
+
     class CapturingLoader(BaseModelLoader):
         """Loads nothing: the weights come with the first reshard."""
 
@@ -77,8 +82,13 @@ def _loader_class() -> type:
         def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
             """Called by vLLM; the post-load processing is over when the base class returns."""
             model = super().load_model(vllm_config, model_config, prefix)
-            context = functools.partial(set_current_vllm_config, vllm_config)
-            self._capture.model = self._traced.processed(context, model_config.dtype)
+
+            @contextlib.contextmanager
+            def context() -> Iterator[None]:
+                with set_current_vllm_config(vllm_config), default_dtype(model_config.dtype):
+                    yield
+
+            self._capture.model = self._capture.look(self._traced, context, model_config.dtype)
             return model
 
     return CapturingLoader

@@ -1,21 +1,17 @@
-"""What vLLM does to a module's weights after loading, and how to do it again with new ones.
-
-A *live* module computes with the storage its loader filled: writing there is enough. A *repacked* module computes
-with something derived (on CPU every linear layer, head, embedding and expert layer holds a packed copy): new weights
-are put into loader layout and vLLM's own post-load processing runs again. Which is which is decided from the device
-and the quantisation method; a method that was not tried is an error, never a guess.
-"""
+"""What of vLLM processes a module's weights after loading, and how to run it again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any, cast
 
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.config.inference_rules import QUANTIZATIONS
-from hybrid_engine.errors import ModelError
+from hybrid_engine.backends.vllm.weights.held import held_by_all
+from hybrid_engine.backends.vllm.weights.storages import WeightStorage
+from hybrid_engine.backends.vllm.weights.tracing import storage_key
 from hybrid_engine.records.layout import Extent
 
 
@@ -25,54 +21,43 @@ def post_load_method(module: torch.nn.Module) -> Any | None:
     return method if isinstance(method, internals.QUANTIZE_METHOD.load()) else None
 
 
-def is_repacked(name: str, module: torch.nn.Module, device: torch.device) -> bool:
-    """Whether new weights of this module need its post-load processing.
-
-    Raises ModelError for a method that was not tried, naming it.
-    """
-    method = post_load_method(module)
-    if method is None:
-        return False
-    kind = type(method).__name__
-    if _is_one_of(internals.DENSE_METHODS, method):
-        return device.type == "cpu"
-    if _is_one_of(internals.ONLINE_METHODS.get(device.type, ()), method):
-        return True
-    if _is_one_of(internals.EXPERT_METHODS, method):
-        kernel = getattr(method.unquantized_backend, "name", str(method.unquantized_backend))
-        if device.type == "cpu" or kernel in internals.LOADER_LAYOUT_KERNELS:
-            return device.type == "cpu"
-        kind = f"{kind} with the {kernel} kernel"
-    unquantized = ", ".join(method.name for method in (*internals.DENSE_METHODS, *internals.EXPERT_METHODS))
-    kernels = ", ".join(internals.LOADER_LAYOUT_KERNELS).lower()
-    raise ModelError(
-        f"{name}: vLLM's {kind} on {device.type} may change the layout of weights after loading, and writing new ones "
-        f"was not tried. Use unquantised weights ({unquantized}), on GPU with "
-        f"moe_backend one of {kernels}, or a quantization that was tried here: "
-        f"{', '.join(QUANTIZATIONS.get(device.type, ())) or 'none'}, for models without experts"
-    )
-
-
-def _is_one_of(kinds: Sequence[internals.Internal], method: object) -> bool:
-    return any(kind.is_type_of(method) for kind in kinds)
+def is_processed(module: torch.nn.Module) -> bool:
+    """Whether vLLM processes a module after loading."""
+    return post_load_method(module) is not None or _is_deferred_attention(module)
 
 
 def is_dense_method(method: object) -> bool:
     """Whether the method computes with the values that were loaded, in any form."""
-    return _is_one_of(internals.DENSE_METHODS, method)
+    return any(kind.is_type_of(method) for kind in internals.DENSE_METHODS)
 
 
 def is_linear_method(method: object) -> bool:
     """Whether the method's `apply` multiplies by one matrix."""
-    online = (kind for kinds in internals.ONLINE_METHODS.values() for kind in kinds)
-    return is_dense_method(method) or _is_one_of([*online], method)
+    return is_dense_method(method) or isinstance(method, internals.LINEAR_METHOD.load())
+
+
+def described(module: torch.nn.Module) -> tuple[str, str]:
+    """What processes a module after loading, its kernel where that has a name, and how to get another."""
+    method = post_load_method(module)
+    if method is None:
+        if _is_deferred_attention(module):
+            kind = type(getattr(module, "impl", module)).__name__
+            return kind, "Set generate_config.vllm.attention_backend to another"
+        return type(module).__name__, "Serve this model with another kernel, by arguments in generate_config.vllm"
+    kernels = [value.name for value in vars(method).values() if isinstance(value, Enum)]
+    kind = ", ".join([type(method).__name__, *kernels])
+    if isinstance(method, internals.EXPERTS_METHOD.load()):
+        remedy = "Set generate_config.vllm.moe_backend to another; triton computes with the loader's own layout"
+    else:
+        remedy = "Set generate_config.vllm.linear_backend to another"
+    is_quantised = getattr(method, "uses_meta_device", False)
+    return kind, remedy + (", or leave generate_config.quantization out" if is_quantised else "")
 
 
 def process(module: torch.nn.Module) -> None:
     """Run a module's post-load processing on the weights it holds now, in loader layout."""
     method = post_load_method(module)
     assert method is not None
-    forget_kernel(method)
     method.process_weights_after_loading(module)
     if (update := getattr(module, "update_param_tp_status", None)) is not None:
         update()
@@ -83,32 +68,36 @@ def process_attention(layer: torch.nn.Module, dtype: torch.dtype) -> None:
     cast(Callable[[torch.dtype], None], layer.process_weights_after_loading)(dtype)
 
 
-def forget_kernel(method: Any) -> None:
-    """Make expert layers prepack again: with a kernel in place vLLM takes the weights for prepacked ones."""
-    for attribute in ("moe_kernel", "moe_quant_config"):
-        if getattr(method, attribute, None) is not None:
-            setattr(method, attribute, None)
+def deriving_attention(model: torch.nn.Module, storages: Sequence[WeightStorage]) -> dict[str, list[str]]:
+    """Attention layers that reach weights, in modules inside them or by a reference: name -> modules of the weights."""
+    owners = {storage.key: [binding.module for binding in storage.bindings] for storage in storages}
+    modules, found = dict(model.named_modules()), {}
+    for name in (name for name, module in modules.items() if _is_deferred_attention(module)):
+        tensors = held_by_all(modules, modules_processed(modules, name)).tensors.values()
+        reached = [owner for key in map(storage_key, tensors) for owner in owners.get(key, ())]
+        if reached:
+            found[name] = sorted(set(reached))
+    return found
 
 
-def deriving_attention(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, list[str]]]:
-    """Attention layers that derive something from weights of modules inside them (MLA): name, layer, those modules."""
+def modules_processed(modules: Mapping[str, torch.nn.Module], name: str) -> tuple[str, ...]:
+    """The modules whose contents a module's post-load processing may change: its own name first.
+
+    Of attention also those inside it, which may have their names from elsewhere (MLA's `kv_b_proj`); of others their
+    method, which may be a module too.
+    """
+    names, module = {id(module): each for each, module in modules.items()}, modules[name]
+    if _is_deferred_attention(module):
+        return tuple(names[id(child)] for child in module.modules())
+    method = post_load_method(module)
+    parts = method.modules() if isinstance(method, torch.nn.Module) else ()
+    return (name, *(names[id(part)] for part in parts))
+
+
+def _is_deferred_attention(module: torch.nn.Module) -> bool:
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
-    names = {id(module): name for name, module in model.named_modules()}
-    for name, module in model.named_modules():
-        if is_deferred_attention_layer(module):
-            inner = [names[id(child)] for child in module.modules() if child is not module and child._parameters]
-            if inner:
-                yield name, module, inner
-
-
-def require_repeatable(name: str, attention: torch.nn.Module, device: torch.device) -> None:
-    """Raise ModelError off CPU: what attention derives from weights is repeatable there only."""
-    if device.type != "cpu":
-        raise ModelError(
-            f"{name}: vLLM's {type(attention).__name__} derives tensors from the weights inside it, and renewing them "
-            f"on {device.type} was not tried. Run this model's inference on CPU, or use a model without MLA"
-        )
+    return bool(is_deferred_attention_layer(module))
 
 
 def vocabulary_padding(model: torch.nn.Module) -> Mapping[str, tuple[Extent, ...]]:

@@ -2,29 +2,31 @@
 
     live parameter        is it the tensor that was filled, as it was filled?
     dense layer           what its kernel makes of unit vectors is the weight, whatever the kernel packed it into
-    quantised layer       a copy of the layer is processed anew: do both kernels make the same of unit vectors?
-      experts, MLA        the same, and do both layers hold the same bytes?
+    experts, MLA, ...     copies of the modules process the same weights anew: do both hold the same bytes?
+      quantised layer     the same, and do both kernels make the same of unit vectors?
 
 Reading through a kernel is exact, for each output is one weight and zeros; only -0, and subnormal numbers, which
-kernels may take for 0, are not told from 0. A copy shares nothing with its layer that the processing could have kept
-values in, except what is global. Kernel objects of experts that hold weights out of sight are not read.
+kernels may take for 0, are not told from 0. A copy is as the loader left the module, and shares nothing with it that
+the processing could have kept values in, except what is global. Kernels that hold weights out of sight are not read.
 
-Memory: two copies of a layer's weights. Time: of a dense layer, a forward pass of as many tokens as it has inputs; of
+Memory: three copies of a group's weights. Time: of a dense layer, a forward pass of as many tokens as it has inputs; of
 the others their processing, once more.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.weights import postload
+from hybrid_engine.backends.vllm.weights.derivation import same_bytes
 from hybrid_engine.backends.vllm.weights.groups import CommitGroup
+from hybrid_engine.backends.vllm.weights.held import held_by
+from hybrid_engine.backends.vllm.weights.storages import flat_view
 from hybrid_engine.backends.vllm.weights.traced_model import ProcessedModel, TracedModel
 
 _MOST_OUTPUTS = 1 << 22
@@ -35,8 +37,8 @@ _NUM_NAMED = 4  # tensors in a message: a layer of experts has hundreds
 _STATEFUL = ("quant_method", "impl")
 """Attributes of a layer, beside its tensors, in which the processing may keep what it makes of weights."""
 
-Process = Callable[[torch.nn.Module], object]
-"""A post-load processing of one module."""
+_Given = Mapping[str, torch.Tensor]
+"""Attribute of a module -> what it was given there, in loader layout."""
 
 
 @dataclass(frozen=True)
@@ -61,35 +63,77 @@ class GroupProof:
     def __init__(self, what: str, unproven: Callable[[str], None]) -> None:
         """`what`: the tensors and the rank, for messages."""
         self._what, self._unproven = what, unproven
+        self._given: dict[str, torch.Tensor] = {}  # by storage
 
-    def process(self, model: ProcessedModel, name: str, process: Process) -> None:
-        """Run a module's post-load processing, and see whether the module has taken up the weights that it held."""
-        module = model.modules[name]
-        twin = _copied(module)
-        process(module)
-        method, weight = postload.post_load_method(module), twin._parameters.get("weight")
-        if weight is not None and not (weight.ndim == 2 and postload.is_linear_method(method)):
-            weight = None
-        if weight is not None and postload.is_dense_method(method) and bool(weight.isfinite().all()):
-            is_same = _is_kept(module, twin) and _reads_back(module, weight)
-        else:
-            process(twin)
-            is_same = _same_tensors(module, twin) and (weight is None or _same_kernels(module, twin, weight))
-        if not is_same:
-            kind = type(module).__name__ if method is None else type(method).__name__
-            self._unproven(f"{self._what}, vLLM's {name} ({kind}) computes with other weights than it was given")
+    def remember(self, model: ProcessedModel, name: str) -> None:
+        """Before the processing: keep copies of the weights that it is given."""
+        for storage in (model.traced.storages[each] for each in model.traced.groups[name].storages):
+            bound = storage.bindings[0].find(model.modules)
+            assert bound is not None, storage.name
+            self._given[storage.name] = storage.create(flat_view(bound.detach()).clone())
 
-    def require_live(self, model: ProcessedModel, group: CommitGroup) -> None:
+    def require_live(self, model: ProcessedModel, name: str) -> None:
         """After the processing: see whether modules still hold the live tensors, which were filled in place."""
-        for storage in (model.traced.storages[name] for name in group.storages if name in model.live):
+        for storage in (
+            model.traced.storages[each] for each in model.traced.groups[name].storages if each in model.live
+        ):
             live = model.live[storage.name]
             for binding in storage.bindings:
                 found = binding.find(model.modules)
                 if found is None or (found.data_ptr(), found.shape) != (live.data_ptr(), live.shape):
                     self._unproven(f"{self._what}, vLLM's {binding.name} is not the tensor that was filled")
 
+    def require_derived(self, model: ProcessedModel, name: str) -> None:
+        """After the processing: see whether modules have taken up the weights that they were given."""
+        derivation = model.derivations.get(name)
+        if derivation is None:
+            return
+        given = {each: self._given_to(model, name, each) for each in derivation.reached}
+        if all(_is_readable(model.modules[each], given[each]) for each in derivation.reached):
+            different = [each for each in derivation.reached if not _takes_up(model.modules[each], given[each])]
+        else:
+            different = self._processed_anew(model, name, given)
+        for each in different:
+            method = postload.post_load_method(model.modules[each])
+            kind = type(model.modules[each] if method is None else method).__name__
+            self._unproven(f"{self._what}, vLLM's {each} ({kind}) computes with other weights than it was given")
+        self._given.clear()
+
+    def _given_to(self, model: ProcessedModel, name: str, module: str) -> dict[str, torch.Tensor]:
+        """Attribute -> what a module of a group was given there."""
+        storages = (model.traced.storages[each] for each in model.traced.groups[name].storages)
+        pairs = ((storage, binding) for storage in storages for binding in storage.bindings)
+        return {each.attribute: self._given[storage.name] for storage, each in pairs if each.module == module}
+
+    def _processed_anew(self, model: ProcessedModel, name: str, given: Mapping[str, _Given]) -> list[str]:
+        """Modules that hold, or compute, other than what vLLM makes of the same weights once more."""
+        present = {each: _state(model.modules[each], each, given[each]) for each in given}
+        with model.as_loaded(name, self._given) as derivation:
+            copies = _Copies(model.modules)
+            model.process(derivation, copies)
+            anew = {each: _state(copies[each], each, given[each]) for each in given}
+        return [each for each in given if not _same_tensors(present[each], anew[each])]
+
 
 # -- reading through kernels ------------------------------------------------------------------------------------------
+
+
+def _is_readable(layer: torch.nn.Module, given: _Given) -> bool:
+    """Whether a layer multiplies by the very values that it was given, so that its kernel tells what they are."""
+    weight = given.get("weight")
+    is_dense = postload.is_dense_method(postload.post_load_method(layer))
+    return is_dense and weight is not None and weight.ndim == 2 and bool(weight.isfinite().all())
+
+
+def _takes_up(layer: torch.nn.Module, given: _Given) -> bool:
+    """Whether the kernel of such a layer holds its weight, and the layer what else it holds as it was loaded (a bias,
+    the weight of an embedding)."""
+    for attribute, tensor in given.items():
+        held = getattr(layer, attribute, None)
+        if held is not None and held.numel() and (held.shape != tensor.shape or not _same_values(held, tensor)):
+            return False
+    weight = given["weight"]
+    return all(_same_values(out, weight[:, at].t()) for at, out in _outputs(layer, weight))
 
 
 def _outputs(layer: torch.nn.Module, weight: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -107,24 +151,6 @@ def _outputs(layer: torch.nn.Module, weight: torch.Tensor) -> Iterator[tuple[sli
         yield slice(start, stop), method.apply(layer, vectors)
 
 
-def _reads_back(layer: torch.nn.Module, weight: torch.Tensor) -> bool:
-    """Whether a dense layer's kernel holds this weight."""
-    return all(_same_values(out, weight[:, at].t()) for at, out in _outputs(layer, weight))
-
-
-def _same_kernels(layer: torch.nn.Module, twin: torch.nn.Module, weight: torch.Tensor) -> bool:
-    """Whether the kernels of two linear layers make the same of unit vectors; `weight` as of `_outputs`."""
-    pairs = zip(_outputs(layer, weight), _outputs(twin, weight), strict=True)
-    return all(_same_bytes(one, other) for (_, one), (_, other) in pairs)
-
-
-def _is_kept(layer: torch.nn.Module, given: torch.nn.Module) -> bool:
-    """Whether what a layer still holds as it was loaded (a bias, the weight of an embedding) is what was given."""
-    pairs = ((layer._parameters.get(name), parameter) for name, parameter in given._parameters.items())
-    held = [(one, other) for one, other in pairs if one is not None and other is not None and one.numel()]
-    return all(one.shape == other.shape and _same_values(one, other) for one, other in held)
-
-
 def _same_values(found: torch.Tensor, given: torch.Tensor) -> bool:
     """Whether the values are the same in the dtype that was given, but for signs of zero and subnormal numbers."""
     tiny = torch.finfo(torch.float32).tiny
@@ -132,56 +158,54 @@ def _same_values(found: torch.Tensor, given: torch.Tensor) -> bool:
     return torch.equal(one, other)
 
 
-# -- copies of layers --------------------------------------------------------------------------------------------------
+# -- processing anew ---------------------------------------------------------------------------------------------------
 
 
-def _copied(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy with parameters, buffers and children of its own, and of what else processing may keep things in."""
-    twin: torch.nn.Module = object.__new__(type(module))
-    twin.__dict__.update(module.__dict__)
-    for table in ("_parameters", "_buffers"):
-        tensors = module.__dict__[table].items()
-        twin.__dict__[table] = {name: None if tensor is None else _cloned(tensor) for name, tensor in tensors}
-    children = module._modules.items()
-    twin.__dict__["_modules"] = {name: None if child is None else _copied(child) for name, child in children}
-    twin.__dict__.update({name: _copied_state(module.__dict__[name]) for name in _STATEFUL if name in module.__dict__})
-    return twin
+class _Copies(dict[str, torch.nn.Module]):
+    """Copies of modules by name, made when they are asked for; those inside each other have copies of each other."""
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        super().__init__()
+        self._modules = modules
+        self._copies: dict[int, torch.nn.Module] = {}
+
+    def __missing__(self, name: str) -> torch.nn.Module:
+        self[name] = copied = self._copied(self._modules[name])
+        return copied
+
+    def _copied(self, module: torch.nn.Module) -> torch.nn.Module:
+        """With tables, buffers and children of its own, and with what else processing may keep things in."""
+        if id(module) in self._copies:
+            return self._copies[id(module)]
+        twin: torch.nn.Module = object.__new__(type(module))
+        self._copies[id(module)] = twin
+        twin.__dict__.update(module.__dict__)
+        buffers = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
+        children = {name: None if child is None else self._copied(child) for name, child in module._modules.items()}
+        twin.__dict__.update(_parameters=dict(module._parameters), _buffers=buffers, _modules=children)
+        states = {name: module.__dict__[name] for name in _STATEFUL if name in module.__dict__}
+        twin.__dict__.update({name: self._copied_state(state) for name, state in states.items()})
+        return twin
+
+    def _copied_state(self, state: Any) -> Any:
+        """A copy of a method or an implementation, of the kernels in it, and of the modules that it refers to."""
+        copied = copy.copy(state)
+        for name, value in vars(copied).items():
+            if isinstance(value, torch.nn.Module):
+                vars(copied)[name] = self._copied(value)
+            elif type(value).__module__.startswith("vllm.") and not isinstance(value, torch.Tensor | type):
+                vars(copied)[name] = copy.copy(value)
+        return copied
 
 
-def _cloned(tensor: torch.Tensor) -> torch.Tensor:
-    """With the class and attributes of vLLM's parameters."""
-    copied: torch.Tensor = internals.MAKE_SUBCLASS.load()(type(tensor), tensor.detach().clone(), False)
-    copied.__dict__.update(tensor.__dict__)
-    return copied
+def _state(module: torch.nn.Module, name: str, given: _Given) -> dict[str, torch.Tensor]:
+    """All tensors that a module holds, by path, and what the kernel of a linear layer makes of unit vectors."""
+    tensors, weight = dict(held_by(module, name).tensors), given.get("weight")
+    if weight is not None and weight.ndim == 2 and postload.is_linear_method(postload.post_load_method(module)):
+        tensors |= {f"inputs from {at.start}": out for at, out in _outputs(module, weight)}
+    return tensors
 
 
-def _copied_state(state: Any) -> Any:
-    """A copy of a method or an implementation, and of the kernels in it."""
-    copied = copy.copy(state)
-    for name, value in vars(copied).items():
-        if type(value).__module__.startswith("vllm.") and not isinstance(value, (torch.nn.Module, torch.Tensor, type)):
-            vars(copied)[name] = copy.copy(value)
-    return copied
-
-
-def _same_tensors(module: torch.nn.Module, twin: torch.nn.Module) -> bool:
-    found, expected = dict(_tensors(module)), dict(_tensors(twin))
-    return found.keys() == expected.keys() and all(_same_bytes(found[name], expected[name]) for name in expected)
-
-
-def _tensors(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """All that a layer holds: parameters, buffers, plain attributes, and those of what it computes with."""
-    states = [vars(module.__dict__[name]) for name in _STATEFUL if name in module.__dict__]
-    for number, table in enumerate((module._parameters, module._buffers, module.__dict__, *states)):
-        for name, value in table.items():
-            if isinstance(value, torch.Tensor):
-                yield f"{prefix}{name} {number}", value
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _tensors(child, f"{prefix}{name}.")
-
-
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one is other or (one.shape, one.dtype) != (other.shape, other.dtype):
-        return one is other
-    return torch.equal(*(each.detach().reshape(-1).view(torch.uint8) for each in (one, other)))
+def _same_tensors(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> bool:
+    pairs = ((found[path], expected[path]) for path in found.keys() & expected.keys())
+    return found.keys() == expected.keys() and all(one is other or same_bytes(one, other) for one, other in pairs)

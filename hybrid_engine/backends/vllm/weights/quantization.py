@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 def check_quantization(settings: InferenceSettings, device_type: str) -> None:
     """Raise ConfigError for a method that cannot be fed on this platform, naming those that can."""
-    chosen, tried = settings.quantization, QUANTIZATIONS.get(device_type, ())
-    if chosen is not None and chosen not in tried:
+    chosen, known = settings.quantization, QUANTIZATIONS.get(device_type, ())
+    if chosen is not None and chosen not in known:
         problem = (
-            f"{chosen!r} on {device_type}: vLLM {TESTED_VERSION} has no kernels for it there, or renewing its weights "
-            "from unquantised ones was not tried"
+            f"{chosen!r} on {device_type}: vLLM {TESTED_VERSION} has no kernels for it there, or it needs weights that "
+            "are quantised already"
         )
-        remedy = f"Use {' or '.join(map(repr, tried))}, or leave it out" if tried else "Leave it out"
+        remedy = f"Use {' or '.join(map(repr, known))}, or leave it out" if known else "Leave it out"
         raise ConfigError([Violation("quantization", problem, remedy)])
 
 

@@ -1,17 +1,16 @@
 """A vLLM model as its loader sees it, and what vLLM's post-load processing then made of it.
 
 trace_model(model, ...)      between the model's construction and its processing: layout, groups, storages
-... vLLM processes the weights, which are zero ...
-traced.processed(context)    what is live, what vLLM derived: all that an adaptor needs
+... vLLM processes the weights, which are marks or zero ...
+looking.look(traced, ...)    what is live, what vLLM derived: a ProcessedModel, all that an adaptor needs
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -19,11 +18,13 @@ from typing import Any, cast
 import torch
 
 from hybrid_engine.backends.vllm.weights import postload
+from hybrid_engine.backends.vllm.weights.derivation import Derivation
 from hybrid_engine.backends.vllm.weights.groups import CommitGroup, find_groups
+from hybrid_engine.backends.vllm.weights.loaded_state import LoadedState, capture
 from hybrid_engine.backends.vllm.weights.quantization import materialize
 from hybrid_engine.backends.vllm.weights.storages import WeightStorage, take_inventory
 from hybrid_engine.backends.vllm.weights.traced_layout import build_layout
-from hybrid_engine.backends.vllm.weights.tracing import LoadWeights, storage_key, trace_loader
+from hybrid_engine.backends.vllm.weights.tracing import LoadWeights, trace_loader
 from hybrid_engine.records.layout import Extent, Layout
 
 logger = logging.getLogger(__name__)
@@ -44,9 +45,7 @@ class TracedModel:
         groups: by name.
         storages: by name, in loader layout.
         staged: canonical tensors that go through the model's own loader at every reshard.
-        live: parameters that are no repacked module's, by storage.
-        repacked: those that are, which vLLM may drop: holding them would keep their memory.
-        attributes: of every repacked module.
+        loaded: what its modules held.
     """
 
     model: torch.nn.Module
@@ -56,9 +55,7 @@ class TracedModel:
     groups: Mapping[str, CommitGroup]
     storages: Mapping[str, WeightStorage]
     staged: tuple[str, ...]
-    live: Mapping[str, torch.Tensor]
-    repacked: Mapping[str, weakref.ref[torch.Tensor]]
-    attributes: Mapping[str, frozenset[str]]
+    loaded: LoadedState
 
     @cached_property
     def sources(self) -> Mapping[str, frozenset[str]]:
@@ -68,22 +65,13 @@ class TracedModel:
             found.setdefault(shard.place.buffer.name, set()).add(shard.region.tensor)
         return {name: frozenset(tensors) for name, tensors in found.items()}
 
-    def processed(self, context: Context, act_dtype: torch.dtype) -> ProcessedModel:
-        """See what vLLM's post-load processing, which is over, has changed.
 
-        Args:
-            context: entered around every later run of it.
-            act_dtype: of the model's activations, which attention's processing is told.
-        """
-        modules = dict(self.model.named_modules())
-        live = dict(self.live)
-        for name, parameter in self.repacked.items():
-            tensor, storage = parameter(), self.storages[name]
-            is_bound = all(binding.find(modules) is tensor for binding in storage.bindings)
-            if tensor is not None and is_bound and storage_key(tensor) == storage.key:
-                live[name] = tensor
-        derived = {name: _attributes(modules[name]) - before for name, before in self.attributes.items()}
-        return ProcessedModel(self, modules, live, derived, context, act_dtype)
+@dataclass(frozen=True)
+class Constant:
+    """A tensor on the device, and its value on the host."""
+
+    tensor: torch.Tensor
+    value: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -94,8 +82,11 @@ class ProcessedModel:
         traced: what was known before.
         modules: by name.
         live: storage -> its parameter, where vLLM computes with what its loader fills: new weights are written there,
-            for others may refer to it. Some are a repacked module's (a router's bias, a head).
-        derived: repacked module -> attributes that the processing added, which hold something made of weights.
+            for others may refer to it.
+        derivations: group -> what vLLM derived from its weights, where it did.
+        constants: module -> its tensors, by path, that are neither weights nor made of them, nor buffers: vLLM's sleep
+            mode loses their values. None where addresses need not stay.
+        keeps_addresses: whether that stays where it is when it is made anew.
         context: see `Context`.
         act_dtype: of the model's activations.
     """
@@ -103,15 +94,65 @@ class ProcessedModel:
     traced: TracedModel
     modules: Mapping[str, torch.nn.Module]
     live: Mapping[str, torch.Tensor]
-    derived: Mapping[str, frozenset[str]]
+    derivations: Mapping[str, Derivation]
+    constants: Mapping[str, Mapping[str, Constant]]
+    keeps_addresses: bool
     context: Context
     act_dtype: torch.dtype
+
+    @cached_property
+    def resident(self) -> Mapping[str, torch.Tensor]:
+        """All that has memory wherever weights have it: what is live, derived or constant, by name or path."""
+        tensors = dict(self.live)
+        for derivation in self.derivations.values():
+            tensors |= derivation.results
+        for constants in self.constants.values():
+            tensors |= {path: each.tensor for path, each in constants.items()}
+        return tensors
+
+    def beside(self, groups: Iterable[str]) -> list[str]:
+        """What of `resident` is written when these groups are committed, beside their live weights."""
+        derivations = [self.derivations[name] for name in groups if name in self.derivations]
+        constants = (path for each in derivations for name in each.reached for path in self.constants.get(name, ()))
+        return [*(path for each in derivations for path in each.results), *constants]
+
+    def bind(self, group: CommitGroup, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make tensors in loader layout, by buffer, the modules' parameters and buffers, as at load."""
+        for name in group.storages:
+            for binding in self.traced.storages[name].bindings:
+                binding.put(self.modules, tensors[name])
+
+    @contextlib.contextmanager
+    def as_loaded(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[Derivation]:
+        """Within this context a group's modules are as the loader left them and hold these tensors, by storage."""
+        group, derivation = self.traced.groups[name], self.derivations[name]
+        try:
+            with derivation.as_loaded(tensors):
+                self.bind(group, tensors)
+                yield derivation
+        finally:
+            for storage in (self.traced.storages[each] for each in group.storages if each in self.live):
+                for binding in storage.bindings:
+                    binding.put(self.modules, self.live[storage.name])
+
+    def restore_constants(self, names: Iterable[str]) -> None:
+        """Give the constants of these modules their values again."""
+        for constant in (each for name in names for each in self.constants.get(name, {}).values()):
+            constant.tensor.copy_(constant.value)
+
+    def process(self, derivation: Derivation, modules: Mapping[str, torch.nn.Module] | None = None) -> None:
+        """Run vLLM's own post-load processing of the weights that are bound; default: in the model itself."""
+        modules = self.modules if modules is None else modules
+        for name in derivation.methods:
+            postload.process(modules[name])
+        for name in derivation.attention:
+            postload.process_attention(modules[name], self.act_dtype)
 
 
 def trace_model(
     model: torch.nn.Module, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], rank: int
 ) -> TracedModel:
-    """Trace the loader of a freshly constructed model; its parameters are set to zero.
+    """Trace the loader of a freshly constructed model; its parameters are set to zero, those to be processed to marks.
 
     Args:
         model: a vLLM model whose weights have not been processed.
@@ -134,22 +175,14 @@ def trace_model(
         )
     written = {copy.storage for copy in trace.copies} | {write.storage for write in trace.staged_writes}
     storages = {storage.name: storage for storage in take_inventory(model, written)}
-    groups = find_groups(model, list(storages.values()), trace, next(model.parameters()).device)
+    groups = find_groups(model, list(storages.values()), trace)
     group_of = {buffer: name for name, group in groups.items() for buffer in group.buffers}
     padding = postload.vocabulary_padding(model)
     layout = build_layout(rank, tensors, dtypes, list(storages.values()), trace, padding, group_of)
 
-    modules = dict(model.named_modules())
-    attributes = {name: _attributes(modules[name]) for group in groups.values() for name in group.repacked}
-    live, repacked = {}, {}
-    for name, storage in storages.items():
-        tensor = storage.bindings[0].find(modules)
-        assert tensor is not None, name
-        if any(binding.module in attributes for binding in storage.bindings):
-            repacked[name] = weakref.ref(tensor)
-        else:
-            live[name] = tensor
-    return TracedModel(model, rank, layout, dtypes, groups, storages, trace.staged, live, repacked, attributes)
+    model.eval()  # as vLLM does later: the mode is none of what the processing changes
+    loaded = capture(dict(model.named_modules()), storages, groups)
+    return TracedModel(model, rank, layout, dtypes, groups, storages, trace.staged, loaded)
 
 
 def unwritten_extents(layout: Layout) -> dict[str, tuple[Extent, ...]]:
@@ -163,8 +196,3 @@ def unwritten_extents(layout: Layout) -> dict[str, tuple[Extent, ...]]:
         is_whole = num_written[buffer_id.name] + num_padding == buffer.numel
         unwritten[buffer_id.name] = buffer.padding if is_whole else (Extent(0, buffer.numel),)
     return unwritten
-
-
-def _attributes(module: torch.nn.Module) -> frozenset[str]:
-    """Names of plain attributes, parameters and buffers."""
-    return frozenset({*module.__dict__, *module._parameters, *module._buffers})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from hybrid_engine.memory.staging_pool import StagingPool
 logger = logging.getLogger(__name__)
 
 Live = Mapping[str, torch.Tensor]
-"""Live parameters by storage."""
+"""What vLLM computes with, live parameters by storage; each is written whole in every fill."""
 
 
 class WeightMemory:
@@ -44,8 +44,11 @@ class WeightMemory:
         """Give the memory of these live weights back, where that is possible; contents are lost."""
         logger.warning("vLLM's sleep mode is off: its %d bytes of weights stay on the device", self.nbytes(live))
 
-    def restore(self, live: Live, storages: Sequence[WeightStorage]) -> None:
-        """Take memory again for those of these storages that are live and have none; contents are undefined."""
+    def restore(self, live: Live, storages: Sequence[WeightStorage], beside: Iterable[str] = ()) -> None:
+        """Take memory again for those of these storages that are live and have none; contents are undefined.
+
+        `beside`: names of other tensors in `live`, for which it is taken too.
+        """
 
     def complete(self) -> None:
         """Take memory for whatever else the model has, once all weights were asked for."""
@@ -59,7 +62,8 @@ class WeightMemory:
 
     def nbytes(self, live: Live) -> int:
         """Bytes taken now: those behind live weights, and those kept for weights that will pass through."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in live.values())
+        storages = (tensor.untyped_storage() for tensor in live.values())
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class HostMemory(WeightMemory):
@@ -79,7 +83,7 @@ class HostMemory(WeightMemory):
         for tensor in live.values():
             tensor.untyped_storage().resize_(0)
 
-    def restore(self, live: Live, storages: Sequence[WeightStorage]) -> None:
+    def restore(self, live: Live, storages: Sequence[WeightStorage], beside: Iterable[str] = ()) -> None:
         for storage in storages:
             memory = live[storage.name].untyped_storage() if storage.name in live else None
             if memory is not None and not memory.nbytes():
@@ -118,11 +122,12 @@ class SleepMode(WeightMemory):
             internals.worker_of(self._llm()).sleep_mode_backend.suspend(level=2)
             self._is_partly_awake = False
 
-    def restore(self, live: Live, storages: Sequence[WeightStorage]) -> None:
+    def restore(self, live: Live, storages: Sequence[WeightStorage], beside: Iterable[str] = ()) -> None:
         if self._is_asleep:
             self._wake_up(live)
         if self._sleeping is not None:
-            self._sleeping.wake(live[storage.name] for storage in storages if storage.name in live)
+            names = (*(storage.name for storage in storages), *beside)
+            self._sleeping.wake(live[name] for name in names if name in live)
 
     def complete(self) -> None:
         if self._sleeping is not None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import VllmAdaptor
 from hybrid_engine.backends.vllm.native_load import native_parameters, second_model
+from hybrid_engine.backends.vllm.weights.held import held_by_all
 from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory
 from hybrid_engine.errors import StateError
 from tests.zoo.checkpoint_shapes import checkpoint_dtypes, checkpoint_shapes
@@ -95,11 +96,13 @@ def is_ready(adaptor: VllmAdaptor) -> bool:
     return True
 
 
-def adaptor_of(engine: Any, directory: str, model: Mapping[str, Any], **changes: Any) -> Any:
+def adaptor_of(
+    engine: Any, directory: str, model: Mapping[str, Any], keeps_addresses: bool = False, **changes: Any
+) -> Any:
     """A second adaptor in this rank's groups, as `InferenceEngine` makes one, but without an engine around it."""
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
+    from hybrid_engine.backends.vllm.weights.looking import look
     from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 
     module, config = second_model(engine.settings, engine.rank, directory, **changes)
@@ -107,9 +110,37 @@ def adaptor_of(engine: Any, directory: str, model: Mapping[str, Any], **changes:
     dtypes = {name: getattr(torch, other) for name, other in checkpoint_dtypes(model).items()}
     traced = trace_model(module, shapes, dict.fromkeys(shapes, dtype) | dtypes, engine.rank)
     context = functools.partial(set_current_vllm_config, config)
-    with context():
+    process(module, config)
+    return VllmAdaptor(look(traced, context, dtype, keeps_addresses), HostMemory())
+
+
+def native_model(engine: Any, checkpoint: str) -> torch.nn.Module:
+    """A second model in this rank's groups, loaded and processed by vLLM alone; padding is zero."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader import DefaultModelLoader
+
+    module, config = second_model(engine.settings, engine.rank, checkpoint)
+    with torch.no_grad(), set_current_vllm_config(config):
+        for parameter in module.parameters():
+            parameter.zero_()
+        DefaultModelLoader(config.load_config).load_weights(module, config.model_config)
+    process(module, config)
+    return module
+
+
+def process(module: torch.nn.Module, config: Any) -> None:
+    """vLLM's post-load processing of a model with this `VllmConfig`."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    with set_current_vllm_config(config):
         process_weights_after_loading(module, config.model_config, torch.device("cpu"))
-    return VllmAdaptor(traced.processed(context, dtype), HostMemory())
+
+
+def held(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All tensors that a model computes with, wherever they are, by path."""
+    modules = dict(module.named_modules())
+    return {path: tensor for path, tensor in held_by_all(modules, modules).tensors.items() if tensor.numel()}
 
 
 def differences(ours: Mapping[str, torch.Tensor], native: Mapping[str, torch.Tensor]) -> list[str]:
@@ -122,6 +153,6 @@ def differences(ours: Mapping[str, torch.Tensor], native: Mapping[str, torch.Ten
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(
-        one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(
+        one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8)
     )

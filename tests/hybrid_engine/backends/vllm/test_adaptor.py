@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
+from hybrid_engine.backends.vllm.weights.looking import look
 from hybrid_engine.backends.vllm.weights.traced_model import trace_model
 from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory
 from hybrid_engine.errors import StateError
@@ -79,7 +80,7 @@ def adaptor_of(
     for module in model.modules():
         if isinstance(module, Linear):
             module.quant_method.process_weights_after_loading(module)
-    processed = traced.processed(contextlib.nullcontext, torch.float32)
+    processed = look(traced, contextlib.nullcontext, torch.float32, keeps_addresses=False)
     return VllmAdaptor(processed, HostMemory(), keeps_memory)
 
 

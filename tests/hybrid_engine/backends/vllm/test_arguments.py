@@ -10,6 +10,7 @@ from hybrid_engine.assembly import inference_settings
 from hybrid_engine.backends.vllm.arguments import check_arguments, llm_arguments
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.config import GenerateConfig, HybridConfig
+from hybrid_engine.config.inference_rules import QUANTIZATIONS
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from tests.hybrid_engine.backends.vllm import support
@@ -46,6 +47,14 @@ def test_experts_are_computed_in_the_loaders_layout_on_cuda_unless_asked_otherwi
     assert llm_arguments(InferenceSettings(model), "cuda")["moe_backend"] == "triton"
     assert llm_arguments(InferenceSettings(model, extra={"moe_backend": "cutlass"}), "cuda")["moe_backend"] == "cutlass"
     assert "moe_backend" not in llm_arguments(InferenceSettings(model), "cpu")
+    assert "moe_backend" not in llm_arguments(InferenceSettings(model, quantization="fp8_per_block"), "cuda")
+
+
+def test_all_methods_that_quantise_while_loading_can_be_asked_for_on_cuda() -> None:
+    from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES
+
+    by_arguments = {"online"}  # means that `quantization_config` says how, which can be passed by itself
+    assert {*QUANTIZATIONS["cpu"]} <= {*QUANTIZATIONS["cuda"]} == {*ONLINE_QUANT_SHORTHAND_NAMES} - by_arguments
 
 
 @pytest.mark.parametrize(

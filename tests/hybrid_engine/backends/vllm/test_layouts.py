@@ -107,6 +107,15 @@ def test_the_computed_layout_is_the_traced_one(by_rank: list[Outcome]) -> None:
     assert all(outcome.misplaced == [] and outcome.num_tensors > 5 for outcome in by_rank)
 
 
+@pytest.mark.parametrize(("num_ranks", "case"), [param for param in ALL if param.values[1].is_in_place])
+def test_what_is_derived_in_place_is_that_of_a_native_load(by_rank: list[Outcome], case: Case) -> None:
+    """In every tensor that the model computes with, wherever vLLM keeps it."""
+    for outcome in by_rank:
+        assert outcome.renewed is not None
+        assert outcome.renewed.moved == outcome.renewed.differences == []
+        assert bool(outcome.renewed.derived) == (case.family in WITH_EXPERTS)
+
+
 @pytest.mark.parametrize(("num_ranks", "case"), ORDERED)
 def test_another_order_gives_each_rank_what_its_position_has_in_sequence(
     runs: Runs, by_rank: list[Outcome], num_ranks: int, case: Case

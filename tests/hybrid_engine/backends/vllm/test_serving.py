@@ -76,7 +76,7 @@ def test_quantised_weights_are_released_whole(quantised: list[Quantised]) -> Non
         ("not_fed", "ConfigError", "'fp8' on cpu"),
         ("not_fed", "ConfigError", "Use 'fp8_per_channel', or leave it out"),
         ("unknown", "ConfigError", "'no such' on cpu"),
-        ("experts", "ModelError", "Fp8PtpcOnlineMoEMethod on cpu"),
+        ("experts", "ConfigError", "no kernels for such experts"),
     ],
 )
 def test_what_cannot_be_fed_is_refused(quantised: list[Quantised], attempt: str, kind: str, message: str) -> None:

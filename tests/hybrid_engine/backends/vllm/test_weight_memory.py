@@ -271,6 +271,14 @@ def test_a_segment_with_a_tensor_that_nobody_knows_wakes_at_once(segmented: Segm
 
 
 @pytest.mark.slow
+def test_what_was_derived_wakes_with_the_weights_of_its_group(segmented: Segmented) -> None:
+    memory = SleepMode(lambda: segmented)
+    memory.free(segmented.live)
+    memory.restore(segmented.live, segmented.storages("passes through"), beside=["c"])
+    assert segmented.asleep() == ["third", "kv"]
+
+
+@pytest.mark.slow
 def test_what_no_group_asks_for_wakes_in_the_end(segmented: Segmented) -> None:
     memory = SleepMode(lambda: segmented)
     memory.free(segmented.live)

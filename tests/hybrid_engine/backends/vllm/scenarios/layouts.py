@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -31,6 +32,8 @@ from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.regions import Region
 from tests.hybrid_engine.backends.vllm import support
 from tests.zoo.families import served_config
+
+IN_PLACE = ("qwen3", "qwen3_moe", "deepseek_v3")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ class Case:
     @property
     def model(self) -> dict[str, Any]:
         return served_config(self.family, **self.config)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it is filled in place too: experts, MLA, and neither, each once."""
+        return self.layout == "tp2 pp1 dp1 ep1" and self.family in IN_PLACE
 
     def is_reordered(self, other: Case) -> bool:
         """Whether `other` is this case in another order than the sequential one."""
@@ -89,6 +97,7 @@ class Outcome:
         misplaced: tensors of which the computed layout says something else than the trace.
         padding: buffer name -> intervals.
         unread: canonical tensors of which it holds nothing.
+        renewed: where addresses had to stay, as on a GPU; of some cases.
     """
 
     position: int
@@ -100,6 +109,22 @@ class Outcome:
     misplaced: list[str]
     padding: dict[str, list[tuple[int, int]]]
     unread: frozenset[str]
+    renewed: Renewed | None
+
+
+@dataclass(frozen=True)
+class Renewed:
+    """What a model computes with after two fills in place.
+
+    Attributes:
+        derived: tensors that vLLM made of weights.
+        moved: tensors that are not where they were.
+        differences: those with other bits than after a load of vLLM's own.
+    """
+
+    derived: list[str]
+    moved: list[str]
+    differences: list[str]
 
 
 @dataclass
@@ -171,6 +196,28 @@ def _outcome_of(case: Case, host: Host, directory: Path) -> Outcome:
             if buffer.padding
         },
         unread=frozenset(layout.tensors) - {shard.region.tensor for shard in layout.shards},
+        renewed=_renewed_in_place(case, host, checkpoint) if case.is_in_place else None,
+    )
+
+
+def _renewed_in_place(case: Case, host: Host, checkpoint: str) -> Renewed:
+    """Fill a model whose dense layers compute with what is loaded, as on a GPU; its experts are as on a CPU: packed."""
+    from vllm.model_executor.layers import utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "check_cpu_sgl_kernel", lambda *_: False)
+        patch.setattr(utils.ops, "_supports_onednn", False)
+        adaptor = support.adaptor_of(host, checkpoint, case.model, keeps_addresses=True)
+        before = support.held(adaptor.model)
+        places = {path: (tensor.data_ptr(), tensor.stride()) for path, tensor in before.items()}
+        for seed in (1, 0):
+            support.write_by_records(adaptor, support.random_weights(case.model, seed))
+        native = support.native_model(host, checkpoint)
+    found = support.held(adaptor.model)
+    return Renewed(
+        derived=[path for each in adaptor._processed.derivations.values() for path in each.results],
+        moved=[path for path, tensor in found.items() if places.get(path) != (tensor.data_ptr(), tensor.stride())],
+        differences=support.differences(found, support.held(native)),
     )
 
 
