@@ -107,10 +107,13 @@ class InferenceEngine:
                 self._llm, model = self._build(tensors, dtypes)
                 # At collection or exit vLLM would end the default process group, which is the caller's; see `shutdown`.
                 self._llm.llm_engine.engine_core._finalizer.detach()
+                sleeps = is_sleepy(settings, self._device_type)
+                more = {"model_runner.lora_manager": settings.max_loras, "sleep_mode_backend.suspend": sleeps}
+                internals.require_readable(self._llm, *(name for name, is_read in more.items() if is_read))
                 self._generator_state = seeded_state(settings.seed + self.dp_rank)
                 self._process_settings = ProcessSettings.now()
             self._loras: DeliveredLoras | None = DeliveredLoras(self._llm, undo) if settings.max_loras else None
-            self._sleep_mode = SleepMode(lambda: self.llm) if is_sleepy(settings, self._device_type) else None
+            self._sleep_mode = SleepMode(lambda: self.llm) if sleeps else None
             memory = self._sleep_mode or (HostMemory() if self._device_type == "cpu" else WeightMemory())
             self._adaptor: VllmAdaptor | None = VllmAdaptor(model, memory, keeps_memory=not settings.release_weights)
             self._ends = undo.pop_all()

@@ -296,6 +296,39 @@ LOAD_LORA = Patch(
     remove_when="vLLM's requests carry tensors",
 )
 
+_CORE, _RUNNER = "llm_engine.engine_core.engine_core", "model_executor.driver_worker.worker.model_runner"
+READ_FROM_LLM = (
+    "llm_engine.should_execute_dummy_batch",
+    *(f"llm_engine.output_processor.{name}" for name in ("request_states", "parent_requests", "external_req_ids")),
+    *(f"{_CORE}.{name}" for name in ("batch_queue", "abort_requests", "structured_output_manager.clear_backend")),
+    *(f"{_CORE}.scheduler.{name}" for name in ("requests", "finished_req_ids", "shutdown")),
+    *(f"{_CORE}.scheduler.kv_cache_manager.block_pool.{name}" for name in ("num_gpu_blocks", "get_num_free_blocks")),
+    *(f"{_CORE}.{_RUNNER}.{name}" for name in ("model", "execute_model_state", "req_states|requests")),
+)
+"""What is read of an engine once it is built, whichever classes vLLM chose for it; either of two names where it differs
+between vLLM's two model runners."""
+
+
+def require_readable(llm: Any, *more: str) -> None:
+    """Raise DependencyError naming everything of `READ_FROM_LLM`, and of the worker's `more`, that an engine lacks."""
+    paths = (*READ_FROM_LLM, *(f"{_CORE}.{_RUNNER.rpartition('.')[0]}.{name}" for name in more))
+    missing = {fault for path in paths if (fault := _missing(llm, path))}
+    if missing:
+        raise DependencyError(
+            f"this vLLM's engine is not as in vLLM {TESTED_VERSION}: it has no {', '.join(sorted(missing))}. Where its "
+            "second model runner is the reason, set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+
+
+def _missing(value: Any, path: str) -> str:
+    """The first part of a path that is not there, with the type that should have it."""
+    for part in path.split("."):
+        name = next((name for name in part.split("|") if hasattr(value, name)), None)
+        if name is None:
+            return f"{type(value).__name__}.{part}"
+        value = getattr(value, name)
+    return ""
+
 
 def core_of(llm: Any) -> Any:
     """vLLM's `EngineCore`, which is in this process."""

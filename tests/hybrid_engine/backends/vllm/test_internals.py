@@ -9,14 +9,16 @@ import ast
 import importlib
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.internals import READ, Internal, Patch
+from hybrid_engine.backends.vllm.internals import READ, READ_FROM_LLM, Internal, Patch
+from hybrid_engine.errors import DependencyError
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -104,6 +106,24 @@ class Inherits(Thing):
 def test_only_what_an_object_has_is_found(kind: type) -> None:
     names = ("annotated", "own", "__init__", "foreign", "local", "read", "other")
     assert [name for name in names if has(kind, name)] == ["annotated", "own", "__init__"]
+
+
+def engine_with(paths: Iterable[str]) -> SimpleNamespace:
+    """An object with these attributes of attributes."""
+    llm = SimpleNamespace()
+    for path in paths:
+        at = llm
+        for name in path.split("|")[0].split("."):
+            at = vars(at).setdefault(name, SimpleNamespace())
+    return llm
+
+
+def test_an_engine_of_other_classes_is_refused_with_all_that_it_lacks() -> None:
+    internals.require_readable(engine_with(READ_FROM_LLM))
+    llm = engine_with(path for path in READ_FROM_LLM if not path.endswith(("request_states", "execute_model_state")))
+    missing = r"no SimpleNamespace\.execute_model_state, .*request_states, .*sleep_mode_backend"
+    with pytest.raises(DependencyError, match=missing):
+        internals.require_readable(llm, "sleep_mode_backend.suspend")
 
 
 def test_only_what_vllm_exports_is_imported_past_the_list() -> None:
