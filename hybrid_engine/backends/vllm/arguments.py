@@ -36,9 +36,9 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
 
 
 def _defaults_on_cuda(settings: InferenceSettings) -> dict[str, Any]:
-    """What vLLM would choose otherwise by itself, and cannot have here."""
+    """Where what vLLM would choose by itself makes switches slower, or cannot be had here."""
     defaults: dict[str, Any] = {}
-    if settings.quantization is None:
+    if settings.quantization is None and "quantization_config" not in settings.extra:
         defaults["moe_backend"] = "triton"  # it computes with the loader's layout; for others a switch derives theirs
     allocator = internals.ALLOCATOR_CONFIG.load()
     is_expandable = allocator.conf_flag_enabled(allocator.current_alloc_conf(), allocator.EXPANDABLE_SEGMENTS)

@@ -47,7 +47,9 @@ def test_experts_are_computed_in_the_loaders_layout_on_cuda_unless_asked_otherwi
     assert llm_arguments(InferenceSettings(model), "cuda")["moe_backend"] == "triton"
     assert llm_arguments(InferenceSettings(model, extra={"moe_backend": "cutlass"}), "cuda")["moe_backend"] == "cutlass"
     assert "moe_backend" not in llm_arguments(InferenceSettings(model), "cpu")
-    assert "moe_backend" not in llm_arguments(InferenceSettings(model, quantization="fp8_per_block"), "cuda")
+    by_arguments = InferenceSettings(model, extra={"quantization_config": {"moe": "mxfp4"}})
+    for settings in (InferenceSettings(model, quantization="fp8_per_block"), by_arguments):
+        assert "moe_backend" not in llm_arguments(settings, "cuda")
 
 
 def test_all_methods_that_quantise_while_loading_can_be_asked_for_on_cuda() -> None:
