@@ -1,4 +1,4 @@
-"""Elastic buffers in device memory, over a model of the driver on the CPU; with the driver itself where a GPU is."""
+"""Elastic buffers in device memory, over a model of the driver on the CPU; verification/gpu has what a GPU is asked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybrid_engine.errors import DeviceMemoryError, StateError
-from hybrid_engine.memory import cuda_driver, device_pages
+from hybrid_engine.memory import device_pages
 from hybrid_engine.memory.elastic import (
     ElasticBuffer,
     allocate_elastic,
@@ -25,11 +25,11 @@ from hybrid_engine.memory.elastic import (
     reserve_elastic,
     restore_elastic,
 )
+from hybrid_engine.verification.gpu.fake_cuda_driver import GARBAGE
 from megatron_patches.optimizer_state import _Home
 from megatron_patches.optimizers import OptimizerTensor
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.memory.device_rig import CHUNK, GRANULE, Rig
-from tests.hybrid_engine.memory.fake_cuda_driver import GARBAGE
 
 
 def test_is_an_exportable_buffer_with_memory_for_all(rig: Rig):
@@ -249,29 +249,3 @@ def test_a_call_that_fails_leaves_the_chunk_away(rig: Rig, monkeypatch: pytest.M
 def test_chunks_are_few_and_small_buffers_take_little(nbytes: int, expected: int):
     mib = 2**20
     assert device_pages.chunk_nbytes_for(nbytes * mib, 2 * mib) == expected * mib
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu():
-    driver = cuda_driver.driver_of(0)
-    assert driver is not None, "cuda-bindings is missing"
-    numel = 3 * device_pages.CHUNK_NBYTES // 4 + 5
-    free = torch.cuda.mem_get_info()[0]
-    flat = allocate_elastic(numel, torch.float32, "cuda:0", "param")
-    buffer = exported_buffer_of(flat)
-    assert flat.is_cuda
-    assert not flat.any()
-    flat.copy_(torch.arange(numel))
-    address = flat.data_ptr()
-    with open_peer(buffer.export()).mapped() as peer:
-        assert torch.equal(peer, flat)
-    kept = flat[: buffer.granularity // 4].clone()
-    buffer.release(buffer.granularity)
-    assert buffer.resident_nbytes() == buffer.granularity
-    assert free - torch.cuda.mem_get_info()[0] < 2 * buffer.granularity + 2**21
-    buffer.restore()
-    assert flat.data_ptr() == address
-    assert torch.equal(flat[: kept.numel()], kept)
-    flat.fill_(2)
-    assert flat.sum().item() == pytest.approx(2 * numel)

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import SimpleNamespace
+from typing import Any
 
 GARBAGE = 0xA5
 _NONE, _READ_WRITE = 0, 3  # <sys/mman.h> on Linux
@@ -32,6 +34,8 @@ class CUresult(IntEnum):
     CUDA_ERROR_NOT_SUPPORTED = 801
 
 
+Answer = tuple[Any, ...]
+"""A code and values."""
 OK, INVALID = CUresult.CUDA_SUCCESS, CUresult.CUDA_ERROR_INVALID_VALUE
 
 
@@ -108,16 +112,16 @@ class FakeCudaDriver:
     def CUmemAccessDesc(self) -> SimpleNamespace:
         return SimpleNamespace(location=SimpleNamespace())
 
-    def cuDeviceGet(self, ordinal: int) -> tuple:
+    def cuDeviceGet(self, ordinal: int) -> Answer:
         return OK, ordinal
 
-    def cuDeviceGetAttribute(self, attribute: str, device: int) -> tuple:
+    def cuDeviceGetAttribute(self, attribute: str, device: int) -> Answer:
         return OK, int(attribute not in self.unsupported)
 
-    def cuMemGetAllocationGranularity(self, properties: SimpleNamespace, option: int) -> tuple:
+    def cuMemGetAllocationGranularity(self, properties: SimpleNamespace, option: int) -> Answer:
         return OK, self.granule
 
-    def cuMemAddressReserve(self, nbytes: int, alignment: int, hint: int, flags: int) -> tuple:
+    def cuMemAddressReserve(self, nbytes: int, alignment: int, hint: int, flags: int) -> Answer:
         self.calls.append("reserve")
         if not self._is_whole(nbytes):
             return INVALID, 0
@@ -126,14 +130,14 @@ class FakeCudaDriver:
         self._ranges[address] = nbytes
         return OK, address
 
-    def cuMemAddressFree(self, address: int, nbytes: int) -> tuple:
+    def cuMemAddressFree(self, address: int, nbytes: int) -> Answer:
         self.calls.append("unreserve")
         if self._ranges.get(address) != nbytes or self._overlapping(address, nbytes):
             return (INVALID,)
         del self._ranges[address]
         return (OK,)
 
-    def cuMemCreate(self, nbytes: int, properties: SimpleNamespace, flags: int) -> tuple:
+    def cuMemCreate(self, nbytes: int, properties: SimpleNamespace, flags: int) -> Answer:
         self.calls.append("create")
         if not self._is_whole(nbytes) or properties.location.type != 1 or properties.requestedHandleTypes != 1:
             return INVALID, 0
@@ -143,14 +147,14 @@ class FakeCudaDriver:
         os.pwrite(fd, bytes([GARBAGE]) * nbytes, 0)
         return OK, self._new_handle(_Physical(fd, nbytes, is_own=True))
 
-    def cuMemRelease(self, handle: int) -> tuple:
+    def cuMemRelease(self, handle: int) -> Answer:
         self.calls.append("release")
         if handle not in self._handles:
             return (INVALID,)
         self._close_if_unused(self._handles.pop(handle))
         return (OK,)
 
-    def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> tuple:
+    def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> Answer:
         self.calls.append("map")
         physical = self._handles.get(handle)
         in_range = any(start <= address and address + nbytes <= start + size for start, size in self._ranges.items())
@@ -162,7 +166,7 @@ class FakeCudaDriver:
         self._mappings[address] = _Mapping(physical, nbytes)
         return (OK,)
 
-    def cuMemSetAccess(self, address: int, nbytes: int, descriptions: list, count: int) -> tuple:
+    def cuMemSetAccess(self, address: int, nbytes: int, descriptions: Sequence[SimpleNamespace], count: int) -> Answer:
         self.calls.append("set_access")
         inside = self._whole_mappings(address, nbytes)
         if inside is None or len(descriptions) != count or descriptions[0].flags != _READ_WRITE:
@@ -173,7 +177,7 @@ class FakeCudaDriver:
             _map(at, mapping.nbytes, _READ_WRITE, _SHARED | _FIXED, mapping.physical.fd)
         return (OK,)
 
-    def cuMemUnmap(self, address: int, nbytes: int) -> tuple:
+    def cuMemUnmap(self, address: int, nbytes: int) -> Answer:
         self.calls.append("unmap")
         inside = self._whole_mappings(address, nbytes)
         if inside is None:
@@ -184,13 +188,13 @@ class FakeCudaDriver:
             self._close_if_unused(mapping.physical)
         return (OK,)
 
-    def cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> tuple:
+    def cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> Answer:
         self.calls.append("export")
         if handle not in self._handles:
             return INVALID, -1
         return OK, os.dup(self._handles[handle].fd)
 
-    def cuMemImportFromShareableHandle(self, descriptor: int, kind: int) -> tuple:
+    def cuMemImportFromShareableHandle(self, descriptor: int, kind: int) -> Answer:
         self.calls.append("import")
         fd = os.dup(descriptor)
         return OK, self._new_handle(_Physical(fd, os.fstat(fd).st_size, is_own=False))

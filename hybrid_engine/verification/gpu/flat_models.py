@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py moves: a Llama-like model as Megatron and vLLM hold it, without either engine.
+"""What stage 1 and benchmarks/gpu.py move: a Llama-like model as Megatron and vLLM hold it, without either engine.
 
 Megatron's side is one flat buffer per rank, with QKV interleaved by query group and gate and up fused; vLLM's side is a
 buffer for every tensor.
@@ -14,6 +14,7 @@ import torch
 
 from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.plan import Bucket
@@ -98,6 +99,7 @@ def rank_job(shape: ModelShape, train: str, infer: str, rank: int, bucket_nbytes
     """Plan the switch of all ranks, which are on one host; sizes as on the command line of `plan`."""
     table = table_for(shape.config())
     training, inference = parse_job(train, infer, table)
+    assert isinstance(training, TrainParallelism), "sizes of Megatron's"
     ranks = range(training.world_size)
     source_side, destination_side = training_side(table, training), inference_side(table, inference)
     source = Layout.merge(_in_one_buffer(source_side.layout_of(each), each) for each in ranks)

@@ -1,4 +1,4 @@
-"""The figures of benchmarks/gpu.py, and the clock and the floors they are taken with."""
+"""Figures of stage 1 and of benchmarks/gpu.py, and the clock and the floors they are taken with."""
 
 from __future__ import annotations
 
@@ -28,22 +28,18 @@ class Timing:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one thing, beside others: `ratio` is bytes over `beside_nbytes`.
-
-    `is_of_device`: taken from the device's driver.
-    """
+    """Bytes of one thing, beside others: `ratio` is bytes over `beside_nbytes`."""
 
     name: str
     nbytes: int
     beside: str
     beside_nbytes: int
     ratio: float
-    is_of_device: bool
 
 
-def memory(name: str, nbytes: int, beside: str, beside_nbytes: int, *, is_of_device: bool = True) -> Memory:
+def memory(name: str, nbytes: int, beside: str, beside_nbytes: int) -> Memory:
     """With the ratio."""
-    return Memory(name, nbytes, beside, beside_nbytes, nbytes / beside_nbytes, is_of_device)
+    return Memory(name, nbytes, beside, beside_nbytes, nbytes / beside_nbytes)
 
 
 def timing(name: str, nbytes: int, seconds: float, floor: str, floor_seconds: float) -> Timing:
@@ -66,14 +62,34 @@ def seconds_of(device: torch.device, action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def plain_device_copy(device: torch.device, nbytes: int, repeat: int, wait: Callable[[], object] = int) -> float:
-    """Seconds of one copy of as many bytes within the device; `wait` is called before each."""
-    one, other = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+def plain_device_copy(
+    device: torch.device,
+    nbytes: int,
+    repeat: int,
+    wait: Callable[[], object] = int,
+    source: torch.device | None = None,
+) -> float:
+    """Seconds of one copy of as many bytes within the device, or from `source` to it; `wait` is called before each."""
+    there = torch.ones(nbytes, dtype=torch.uint8, device=source or device)
+    here = torch.ones(nbytes, dtype=torch.uint8, device=device)
     found = []
     for _ in range(repeat + 1):
         wait()
-        found.append(seconds_of(device, lambda: other.copy_(one)))
+        found.append(seconds_of(device, lambda: here.copy_(there)))
     return statistics.median(found[1:])
+
+
+def plain_host_copies(device: torch.device, nbytes: int, repeat: int) -> dict[str, float]:
+    """Seconds of one copy of as many bytes to page-locked host memory (`offload`) and back (`onload`)."""
+    there = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    here = torch.ones(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return {
+        name: statistics.median(seconds_of(device, copy) for _ in range(repeat + 1))
+        for name, copy in (
+            ("offload", lambda: here.copy_(there, non_blocking=True)),
+            ("onload", lambda: there.copy_(here, non_blocking=True)),
+        )
+    }
 
 
 def raise_unless_written(destinations: Mapping[str, torch.Tensor]) -> None:
