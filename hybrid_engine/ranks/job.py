@@ -21,7 +21,7 @@ import torch.distributed as dist
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.hosts import host_id
-from hybrid_engine.ranks.process_groups import end_groups
+from hybrid_engine.ranks.process_groups import end_groups, let_device_finish
 from hybrid_engine.ranks.start_up import join_process_group, own_device
 
 
@@ -95,4 +95,5 @@ class Job:
 
 def _end_process_group() -> None:
     if dist.is_initialized():  # the caller may have ended it
+        let_device_finish()
         dist.destroy_process_group()

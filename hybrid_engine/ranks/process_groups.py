@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import time
 
+import torch
 import torch.distributed as dist
 
 from hybrid_engine.ranks.torch_internals import is_alive
 
+_SECONDS_TO_FINISH = 10.0
+"""For what is queued on the device when its groups end: a collective whose peer was lost never finishes."""
 _SOURCE = re.compile(r"^\[[^\]]*\]\s*")
 _ADVICE = re.compile(r"\s*This is typically caused by .*", re.DOTALL)
 
@@ -29,6 +33,19 @@ def end_groups(*groups: dist.ProcessGroup | None) -> None:
 
     Their connections and threads, of which gloo has three for each, go once nothing refers to them. Never run on NCCL.
     """
-    for group in groups:
-        if is_alive(group):
+    alive = [group for group in groups if is_alive(group)]
+    if any("nccl" in dist.get_backend_config(group) for group in alive):
+        let_device_finish()
+    for group in alive:
+        if is_alive(group):  # a group is given twice where two parallel sizes have the same ranks
             dist.destroy_process_group(group)
+
+
+def let_device_finish() -> None:
+    """Wait a while for what this thread has queued on a GPU: NCCL aborts what is under way in a group that ends."""
+    if not torch.cuda.is_initialized():
+        return
+    queued, deadline = torch.cuda.Event(), time.monotonic() + _SECONDS_TO_FINISH
+    queued.record()
+    while not queued.query() and time.monotonic() < deadline:
+        time.sleep(0.001)
