@@ -29,6 +29,10 @@ FAULTS_JSON ?= runs/faults.jsonl
 MEGATRON    ?= $(lastword $(CORE_VERSIONS))
 UV          ?= uv
 
+# pip prefers a CPU build of the same version wherever an index has one.
+CHECK_CUDA := $(if $(filter requirements.txt,$(notdir $(REQUIREMENTS))),import torch; torch.version.cuda or exit( \
+    f"torch {torch.__version__} has no CUDA: leave out the index with CPU builds (PIP_EXTRA_INDEX_URL), then make again"),pass)
+
 # The CPU lock is complete, and installing its dependencies again would undo what it leaves out on purpose.
 PIP_FLAGS := $(if $(filter requirements-cpu.txt,$(notdir $(REQUIREMENTS))),--no-deps)
 
@@ -168,6 +172,7 @@ $(STAMP): $(REQUIREMENTS) $(if $(ENV_STARTS),,force)
 	    echo 'Installing $(REQUIREMENTS) failed. If torch was not found, see the head of that file.' >&2; \
 	    exit 1; \
 	}; \
+	$(PY) -c '$(CHECK_CUDA)'; \
 	cp '$(REQUIREMENTS)' '$@'
 
 force:
