@@ -62,7 +62,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help env rl test test-fast test-faults lint format docs matrix bench lock clean clean-env force
-.PHONY: core-tests core-tests-all core-tests-here
+.PHONY: core-tests core-tests-all core-tests-here gpu-check
 
 help: ## Show this help
 	@echo 'make TARGET [VARIABLE=value ...]'; echo
@@ -75,6 +75,7 @@ help: ## Show this help
 	@echo '  OUT           where make rl writes ($(OUT))'
 	@echo '  STOP_SECONDS  given to the iteration under way after Ctrl-C ($(STOP_SECONDS))'
 	@echo '  MEGATRON      megatron-core of make core-tests ($(MEGATRON)); all: $(CORE_VERSIONS)'
+	@echo '  ARGS          options of make gpu-check, for example "--device cpu"'
 	@echo '  PYTEST_ARGS   more arguments for pytest, for example "-k planner -x"'
 	@echo '  VENV          environment to create and use ($(VENV))'
 	@echo '  REQUIREMENTS  what goes into it: requirements-cpu.txt or, for GPUs, requirements.txt ($(REQUIREMENTS))'
@@ -130,6 +131,9 @@ matrix: $(ENV_READY) ## Switch every layout and model family with both real engi
 bench: $(ENV_READY) ## Time resharding beside its peers, as JSON (QUICK=1, ONLY=text, JSON=file)
 	$(PY) benchmarks/reshard.py --json '$(or $(JSON),runs/reshard.json)' \
 	    $(if $(QUICK),--quick) $(if $(ONLY),--only '$(ONLY)')
+
+gpu-check: $(ENV_READY) ## Check on this machine's GPUs what was written for them (ARGS=options, JSON=file)
+	$(PY) -m hybrid_engine check-gpu $(if $(JSON),--json '$(JSON)') $(ARGS)
 
 lock: ## Resolve requirements-cpu.in into requirements-cpu.txt again (needs uv)
 	@sed '/^[^#]/,$$d' requirements-cpu.txt > requirements-cpu.txt.new

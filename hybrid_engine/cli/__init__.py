@@ -1,15 +1,17 @@
-"""The command line: `python -m hybrid_engine plan …` and `python -m hybrid_engine verify …`.
+"""The command line: `python -m hybrid_engine plan …`, `verify …` and `check-gpu …`.
 
-    plan_command.py     `plan`: its options, checked; the work is done by advisor/
-    plan_tables.py      its answer as tables
-    verify_command.py   `verify`: its options, checked, and its verdict; the work is done by verification/
-    options.py          what both commands' options have in common
-    output.py           writing an answer, to whatever reads it
+    plan_command.py       `plan`: its options, checked; the work is done by advisor/
+    plan_tables.py        its answer as tables
+    verify_command.py     `verify`: its options, checked, and its verdict; the work is done by verification/
+    check_gpu_command.py  `check-gpu`: its options, checked, and its lines; the work is done by verification/gpu/
+    options.py            what the commands' options have in common
+    output.py             writing an answer, to whatever reads it
 
 Exit status:
     0   the command succeeded and found nothing wrong
-    1   `verify` found a difference
-    2   the request is invalid, and every reason was printed before anything started; or the answer could not be written
+    1   `verify` found a difference, or `check-gpu` something red
+    2   the request is invalid, and every reason was printed before anything started; or the answer could not be
+        written; or something of `check-gpu` could not run, and nothing was red
     3   the ranks of `verify` ended without a verdict; their output is printed
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import typer
 
+from hybrid_engine.cli.check_gpu_command import check_gpu
 from hybrid_engine.cli.plan_command import plan
 from hybrid_engine.cli.verify_command import verify
 
@@ -30,5 +33,6 @@ def main() -> None:
 
 app.command()(plan)
 app.command()(verify)
+app.command()(check_gpu)
 
 __all__ = ["app"]

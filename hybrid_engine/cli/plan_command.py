@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,9 +18,9 @@ from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
 from hybrid_engine.advisor.sizes_text import is_sharded, parse_job
 from hybrid_engine.advisor.trainers import Fsdp, Megatron, PlannedTrainer
 from hybrid_engine.cli.options import Order, collect, integer_option, refuse
-from hybrid_engine.cli.output import writing
+from hybrid_engine.cli.output import unwritable, writing
 from hybrid_engine.cli.plan_tables import print_tables
-from hybrid_engine.errors import ConfigError, DependencyError, Violation, clipped, shortened
+from hybrid_engine.errors import ConfigError, DependencyError, Violation, shortened
 from hybrid_engine.files.durable import write_text
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE, ShardedParallelism, TrainParallelism
 from hybrid_engine.models.families import read_model
@@ -162,7 +161,7 @@ def _option_violations(
     for key, value in numbers.items():
         if value is not None and not 0 < value <= LARGEST_SIZE:
             yield Violation(key, f"{value:g} is not a valid size", f"Use a number above 0, at most {LARGEST_SIZE}")
-    if html is not None and (problem := _unwritable(html)):
+    if html is not None and (problem := unwritable(html)):
         yield Violation("--html", problem, "Name a file in a directory that lets this user write")
 
 
@@ -171,17 +170,6 @@ def _prefetch_violations(gbps: float | None, utilization: float) -> Iterator[Vio
         yield Violation("--prefetch-gbps", f"{gbps:g} is not a valid rate", "Use a number above 0, at most 1e9")
     if not 0 < utilization <= 1:
         yield Violation("--gpu-memory-utilization", f"{utilization:g} is no share", "Use a number above 0, at most 1")
-
-
-def _unwritable(path: Path) -> str | None:
-    """Return why `path` cannot be written, or None; asked before minutes of planning."""
-    try:
-        if path.exists() and not path.is_file():
-            return f"{path} is not a regular file"
-        with tempfile.TemporaryFile(dir=path.absolute().parent):
-            return None
-    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
-        return f"{clipped(str(path))} cannot be written: {getattr(error, 'strerror', None) or error}"
 
 
 def _parse_rates(text: str) -> dict[Link, float]:

@@ -67,8 +67,8 @@ class Comparison:
         replicas = self.worker.train.dp_size
         num_sequences = -(-NUM_SEQUENCES // replicas) * replicas
         for _ in range(_MOST_SKIPPED_STEPS):
-            batch = _tokens_and_labels(version, self.table.dims.vocab_size, num_sequences)
-            report = self.worker.update(batch, _cross_entropy)
+            batch = tokens_and_labels(version, self.table.dims.vocab_size, num_sequences)
+            report = self.worker.update(batch, cross_entropy)
             if not report["skipped"]:
                 return
         raise ReshardError(f"{_MOST_SKIPPED_STEPS} steps in a row were skipped: gradients overflow at every loss scale")
@@ -109,7 +109,7 @@ class Comparison:
         return torch.stack(rows)
 
     def _tokens(self) -> torch.Tensor:
-        return _tokens_and_labels(99, self.table.dims.vocab_size)["tokens"][:4]
+        return tokens_and_labels(99, self.table.dims.vocab_size)["tokens"][:4]
 
     def _expected_logits(self, checkpoint: Path) -> torch.Tensor:
         """Return the log-probabilities by transformers in float32, computed on rank 0."""
@@ -148,7 +148,7 @@ def write_random_checkpoint(path: Path, model_dir: Path, table: ModelTable, dtyp
     shutil.copyfile(model_dir / "config.json", path / "config.json")
 
 
-def _tokens_and_labels(seed: int, vocab_size: int, num_sequences: int = NUM_SEQUENCES) -> dict[str, torch.Tensor]:
+def tokens_and_labels(seed: int, vocab_size: int, num_sequences: int = NUM_SEQUENCES) -> dict[str, torch.Tensor]:
     """Random tokens and those that follow them, [num_sequences, SEQ_LENGTH]; the same on every rank."""
     import torch
 
@@ -157,7 +157,7 @@ def _tokens_and_labels(seed: int, vocab_size: int, num_sequences: int = NUM_SEQU
     return {"tokens": rows[:, :-1].contiguous(), "labels": rows[:, 1:].contiguous()}
 
 
-def _cross_entropy(
+def cross_entropy(
     micro_batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = -log_probs.mean()

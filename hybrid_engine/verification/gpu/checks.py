@@ -1,0 +1,139 @@
+"""What a check of `check-gpu` is and says, and how a process runs its checks one after the other.
+
+    a job's process:  run_checks(planned, results file)     one line of JSON for each result, as soon as it is there
+    check-gpu itself: read_results(results file, how the process ended)
+
+So a process that dies or takes too long loses the checks that it had not finished, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+
+class Colour(StrEnum):
+    """What a check found, from the best to the worst."""
+
+    LEFT_OUT = "left out"
+    """It has no meaning here, which is no fault."""
+    GREEN = "green"
+    MISSING = "missing"
+    """It could not run; the note says what is missing, and the remedy."""
+    RED = "red"
+
+
+def worst(colours: Collection[Colour]) -> Colour:
+    """Of several; LEFT_OUT of none."""
+    return max(colours, key=list(Colour).index, default=Colour.LEFT_OUT)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the answer.
+
+    Attributes:
+        name: what was checked.
+        colour: what was found.
+        figure: what was measured, for people.
+        floor: what it is beside, and the limit by which it was judged.
+        note: why it is not green, with a remedy.
+        values: the figures for programs, in bytes and seconds.
+    """
+
+    name: str
+    colour: Colour
+    figure: str = ""
+    floor: str = ""
+    note: str = ""
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+class CannotCheckError(Exception):
+    """A check cannot run; the message says what is missing, and the remedy."""
+
+
+class NothingToCheckError(Exception):
+    """A check has no meaning here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A check to come, which may have several results.
+
+    Attributes:
+        name: of the check, or of all its results together.
+        run: yields the results; what it raises is a result too.
+        needs: names of planned checks that must have gone well before.
+    """
+
+    name: str
+    run: Callable[[], Iterator[Check]]
+    needs: tuple[str, ...] = ()
+
+
+def judged(name: str, is_good: bool, figure: str = "", floor: str = "", note: str = "", **values: float) -> Check:
+    """Green or red. `note` is said where it is red."""
+    return Check(name, Colour.GREEN if is_good else Colour.RED, figure, floor, "" if is_good else note, values)
+
+
+def run_checks(planned: Sequence[Planned], results: Path) -> None:
+    """Run them in order; append what is planned, begun and found to the file."""
+    with results.open("a") as file:
+
+        def tell(**line: object) -> None:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+
+        tell(planned=[each.name for each in planned])
+        good: set[str] = set()
+        for each in planned:
+            tell(begun=each.name)
+            colours = []
+            for check in _results_of(each, good):
+                colours.append(check.colour)
+                tell(found=asdict(check))
+            tell(ended=each.name)
+            if worst(colours) in (Colour.GREEN, Colour.LEFT_OUT):
+                good.add(each.name)
+
+
+def _results_of(planned: Planned, good: Collection[str]) -> Iterator[Check]:
+    lacking = [name for name in planned.needs if name not in good]
+    if lacking:
+        yield Check(planned.name, Colour.MISSING, note=f"needs {', '.join(lacking)}: see above")
+        return
+    try:
+        yield from planned.run()
+    except CannotCheckError as error:
+        yield Check(planned.name, Colour.MISSING, note=str(error))
+    except NothingToCheckError as error:
+        yield Check(planned.name, Colour.LEFT_OUT, note=str(error))
+    except Exception as error:
+        yield Check(planned.name, Colour.RED, note=f"{type(error).__name__}: {error}")
+        traceback.print_exc()  # among the job's output, which is shown for a job with something red
+
+
+def read_results(results: Path, ending: str) -> list[Check]:
+    """Every result in the file; for checks that have none, because their process ended, `ending` says how it did."""
+    lines = [json.loads(line) for line in _whole_lines(results)]
+    found = [Check(**{**line["found"], "colour": Colour(line["found"]["colour"])}) for line in lines if "found" in line]
+    begun = [line["begun"] for line in lines if "begun" in line]
+    ended = [line["ended"] for line in lines if "ended" in line]
+    names = [name for line in lines for name in line.get("planned", ())]
+    for name in names:
+        if name in begun and name not in ended:
+            found.append(Check(name, Colour.RED, note=ending))
+        elif name not in begun:
+            found.append(Check(name, Colour.MISSING, note=f"not reached: {ending}"))
+    return found
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """Without the last one where its process died in the middle of it."""
+    text = path.read_text() if path.is_file() else ""
+    return text[: text.rfind("\n") + 1].splitlines()

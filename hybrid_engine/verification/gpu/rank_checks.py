@@ -1,0 +1,136 @@
+"""Stage 3, two or more GPUs: layouts, experts, NCCL, the order of ranks, and reads from GPU to GPU.
+
+    python -m hybrid_engine.verification.gpu.rank_checks NUM_GPUS VLLM_ARGUMENTS RESULTS
+
+Each layout is a case of `verify` on ranks of its own: every vLLM parameter bitwise what vLLM's own loader gives, and
+both engines compute what transformers computes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hybrid_engine.advisor.sizes_text import parse_job
+from hybrid_engine.files.scratch import scratch_directory
+from hybrid_engine.models.families import read_model
+from hybrid_engine.verification.cases import Case, case_of
+from hybrid_engine.verification.gpu.checks import CannotCheckError, Check, Planned, judged, run_checks
+from hybrid_engine.verification.gpu.flat_models import ModelShape
+from hybrid_engine.verification.gpu.memory_checks import BUCKET_NBYTES, REPEAT, pull_checks
+from hybrid_engine.verification.gpu.pull_figures import PullTask
+from hybrid_engine.verification.verify import SCRATCH_PREFIX, run_cases
+
+SECONDS_OF_A_CASE = 420.0
+_LAYERS = 2
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
+_QWEN3_MOE = {
+    **_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "router_aux_loss_coef": 0.001,
+}
+
+
+@dataclass(frozen=True)
+class LayoutCheck:
+    """A case.
+
+    Attributes:
+        name: of its check.
+        train, infer: sizes, as for `verify`.
+        model: config.json of the model whose form the small one has.
+        generate: keys of `generate_config`.
+    """
+
+    name: str
+    train: str
+    infer: str
+    model: Mapping[str, Any] = field(default_factory=lambda: _QWEN3)
+    generate: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        """Of the job."""
+        return parse_job(self.train, self.infer, None)[0].world_size
+
+    def case(self, vllm: Mapping[str, Any], directory: Path) -> Case:
+        """The case of `verify`; its models are written below `directory`. Raises ConfigError."""
+        (directory / "model").mkdir()
+        (directory / "model" / "config.json").write_text(json.dumps(self.model))
+        table, _ = read_model(directory / "model")
+        training, inference = parse_job(self.train, self.infer, table)
+        case = case_of(
+            *(self.name, directory / "model", directory / "small", training, inference, _LAYERS, "auto", "bfloat16")
+        )
+        return replace(case, generate={"enforce_eager": True, "vllm": dict(vllm), **case.generate, **self.generate})
+
+
+LAYOUT_CHECKS = (
+    LayoutCheck(
+        "TP 2 to 1, memory of the other GPU read", "tp=2,dp=1", "tp=1", generate={"transport": "shared_memory"}
+    ),
+    LayoutCheck("TP 2 to 1, NCCL", "tp=2,dp=1", "tp=1", generate={"transport": "collective"}),
+    LayoutCheck("PP 2 to TP 2, CUDA graphs", "pp=2,dp=1", "tp=2", generate={"enforce_eager": False}),
+    LayoutCheck("experts, EP 2 to TP 2", "ep=2,etp=1,dp=2", "tp=2", _QWEN3_MOE),
+    LayoutCheck("experts, EP 2 to EP 2", "ep=2,etp=1,dp=2", "tp=2,ep=2", _QWEN3_MOE),
+    LayoutCheck("ranks out of order, CUDA graphs", "tp=2,pp=2,dp=1", "tp=4", generate={"enforce_eager": False}),
+)
+
+
+def checked(layout: LayoutCheck, num_gpus: int, vllm: Mapping[str, Any]) -> Iterator[Check]:
+    """The verdict of `verify`."""
+    if num_gpus < layout.num_ranks:
+        raise CannotCheckError(f"needs {layout.num_ranks} GPUs, and {num_gpus} are seen")
+    with scratch_directory(SCRATCH_PREFIX) as directory:
+        (verdict,) = run_cases([layout.case(vllm, directory)], layout.num_ranks, SECONDS_OF_A_CASE)
+    figure = f"{verdict.num_parameters} parameters bitwise in {verdict.seconds:.0f} s"
+    note = "; ".join(verdict.faults)
+    yield judged(layout.name, not verdict.faults, figure, note=note, seconds=verdict.seconds)
+
+
+def pulled() -> Iterator[Check]:
+    """A process on each of two GPUs reads the other's memory."""
+    yield from pull_checks(PullTask(("cuda:0", "cuda:1"), ModelShape(2), BUCKET_NBYTES, REPEAT), is_judged=True)
+
+
+def main(num_gpus: str, vllm: str, results: str) -> None:
+    """Run the stage; each case starts its own ranks."""
+    planned = [Planned("pulling from GPU to GPU", pulled)]
+    planned += [
+        Planned(layout.name, partial(checked, layout, int(num_gpus), json.loads(vllm))) for layout in LAYOUT_CHECKS
+    ]
+    run_checks(planned, Path(results))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

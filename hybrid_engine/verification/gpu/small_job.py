@@ -1,0 +1,134 @@
+"""The job of stage 2: a Qwen3 model, its configuration, and what is asked of vLLM; the same in every process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybrid_engine.config import HybridConfig, load_config
+from hybrid_engine.verification.cases import SEQ_LENGTH
+
+MAX_TOKENS = 16
+_ADAM_NBYTES = 18  # of a parameter with bfloat16
+_TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+}
+_ON_A_GPU = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 32000,
+}
+_NUM_PARAMETERS = 0.75e9
+"""Of the model on a GPU."""
+NEEDED_ON_HOST = int(1.5 * _ADAM_NBYTES * _NUM_PARAMETERS)
+"""Bytes that must be free with a GPU: what is offloaded, and libraries."""
+_PROMPT_LENGTHS = (5, 17, 8, 30)
+
+
+@dataclass(frozen=True)
+class SmallJob:
+    """What the processes of stage 2 are told.
+
+    Attributes:
+        directory: theirs, with the model's config.json below `model`.
+        device: "cuda" or "cpu".
+        eager: without CUDA graphs and compilation.
+        vllm: further engine arguments of vLLM.
+    """
+
+    directory: str
+    device: str
+    eager: bool
+    vllm: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def mode(self) -> str:
+        """For the names of checks and files."""
+        return "eager" if self.eager else "graphs"
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where the engines leave their weights."""
+        return Path(self.directory, self.mode, "checkpoint")
+
+    @property
+    def answers(self) -> Path:
+        """Where they leave their completions of these weights, as JSON."""
+        return Path(self.directory, self.mode, "completions.json")
+
+    def write_model(self) -> None:
+        """Write the model's config.json, and make room for what the engines leave."""
+        sizes = _ON_A_GPU if self.device == "cuda" else _TINY
+        config = {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "max_position_embeddings": 512,
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            **sizes,
+        }
+        model = Path(self.directory, "model")
+        model.mkdir(parents=True, exist_ok=True)
+        (model / "config.json").write_text(json.dumps(config, indent=2))
+        self.answers.parent.mkdir(exist_ok=True)
+
+    def config(self) -> HybridConfig:
+        """The checked configuration. Raises ConfigError."""
+        on_gpu = self.device == "cuda"
+        return load_config(
+            {
+                "model": str(Path(self.directory, "model")),
+                "actor_config": {
+                    "params_dtype": "bfloat16" if on_gpu else "float32",
+                    "seq_length": SEQ_LENGTH,
+                    "optimizer": {"lr": 1e-3},
+                },
+                "generate_config": {
+                    "verify": "full",
+                    "max_model_len": 2 * SEQ_LENGTH,
+                    "max_num_seqs": 16,
+                    "bucket_mb": 64 if on_gpu else 1,
+                    "kv_cache_mb": 512 if on_gpu else 8,
+                    "gpu_memory_utilization": 0.3,
+                    "enforce_eager": self.eager,
+                    "timeout_seconds": 120,
+                    "vllm": dict(self.vllm),
+                },
+            },
+            world_size=1,
+        )
+
+    def prompts(self) -> list[list[int]]:
+        """Token ids."""
+        return [[(7 * start + 3 * at) % 500 for at in range(length)] for start, length in enumerate(_PROMPT_LENGTHS)]
+
+    def as_json(self) -> str:
+        """For a command line."""
+        return json.dumps(asdict(self))
+
+
+def differences(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> str:
+    """Where completions differ first; "" where they do not."""
+    for prompt, (one, other) in enumerate(zip(found, expected, strict=True)):
+        if list(one) != list(other):
+            at = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), "the end")
+            return f"prompt {prompt} differs from token {at} on: {list(one)}, not {list(other)}"
+    return ""

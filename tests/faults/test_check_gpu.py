@@ -1,0 +1,25 @@
+"""`check-gpu --device cpu` as a whole: minutes, for stage 2 builds both engines and a vLLM of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.faults, pytest.mark.engines]
+
+
+def test_all_is_green_on_the_cpu(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    command = [sys.executable, "-m", "hybrid_engine", "check-gpu", "--device", "cpu", "--json", str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=570)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    _, engines = json.loads(path.read_text())["stages"]
+    colours = {check["name"]: check["colour"] for check in engines["checks"]}
+    assert colours.pop("with CUDA graphs") == "left out"
+    assert {name for name, colour in colours.items() if colour != "green"} == set()
+    assert {"eager: all weights compared in the switch", "eager: completions as of a fresh vLLM"} < set(colours)
+    assert {"eager: failed wake-up: training is as before", "eager: built again"} < set(colours)

