@@ -62,7 +62,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help env rl test test-fast test-faults lint format docs matrix bench lock clean clean-env force
-.PHONY: core-tests core-tests-all core-tests-here gpu-check
+.PHONY: core-tests core-tests-all core-tests-here gpu-check offline-bundle
 
 help: ## Show this help
 	@echo 'make TARGET [VARIABLE=value ...]'; echo
@@ -76,6 +76,7 @@ help: ## Show this help
 	@echo '  STOP_SECONDS  given to the iteration under way after Ctrl-C ($(STOP_SECONDS))'
 	@echo '  MEGATRON      megatron-core of make core-tests ($(MEGATRON)); all: $(CORE_VERSIONS)'
 	@echo '  ARGS          options of make gpu-check, for example "--device cpu"'
+	@echo '  DIR, HAVE     of make offline-bundle: where it goes; what pip list prints on the other machine'
 	@echo '  PYTEST_ARGS   more arguments for pytest, for example "-k planner -x"'
 	@echo '  VENV          environment to create and use ($(VENV))'
 	@echo '  REQUIREMENTS  what goes into it: requirements-cpu.txt or, for GPUs, requirements.txt ($(REQUIREMENTS))'
@@ -134,6 +135,10 @@ bench: $(ENV_READY) ## Time resharding beside its peers, as JSON (QUICK=1, ONLY=
 
 gpu-check: $(ENV_READY) ## Check on this machine's GPUs what was written for them (ARGS=options, JSON=file)
 	$(PY) -m hybrid_engine check-gpu $(if $(JSON),--json '$(JSON)') $(ARGS)
+
+offline-bundle: $(ENV_READY) ## Collect what gpu-check needs on a machine without registries (DIR=folder, HAVE=file)
+	$(if $(DIR),,$(error Name the folder: make offline-bundle DIR=folder))
+	$(PY) -m offline.bundle '$(DIR)' $(if $(HAVE),--have '$(HAVE)')
 
 lock: ## Resolve requirements-cpu.in into requirements-cpu.txt again (needs uv)
 	@sed '/^[^#]/,$$d' requirements-cpu.txt > requirements-cpu.txt.new

@@ -341,7 +341,7 @@ def test_every_public_name_is_found(name: str) -> None:
 
 
 def test_no_file_is_named_utils() -> None:
-    packages = [ENGINE, PATCHES, "examples", "benchmarks", "tests", "docs"]
+    packages = [ENGINE, PATCHES, "examples", "benchmarks", "offline", "tests", "docs"]
     vague = {"utils", "util", "helpers", "common", "misc"}
     assert [path for package in packages for path in sources(package) if path.stem in vague] == []
 
