@@ -14,6 +14,16 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def training_state(engine: Any) -> dict[str, str]:
-    """Of every parameter buffer, main parameter and moment; an overlapped gather that is still owed is made."""
+    """Of every parameter buffer, main parameter and moment; an overlapped gather that is still owed is made.
+
+    Megatron's main parameters and moments one by one: in which order an offload has gathered them follows from where
+    they lay.
+    """
     engine.weights.prepare()
-    return {item.owner: digest(item.tensor) for item in engine.offload_items() if item.action == "copy"}
+    copied = [item for item in engine.offload_items() if item.action == "copy"]
+    if isinstance(engine.optimizer, torch.optim.Optimizer):  # FSDP2's
+        return {item.owner: digest(item.tensor) for item in copied}
+    from megatron_patches import optimizer_tensors
+
+    state = {item.owner: digest(item.tensor) for item in copied if item.kind != "optimizer"}
+    return state | {f"{one.path} {one.key}": digest(one.tensor) for one in optimizer_tensors(engine.optimizer)}
