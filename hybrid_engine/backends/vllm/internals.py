@@ -216,10 +216,13 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.worker.gpu_worker:Worker": ("sleep_mode_backend",),
         "vllm.device_allocator.sleep_mode_backend:CuMemBackend": ("suspend", "discard"),
     },
+    "give the KV cache's memory back where weights stay": {
+        f"{_V1}.executor.abstract:Executor": ("discard",),
+    },
     "wake weights segment by segment, where nothing else lies in one": {
         "vllm.device_allocator:AllocationData": ("handle", "is_asleep"),
         "vllm.device_allocator.cumem:CuMemAllocator": ("pointer_to_data", "allocator_and_pools"),
-        f"{_V1}.worker.gpu_worker:Worker": ("_sleep_saved_parameters",),
+        f"{_V1}.worker.gpu_worker:Worker": ("_sleep_saved_parameters", "get_draft_model"),
     },
     "read how torch's allocator is configured": {
         ALLOCATOR_CONFIG.target: ("current_alloc_conf", "conf_flag_enabled", "EXPANDABLE_SEGMENTS"),

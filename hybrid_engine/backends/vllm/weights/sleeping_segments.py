@@ -49,8 +49,11 @@ class SleepingSegments:
         given = {segment["address"]: segment["requested_size"] for pool in pools for segment in pool.snapshot()}
         asleep = SleepingSegments(data for data in allocator.pointer_to_data.values() if data.is_asleep)
         taken: Counter[int] = Counter()
+        models = [model for model in (worker.model_runner.model, worker.get_draft_model()) if model is not None]
+        buffers = {buffer.untyped_storage().data_ptr() for model in models for buffer in model.buffers()}
         storages = {storage.data_ptr(): storage for storage in (tensor.untyped_storage() for tensor in weights)}
-        for address, storage in storages.items():
+        for address in storages.keys() - buffers:  # vLLM writes buffers as it wakes up, also those that are weights
+            storage = storages[address]
             for segment in asleep._in(address, storage.nbytes()):
                 taken[_start(segment)] += storage.nbytes()
         return SleepingSegments(one for one in asleep._segments if 0 < taken[_start(one)] == given.get(_start(one)))

@@ -137,8 +137,10 @@ class SleepMode(WeightMemory):
     def free_kv_cache(self) -> None:
         if not self.is_kv_cache_asleep:
             llm = self._llm()
-            llm.sleep(level=0)  # takes no memory: vLLM wants to be paused
-            llm.release_kv_cache_memory()
+            llm.sleep(level=0)  # pauses vLLM, and takes no memory
+            # As vLLM's own release_kv_cache_memory, which refuses while the scheduler keeps ids of finished requests:
+            # only a further step forgets them, and there is none.
+            internals.core_of(llm).model_executor.discard(("kv_cache",))
             self.is_kv_cache_asleep = True
 
     def wake_kv_cache(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -152,6 +152,7 @@ class Segmented:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.device_allocator import cumem, sleep_mode_backend
+        from vllm.v1.executor.abstract import Executor
         from vllm.v1.worker.gpu_worker import Worker
 
         self._wake = Worker.wake_up
@@ -184,7 +185,12 @@ class Segmented:
         monkeypatch.setattr(cumem, "unmap_and_release", self._unmap)
         monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
         monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: None)
+        self.executor = SimpleNamespace(
+            sleeping_tags=set(), collective_rpc=lambda name, args: self.worker.sleep_mode_backend.discard(*args)
+        )
+        self.executor.discard = MethodType(Executor.discard, self.executor)
         monkeypatch.setattr(internals, "worker_of", lambda _: self.worker)
+        monkeypatch.setattr(internals, "core_of", lambda _: SimpleNamespace(model_executor=self.executor))
 
     def add(self, name: str, tag: str) -> None:
         from vllm.device_allocator import AllocationData
@@ -220,9 +226,7 @@ class Segmented:
 
     def wake_up(self, tags: list[str]) -> None:
         self._wake(self.worker, tags)
-
-    def release_kv_cache_memory(self) -> None:
-        self.worker.sleep_mode_backend.discard(("kv_cache",))
+        self.executor.sleeping_tags -= set(tags)
 
     def _map(self, handle: tuple[int, ...]) -> None:
         if not self.budget:
@@ -265,6 +269,16 @@ def test_weights_wake_group_by_group(segmented: Segmented) -> None:
 def test_a_segment_with_a_tensor_that_nobody_knows_wakes_at_once(segmented: Segmented) -> None:
     memory = SleepMode(lambda: segmented)
     segmented.requested["third"] += 16
+    memory.free(segmented.live)
+    memory.restore(segmented.live, [])
+    assert segmented.asleep() == ["second", "kv"]
+
+
+@pytest.mark.slow
+def test_a_weight_that_is_a_buffer_wakes_at_once(segmented: Segmented) -> None:
+    """vLLM copies into it as it wakes up what it had before."""
+    segmented.model.register_buffer("written", segmented.live["d"])
+    memory = SleepMode(lambda: segmented)
     memory.free(segmented.live)
     memory.restore(segmented.live, [])
     assert segmented.asleep() == ["second", "kv"]
