@@ -3,7 +3,7 @@
     setting                        needs                           left out
     bias_activation_fusion         SwiGLU                          GELU: the kernel's is the tanh approximation
     bias_dropout_fusion            nothing
-    gradient_accumulation_fusion   Transformer Engine or apex
+    gradient_accumulation_fusion   apex, also with Transformer Engine: the output layer is Megatron's own
     apply_rope_fusion              Transformer Engine              latent attention, interleaved rotation
     recompute_granularity          no Transformer Engine           with it attention keeps no scores
 
@@ -44,7 +44,7 @@ def fusion_settings(settings: Mapping[str, Any], *, is_cuda: bool, with_te: bool
         "bias_activation_fusion": settings["activation_func"] is torch.nn.functional.silu
         and bool(settings.get("gated_linear_unit")),
         "bias_dropout_fusion": True,
-        "gradient_accumulation_fusion": with_te or find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        "gradient_accumulation_fusion": find_spec("fused_weight_gradient_mlp_cuda") is not None,
         "apply_rope_fusion": with_te and not is_latent and not is_interleaved,
     }
     # a backward pass computes the scores of one layer again, in place of keeping those of all
