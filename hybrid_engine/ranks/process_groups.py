@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.ranks.torch_internals import is_alive
+
+logger = logging.getLogger("hybrid_engine")
 
 _SECONDS_TO_FINISH = 10.0
 """For what is queued on the device when its groups end: a collective whose peer was lost never finishes."""
@@ -42,10 +45,15 @@ def end_groups(*groups: dist.ProcessGroup | None) -> None:
 
 
 def let_device_finish() -> None:
-    """Wait a while for what this thread has queued on a GPU: NCCL aborts what is under way in a group that ends."""
+    """Wait a while for what this thread has queued on the current stream: NCCL aborts what is under way in a group that
+    ends. A device that has failed is not waited for."""
     if not torch.cuda.is_initialized():
         return
-    queued, deadline = torch.cuda.Event(), time.monotonic() + _SECONDS_TO_FINISH
-    queued.record()
-    while not queued.query() and time.monotonic() < deadline:
-        time.sleep(0.001)
+    deadline = time.monotonic() + _SECONDS_TO_FINISH
+    try:
+        queued = torch.cuda.Event()
+        queued.record()
+        while not queued.query() and time.monotonic() < deadline:
+            time.sleep(0.001)
+    except RuntimeError as error:  # groups must end all the same, and why the device failed is told elsewhere
+        logger.warning("the device cannot be asked whether it has finished: %s", error)

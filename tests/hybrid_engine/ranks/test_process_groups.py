@@ -50,3 +50,12 @@ def test_a_device_that_never_finishes_is_not_waited_for(calls: list[str], monkey
     end_groups("cuda:nccl")
     assert 0.05 <= time.monotonic() - started < 5
     assert calls == ["record", "end"]
+
+
+def test_a_device_that_has_failed_is_not_waited_for(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(self: object) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda.Event, "query", failed)
+    end_groups("cuda:nccl", "cpu:gloo")
+    assert calls == ["record", "end", "end"]
