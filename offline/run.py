@@ -14,6 +14,7 @@ import json
 import lzma
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -26,18 +27,19 @@ USAGE = 2
 """Exit status when something is missing, as check-gpu's."""
 ATTENTION = "attention_backend=TRITON_ATTN"
 """FlashAttention's extension is not carried."""
+_UNPACKED, _TREE = "unpacked.json", "tree"
 
 
 def unpack(folder: Path, place: Path) -> list[str]:
     """Unpack the items whose last part is in `folder`; keep parts of others in `place`. Returns what is wrong."""
     manifest = read_manifest(folder)
-    done_path, faults = place / "unpacked.json", []
+    faults = []
     place.mkdir(parents=True, exist_ok=True)
-    done: list[str] = json.loads(done_path.read_text()) if done_path.is_file() else []
+    done = _unpacked(place)
     number = int(folder.resolve().name)
     for item in manifest["items"]:
         own = [part for part in item["parts"] if part["folder"] == number]
-        if not own or item["name"] in done:
+        if not own or done.get(item["name"]) == _hashes(item):
             continue
         wrong = [fault for part in own if (fault := fault_of(folder / part["file"], part))]
         faults += wrong
@@ -49,11 +51,23 @@ def unpack(folder: Path, place: Path) -> list[str]:
                 (place / "parts" / part["file"]).write_bytes((folder / part["file"]).read_bytes())
         homes = [folder if len(item["parts"]) == 1 else place / "parts" for _ in item["parts"]]
         files = [home / part["file"] for home, part in zip(homes, item["parts"], strict=True)]
-        if all(file.is_file() for file in files):
+        # the others may be missing still, or be those of an older bundle
+        if not any(fault_of(file, part) for file, part in zip(files, item["parts"], strict=True)):
             _unpack_item(item, b"".join(file.read_bytes() for file in files), place)
-            done.append(item["name"])
-    done_path.write_text(json.dumps(done))
+            done[item["name"]] = _hashes(item)
+    (place / _UNPACKED).write_text(json.dumps(done))
     return faults
+
+
+def _unpacked(place: Path) -> dict[str, list[str]]:
+    """Items that are there, by name: hashes of what they were unpacked from."""
+    path = place / _UNPACKED
+    found: dict[str, list[str]] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
+
+
+def _hashes(item: dict[str, Any]) -> list[str]:
+    return [part["sha256"] for part in item["parts"]]
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -76,6 +90,8 @@ def fault_of(path: Path, part: dict[str, Any]) -> str | None:
 
 def _unpack_item(item: dict[str, Any], contents: bytes, place: Path) -> None:
     target = place / item["place"]
+    if item["place"] == _TREE:  # files that a newer tree has no longer
+        shutil.rmtree(target, ignore_errors=True)
     if item["kind"] == "xz":
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(lzma.decompress(contents))
@@ -104,11 +120,10 @@ def _installed_name(name: str) -> str | None:
 
 def what_is_missing(manifest: dict[str, Any], place: Path) -> dict[int, list[str]]:
     """By stage: what the bundle has and is not unpacked, and what could not be collected."""
-    done_path = place / "unpacked.json"
-    done = json.loads(done_path.read_text()) if done_path.is_file() else []
+    done = _unpacked(place)
     missing: dict[int, list[str]] = {}
     for item in manifest["items"]:
-        if item["name"] not in done:
+        if done.get(item["name"]) != _hashes(item):
             folders = ", ".join(sorted({str(part["folder"]) for part in item["parts"]}))
             missing.setdefault(item["stage"], []).append(f"{item['name']} of folder {folders} is not unpacked")
     for name, told in manifest["missing"].items():

@@ -107,6 +107,25 @@ def test_a_spoiled_file_is_named(
     assert run.what_is_missing(run.read_manifest(folders[0]), tmp_path / "place")[1] != []
 
 
+def test_a_newer_bundle_takes_the_place_of_an_older_one(folders: list[Path], items: list[Item], tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    for folder in folders:
+        run.unpack(folder, place)
+    newer = [
+        archive("hybrid_engine.tar.xz", "tree", 1, [("hybrid_engine/new.py", b"")]),
+        items[1],
+        compressed("large.so.xz", "packages/vllm/large.so", 2, bytes(range(256)) * 400),
+    ]
+    write_folders(tmp_path / "newer", newer, FACTS, Path(run.__file__), LIMIT)
+    manifest = run.read_manifest(tmp_path / "newer" / "1")
+    assert len(run.what_is_missing(manifest, place)) == 2
+    for folder in sorted((tmp_path / "newer").iterdir()):
+        assert run.unpack(folder, place) == []
+    assert run.what_is_missing(manifest, place) == {}
+    assert [path.name for path in (place / "tree" / "hybrid_engine").iterdir()] == ["new.py"]
+    assert (place / "packages" / "vllm" / "large.so").read_bytes() == bytes(range(256)) * 400
+
+
 def test_check_gpu_runs_with_what_was_unpacked(folders: list[Path], tmp_path: Path) -> None:
     place = str(tmp_path / "place")
     for folder in folders[:-1]:
