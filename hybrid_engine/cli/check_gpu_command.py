@@ -74,9 +74,9 @@ def check_gpu(
                 console.print(f"\nStage {number}, {TITLES[number]}{simulated}", style="bold")
                 results.append(run_stage(number, device.value, machine, arguments))
                 _print_stage(console, results[-1])
-            status = exit_status(results)
-            if as_json is not None:
-                write_text(as_json, _document(facts, device, results, status))
+                status = exit_status(results)
+                if as_json is not None:  # after each, lest what ends the next one takes these figures with it
+                    write_text(as_json, _document(facts, device, results, status))
     except FileError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None

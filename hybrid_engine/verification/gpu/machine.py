@@ -7,7 +7,7 @@ import platform
 import resource
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -59,12 +59,12 @@ def versions() -> dict[str, str]:
 
 
 def facts_of(machine: Machine) -> dict[str, str]:
-    """Everything, as text by name, in the order in which it is shown."""
+    """Everything, as text by name, in the order in which it is shown; where a GPU cannot be asked, why."""
     return {
-        "GPUs": _gpus(machine),
-        "driver": _driver_version(),
-        "GPUs reach each other": _peer_access(machine.num_gpus),
-        "CUDA and NCCL of torch": _torch_libraries(machine),
+        "GPUs": _asked(lambda: _gpus(machine)),
+        "driver": _asked(_driver_version),
+        "GPUs reach each other": _asked(lambda: _peer_access(machine.num_gpus)),
+        "CUDA and NCCL of torch": _asked(lambda: _torch_libraries(machine)),
         "packages": ", ".join(f"{name} {version}" for name, version in machine.versions.items()),
         "system": f"Python {platform.python_version()}, Linux {platform.release()}, {'-'.join(platform.libc_ver())}",
         "processors": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, NUMA nodes: {_num_numa_nodes()}",
@@ -80,10 +80,7 @@ def available_host_nbytes() -> int:
     """Bytes of host memory that processes here may still take; less what a container's limit keeps."""
     memory = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(memory["MemAvailable"].split()[0]) * 1024
-    for most, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
+    for most, used in _CGROUP_MEMORY:
         try:
             limit = Path("/sys/fs/cgroup", most).read_text().strip()
             taken = Path("/sys/fs/cgroup", used).read_text().strip()
@@ -92,6 +89,13 @@ def available_host_nbytes() -> int:
         if limit != "max":
             available = min(available, max(0, int(limit) - int(taken)))
     return available
+
+
+def _asked(question: Callable[[], str]) -> str:
+    try:
+        return question()
+    except (RuntimeError, AssertionError, OSError, AttributeError) as error:  # a driver that is too old, or broken
+        return f"{type(error).__name__}: {error}"
 
 
 def _gpus(machine: Machine) -> str:

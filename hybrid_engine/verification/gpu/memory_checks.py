@@ -300,16 +300,21 @@ def _new_buffer(target: Target, nbytes: int) -> ElasticBuffer:
 
 
 class _forked_child:
-    """A forked process that does nothing until the block ends."""
+    """A forked process that does nothing until the block ends; it has closed by then what a child closes."""
 
     def __enter__(self) -> None:
         reader, self._writer = os.pipe()
+        told, tells = os.pipe()
         self._pid = os.fork()
-        if self._pid == 0:
+        if self._pid == 0:  # what is registered to run after a fork has run
             os.close(self._writer)
+            os.write(tells, b".")
             os.read(reader, 1)
             os._exit(0)
         os.close(reader)
+        os.close(tells)
+        os.read(told, 1)
+        os.close(told)
 
     def __exit__(self, *_: object) -> None:
         os.close(self._writer)

@@ -68,15 +68,20 @@ def calls_of(copies: BatchedCopies, source: torch.Tensor, monkeypatch: pytest.Mo
     return destination, handed[0]
 
 
-@pytest.mark.parametrize("make", [backwards, backwards_with_gaps, irregular, repeated])
-def test_a_bucket_is_copied_in_one_call(make, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("make", "num_views"),
+    [(backwards, EXPERTS), (backwards_with_gaps, EXPERTS), (irregular, EXPERTS // 2), (repeated, 1)],
+)
+def test_a_bucket_is_copied_in_one_call(make, num_views: int, monkeypatch: pytest.MonkeyPatch) -> None:
     transfers, source = make(), torch.arange(100.0 * SIZE)
     expected = torch.zeros(100 * SIZE)
     for one in transfers:
         box = source.as_strided(one.lengths, one.src.strides, one.src.offset)
         expected.as_strided(one.lengths, one.dst.strides, one.dst.offset).copy_(box)
-    found, _ = calls_of(BatchedCopies(reversed(transfers)), source, monkeypatch)
+    copies = BatchedCopies(reversed(transfers))
+    found, handed = calls_of(copies, source, monkeypatch)
     assert torch.equal(found, expected)
+    assert handed == num_views
 
 
 def test_buffers_of_one_storage_are_one_view(monkeypatch: pytest.MonkeyPatch) -> None:
