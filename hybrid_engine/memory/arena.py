@@ -25,7 +25,7 @@ class Arena:
     def reserve(self, nbytes: int, *, pinned: bool) -> None:
         """Provide at least `nbytes`, page-locked if `pinned`; what is in it stays. No copy may be under way.
 
-        Raises OffloadError; the memory is then as before.
+        Raises OffloadError; what is in it stays, and it may be page-locked no longer.
         """
         if self.memory.numel() >= nbytes:
             return
