@@ -25,7 +25,7 @@ class Arena:
     def reserve(self, nbytes: int, *, pinned: bool) -> None:
         """Provide at least `nbytes`, page-locked if `pinned`; what is in it stays. No copy may be under way.
 
-        Raises OffloadError; what is in it stays, and it may be page-locked no longer.
+        Raises OffloadError; then it is as before, and a later call may succeed.
         """
         if self.memory.numel() >= nbytes:
             return

@@ -2,6 +2,7 @@
 
     grow      mmap, later mremap: what is in it stays, maybe elsewhere
     pinned    huge pages -> populated by several threads -> cudaHostRegister
+    failed    back to the size before, page-locked as before
 
 Registering populates too, but in one thread, 4 KiB at a time: that would take most of the first switch. A forked child
 (a DataLoader's worker) gets no copy: the kernel would copy pages that a device reads at once, all of them. **Pinning
@@ -10,18 +11,22 @@ has never been run on a GPU yet.**
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import logging
 import os
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory.borrowed import tensor_over
 from hybrid_engine.memory.libc import libc, raise_errno
+
+logger = logging.getLogger(__name__)
 
 PINNED_IN_HUGE_PAGES = True
 """Whether the kernel is asked for pages of 2 MiB behind pinned memory. Not measured on a machine with a GPU."""
@@ -38,11 +43,11 @@ _FAILED = ctypes.c_void_p(-1).value
 
 @dataclass
 class _Mapping:
-    """What there is to give back. `registered`: its address as the device's driver knows it; 0 if it does not."""
+    """What there is to give back. `is_registered`: its device's driver knows it, all of it."""
 
     address: int = 0
     nbytes: int = 0
-    registered: int = 0
+    is_registered: bool = False
 
 
 class GrowingPages:
@@ -65,34 +70,67 @@ class GrowingPages:
         return tensor_over(self._mapping.address, self.nbytes, torch.device("cpu"), self)
 
     def grow(self, nbytes: int, *, pinned: bool) -> None:
-        """Have `nbytes`, page-locked if `pinned`; what was there stays, what is new is undefined.
+        """Have `nbytes`, page-locked if `pinned`; what was there stays, maybe elsewhere, what is new is undefined.
 
-        Raises OffloadError: then it is as large as before, and no longer page-locked.
+        Raises OffloadError: then it is as before, but maybe elsewhere, and a later call may succeed. Where it cannot be
+        page-locked again, a warning says so.
         """
-        mapping = self._mapping
-        _unregister(mapping)
-        known, size = mapping.nbytes, -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
-        try:
-            if size > mapping.nbytes:
-                _map(mapping, size)
-            if pinned:
-                _populate(mapping, known)
-                _register(mapping)
-        except OSError as error:
-            raise OffloadError(f"{nbytes} bytes of host memory cannot be had: {error}") from error
+        size = max(-(-nbytes // _HUGE_PAGE) * _HUGE_PAGE, self._mapping.nbytes)
+        if size > self._mapping.nbytes or (pinned and not self._mapping.is_registered):
+            try:
+                _remap(self._mapping, size, pinned=pinned)
+            except OSError as error:
+                raise OffloadError(f"{nbytes} bytes of host memory cannot be had: {error}") from error
         self.nbytes = nbytes
 
 
-def _map(mapping: _Mapping, size: int) -> None:
+def _remap(mapping: _Mapping, nbytes: int, *, pinned: bool) -> None:
+    """Have a mapping of `nbytes`, page-locked if `pinned`, or after a failure the one before."""
+    before = replace(mapping)
+    try:
+        _unregister(mapping)  # it may move
+        _resize(mapping, nbytes)
+        if pinned:
+            _populate(mapping, before.nbytes if before.is_registered else 0)
+            _register(mapping)
+    except BaseException:
+        _go_back(mapping, before)
+        raise
+
+
+def _go_back(mapping: _Mapping, before: _Mapping) -> None:
+    if mapping == before:
+        return
+    try:
+        _unregister(mapping)
+        _resize(mapping, before.nbytes)
+        if before.is_registered:
+            _register(mapping)
+    except OSError as error:  # nothing is lost, and why it could not grow is raised
+        logger.warning("host memory for offloaded state is not as it was before it could not grow: %s", error)
+
+
+def _resize(mapping: _Mapping, nbytes: int) -> None:
+    if nbytes == mapping.nbytes:
+        return
+    if not nbytes:
+        _unmap(mapping)
+        return
     if mapping.address:
-        found = libc().mremap(mapping.address, mapping.nbytes, size, _MAY_MOVE)
+        found = libc().mremap(mapping.address, mapping.nbytes, nbytes, _MAY_MOVE)
     else:
-        found = libc().mmap(0, size, _PROT_READ | _PROT_WRITE, _PRIVATE | _ANONYMOUS, -1, 0)
+        found = libc().mmap(0, nbytes, _PROT_READ | _PROT_WRITE, _PRIVATE | _ANONYMOUS, -1, 0)
     if found == _FAILED:
-        raise_errno(f"mapping {size} bytes")
-    mapping.address, mapping.nbytes = found, size
-    if libc().madvise(found, size, _DONTFORK):
+        raise_errno(f"mapping {nbytes} bytes")
+    mapping.address, mapping.nbytes = found, nbytes
+    if libc().madvise(found, nbytes, _DONTFORK):
         raise_errno("keeping it from forks")
+
+
+def _unmap(mapping: _Mapping) -> None:
+    if mapping.address:
+        libc().munmap(mapping.address, mapping.nbytes)
+        mapping.address = mapping.nbytes = 0
 
 
 def _populate(mapping: _Mapping, start: int) -> None:
@@ -114,22 +152,39 @@ def _populate_slice(address: int, nbytes: int) -> None:
 
 
 def _register(mapping: _Mapping) -> None:
-    code = int(torch.cuda.cudart().cudaHostRegister(mapping.address, mapping.nbytes, 0))
-    if code != 0:
-        raise OffloadError(
+    if code := _call_cuda("cudaHostRegister", mapping.address, mapping.nbytes, 0):
+        raise OSError(
             f"page-locking {mapping.nbytes} bytes of host memory failed with CUDA error {code}. In a container its "
             "limit may be the reason (`ulimit -l`)"
         )
-    mapping.registered = mapping.address
+    mapping.is_registered = True
 
 
 def _unregister(mapping: _Mapping) -> None:
-    if mapping.registered:
-        torch.cuda.cudart().cudaHostUnregister(mapping.registered)
-        mapping.registered = 0
+    if mapping.is_registered:
+        if code := _call_cuda("cudaHostUnregister", mapping.address):
+            raise OSError(f"giving up page-locked host memory failed with CUDA error {code}")
+        mapping.is_registered = False
+
+
+def _call_cuda(name: str, *arguments: int) -> int:
+    """Return the code of a call of CUDA's runtime, 0 for a success."""
+    code = int(getattr(torch.cuda.cudart(), name)(*arguments))
+    if code:
+        _clear_error()
+    return code
+
+
+def _clear_error() -> None:
+    """Let what failed be over: CUDA keeps the error of a thread's last call until somebody asks for it.
+
+    torch asks after each kernel that it launches, and raises what it finds there. `torch.cuda.cudart()` has no
+    `cudaGetLastError` (torch/csrc/cuda/shared/cudart.cpp), so a kernel is launched that nobody needs.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 def _end(mapping: _Mapping) -> None:
     _unregister(mapping)
-    if mapping.address:
-        libc().munmap(mapping.address, mapping.nbytes)
+    _unmap(mapping)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,31 +19,46 @@ MIB = 2**20
 
 
 class Cudart:
-    """Notes what is registered, and how much of it was resident."""
+    """Notes what is registered, and how much of it was resident. No more than `limit` bytes can be, if there is one.
 
-    def __init__(self, code: int = 0) -> None:
-        self.code = code
+    As CUDA does, it keeps the error of a call that failed, which torch raises after the next kernel.
+    """
+
+    def __init__(self) -> None:
+        self.limit: int | None = None
         self.registered: dict[int, int] = {}
         self.resident: list[int] = []
+        self.error = 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         self.resident.append(int(fields_of(address)["Rss"].split()[0]) * 1024)
-        if not self.code:
-            self.registered[address] = nbytes
-        return self.code
+        if address in self.registered or (self.limit is not None and nbytes > self.limit):
+            self.error = 2
+            return self.error
+        self.registered[address] = nbytes
+        return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        del self.registered[address]
+        if self.registered.pop(address, None) is None:
+            self.error = 713
+            return self.error
         return 0
+
+    def launch(self, *args: object, **kwargs: object) -> None:
+        error, self.error = self.error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error}")
 
 
 @pytest.fixture
-def cudart(monkeypatch: pytest.MonkeyPatch) -> Cudart:
+def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudart]:
     """In the place of CUDA's runtime."""
     runtime = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", runtime.launch)
     monkeypatch.setattr(growing_pages, "_SLICE_NBYTES", MIB)
-    return runtime
+    yield runtime
+    gc.collect()  # pages end while it is there
 
 
 def fields_of(address: int) -> dict[str, str]:
@@ -102,18 +118,109 @@ def test_without_pinning_no_page_is_touched() -> None:
     assert fields_of(pages.tensor().data_ptr())["Rss"] == "0 kB"
 
 
-def test_memory_that_cannot_be_pinned_is_as_before(cudart: Cudart) -> None:
+def assert_is_as_before(pages: GrowingPages, cudart: Cudart) -> None:
+    """One page of 2 MiB, which can be used, and can grow."""
+    flat = pages.tensor()
+    assert bool((flat == 7).all())
+    assert pages.nbytes == flat.numel() == MIB
+    assert cudart.registered == {flat.data_ptr(): 2 * MIB}
+    found = fields_of(flat.data_ptr())
+    assert found["Size"] == found["Rss"] == "2048 kB", "what was populated for more has gone"
+    cudart.launch()
+    pages.grow(5 * MIB, pinned=True)
+    assert cudart.resident[-1] == 6 * MIB, "populated before it is registered, as the first time"
+    assert cudart.registered == {pages.tensor().data_ptr(): 6 * MIB}
+    assert bool((pages.tensor()[:MIB] == 7).all())
+
+
+def pinned_page() -> GrowingPages:
     pages = GrowingPages()
     pages.grow(MIB, pinned=True)
     pages.tensor().fill_(7)
-    cudart.code = 2
-    with pytest.raises(OffloadError, match=r"page-locking 4194304 bytes .* CUDA error 2.*ulimit -l"):
-        pages.grow(3 * MIB, pinned=True)
-    assert pages.nbytes == MIB
+    return pages
+
+
+def test_memory_that_cannot_be_pinned_is_as_before(cudart: Cudart) -> None:
+    pages = pinned_page()
+    cudart.limit = 2 * MIB
+    with pytest.raises(OffloadError, match=r"page-locking 6291456 bytes .* CUDA error 2.*ulimit -l"):
+        pages.grow(5 * MIB, pinned=True)
+    cudart.limit = None
+    assert_is_as_before(pages, cudart)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(MemoryError, MemoryError), (OSError, OffloadError)])
+def test_memory_that_cannot_be_populated_is_as_before(
+    cudart: Cudart, kind: type[Exception], expected: type[Exception]
+) -> None:
+    pages = pinned_page()
+    populate = growing_pages._populate_slice
+    num_populated = iter(range(2))
+
+    def short_of_memory(address: int, nbytes: int) -> None:
+        if next(num_populated, None) is None:
+            raise kind("no page left")
+        populate(address, nbytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(growing_pages, "_populate_slice", short_of_memory)
+        with pytest.raises(expected, match="no page left"):
+            pages.grow(5 * MIB, pinned=True)
+    assert_is_as_before(pages, cudart)
+
+
+def test_of_a_first_growth_that_fails_nothing_is_left(cudart: Cudart) -> None:
+    pages = GrowingPages()
+    cudart.limit = 0
+    register, addresses = cudart.cudaHostRegister, []
+
+    def noted(address: int, *rest: int) -> int:
+        addresses.append(address)
+        return register(address, *rest)
+
+    cudart.cudaHostRegister = noted
+    with pytest.raises(OffloadError, match="page-locking 2097152 bytes"):
+        pages.grow(MIB, pinned=True)
+    assert pages.tensor().numel() == 0
+    assert [is_mapped(address) for address in addresses] == [False]
+    cudart.limit = None
+    pages.grow(MIB, pinned=True)
+    assert cudart.registered == {pages.tensor().data_ptr(): 2 * MIB}
+
+
+def test_what_cannot_be_pinned_again_is_said_and_not_lost(cudart: Cudart, caplog: pytest.LogCaptureFixture) -> None:
+    pages = pinned_page()
+    cudart.limit = 0
+    with pytest.raises(OffloadError, match="page-locking 6291456 bytes"):
+        pages.grow(5 * MIB, pinned=True)
+    assert "not as it was before it could not grow: page-locking 2097152 bytes" in caplog.text
+    caplog.clear()  # the error in it holds the pages
+    assert not cudart.registered
     assert bool((pages.tensor() == 7).all())
-    cudart.code = 0
-    pages.grow(3 * MIB, pinned=True)
-    assert cudart.registered == {pages.tensor().data_ptr(): 4 * MIB}
+    cudart.limit = None
+    pages.grow(MIB, pinned=True)
+    assert_is_as_before(pages, cudart)
+
+
+def test_memory_that_stays_registered_does_not_move(cudart: Cudart) -> None:
+    pages = pinned_page()
+    address = pages.tensor().data_ptr()
+    cudart.registered.clear()
+    with pytest.raises(OffloadError, match="CUDA error 713"):
+        pages.grow(5 * MIB, pinned=True)
+    cudart.registered[address] = 2 * MIB
+    assert pages.tensor().data_ptr() == address
+    assert_is_as_before(pages, cudart)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_goes_on_after_a_call_that_failed() -> None:
+    pages = GrowingPages()
+    pages.grow(MIB, pinned=True)
+    address = pages.tensor().data_ptr()
+    assert growing_pages._call_cuda("cudaHostRegister", address, 2 * MIB, 0), "it is registered already"
+    assert torch.ones(3, device="cuda").sum() == 3
 
 
 def test_more_than_there_can_be_is_refused() -> None:
