@@ -143,21 +143,16 @@ class WeightContainer:
         self._walked = [bucket for bucket in self._plan.buckets if bucket.index not in skipped]
         self._following = self._sent_ahead()
         self._num_met = self._router.num_met
-        try:
+        with self._abandoning("before the first bucket", follower):
             self._router.prepare()
-        except Exception as error:
-            reason = f"rank {self._router.rank} failed before the first bucket: {type(error).__name__}: {error}"
-            self._abandon(reason, follower)
-            if isinstance(error, HybridEngineError):
-                raise
-            raise ReshardError(reason) from error
         for bucket in self._walked:
             with span("bucket", index=bucket.index, bytes=bucket.nbytes):
                 self._fill_bucket(bucket, source, follower, observer, tally)
-        if follower is not None:
-            follower.finish()
-        self._weights.finish_fill()
-        tally.staging_nbytes = self._router.trim()
+        with self._abandoning("after the last bucket", follower):
+            if follower is not None:
+                follower.finish()
+            self._weights.finish_fill()
+            tally.staging_nbytes = self._router.trim()
         self._state = ContainerState.FILLED
         return replace(
             tally.report(),
@@ -235,21 +230,34 @@ class WeightContainer:
                 f"{type(error).__name__}: {error}. The inference weights are partly filled; release() them"
             ) from error
 
+    @contextmanager
+    def _abandoning(self, when: str, follower: BucketFollower | None) -> Iterator[None]:
+        """Abandon the fill should this block fail; raises as `fill`."""
+        try:
+            yield
+        except Exception as error:
+            reason = f"rank {self._router.rank} failed {when}: {type(error).__name__}: {error}"
+            self._abandon(reason, follower)
+            if isinstance(error, HybridEngineError):
+                raise
+            raise ReshardError(reason) from error
+
     def _abandon(self, reason: str, follower: BucketFollower | None) -> None:
-        """Walk the buckets that are left without filling them, for peers that wait for this rank."""
+        """Walk the buckets that are left without filling them, for peers that wait for this rank; then keep no memory
+        for messages, and none of peers'."""
         buckets: list[Callable[[], object]] = [
             partial(self._router.abandon, bucket, reason, self._following.get(bucket.index))
             for bucket in self._walked[self._router.num_met - self._num_met :]
         ]
         steps = buckets if follower is None else [follower.abandon, *buckets, follower.drain]
         failures = []
-        for step in steps:
+        for step in [*steps, self._router.trim]:
             try:
                 step()
             except Exception as error:  # one group that is dead does not keep the others from hearing
                 failures.append(error)
         if failures:
-            logger.warning("not every bucket could be abandoned; peers end by their timeout: %s", failures[0])
+            logger.warning("the fill could not be abandoned everywhere; peers end by their timeout: %s", failures[0])
 
 
 def _first_of(groups: Sequence[str]) -> str:

@@ -52,6 +52,22 @@ def test_any_dtype_and_a_size_that_is_no_whole_granule(rig: Rig, dtype: torch.dt
     assert rig.fake.taken_nbytes() == -(-12345 * dtype.itemsize // GRANULE) * GRANULE
 
 
+def test_chunks_go_after_one_wait_for_what_uses_them(rig: Rig):
+    buffer = rig.buffer(3 * CHUNK)
+    rig.fake.calls.clear()
+    buffer.release(CHUNK)
+    assert rig.fake.calls == ["finish_stream", *["unmap", "release"] * 2]
+    rig.fake.calls.clear()
+    buffer.release()
+    buffer.release()
+    assert rig.fake.calls == ["finish_stream", "unmap", "release"], "nothing is waited for where nothing goes"
+    buffer.restore()
+    rig.fake.calls.clear()
+    del buffer
+    gc.collect()
+    assert rig.fake.calls == ["synchronize", *["unmap", "release"] * 3, "unreserve"]
+
+
 def optimizer_state(rig: Rig, count: int) -> list[OptimizerTensor]:
     """Moments of one chunk each, numbered, in memory of the device."""
     numel = CHUNK // 4

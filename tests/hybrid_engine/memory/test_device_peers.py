@@ -41,6 +41,26 @@ def test_peer_reads_and_keeps_nothing_mapped(rig: Rig):
     del flat
 
 
+def test_a_reader_waits_for_its_copies_before_it_looks_and_unmaps(rig: Rig):
+    buffer = rig.buffer(2 * CHUNK)
+    peer = open_peer(buffer.export())
+    maps_a_chunk = ["import", "map", "set_access", "release"]
+    rig.fake.calls.clear()
+    with peer.mapped([Extent(0, CHUNK)], keep={0}):
+        assert rig.fake.calls == maps_a_chunk
+    assert rig.fake.calls == [*maps_a_chunk, "finish_stream"], "the owner may release it once this is over"
+    rig.fake.calls.clear()
+    with pytest.raises(RuntimeError, match="mine"), peer.mapped([Extent(0, 2 * CHUNK)], keep={0}):
+        raise RuntimeError("mine")
+    assert rig.fake.calls == [*maps_a_chunk, "finish_stream", "unmap", "unmap"]
+    rig.fake.calls.clear()
+    with peer.mapped([Extent(0, CHUNK)], keep={0}):
+        pass
+    for _ in range(2):
+        peer.unmap()
+    assert rig.fake.calls == [*maps_a_chunk, "finish_stream", "finish_stream", "unmap"]
+
+
 def test_chunk_that_came_back_is_found_by_peers(rig: Rig):
     buffer = rig.buffer(3 * CHUNK)
     peer = open_peer(buffer.export())

@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import PlanError, ReshardError, StateError, TransportError, WeightError
+from hybrid_engine.memory import elastic
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan, Transfer
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place
 from hybrid_engine.switch.weight_container import ContainerState, FillReport, WeightContainer
 from hybrid_engine.transports.router import TransportSet
 from hybrid_engine.transports.wiring import Wiring
 from tests.harness.launch import Ranks
+from tests.hybrid_engine.memory.device_rig import Rig as DeviceRig
 from tests.hybrid_engine.transports.in_process import InProcessTransport
 
 NUM_RANKS = 2
@@ -219,6 +221,46 @@ def test_errors_of_the_engine_pass_as_they_are():
     with pytest.raises(TransportError, match=r"bucket 0, phase transfer.*there is no buffer"):
         broken = InProcessTransport(0, {})
         WeightContainer(FakeWeights(0), make_plan(), TransportSet(0, [broken], lambda _: broken.name)).fill({})
+
+
+@pytest.mark.parametrize(
+    ("fail_in", "fail_at", "message"),
+    [
+        ("commit", "group2", "bucket 1, phase commit"),
+        ("finish_fill", "", "rank 0 failed after the last bucket: MemoryError: no memory for finish_fill"),
+        ("", "", "rank 0 failed after the last bucket: MemoryError: finish"),
+    ],
+)
+def test_a_fill_that_fails_keeps_nothing_of_peers_mapped(fail_in: str, fail_at: str, message: str):
+    """The last bucket that reads the peer's memory is skipped."""
+    with pytest.MonkeyPatch.context() as patch:
+        rig = DeviceRig(patch)
+        buffer = rig.buffer(NUM_GROUPS * NUMEL * 4)
+        buffer.tensor.view(torch.float32).copy_(source_of(1)["src"])
+        plan, weights = make_plan(), FakeWeights(0)
+        layouts = {BufferId(peer, "src"): Buffer(NUM_GROUPS * NUMEL, "float32") for peer in range(NUM_RANKS)}
+        handles = dict.fromkeys(layouts, elastic.export_tensor(buffer.tensor.view(torch.float32)))
+        router = TransportSet.connect(Wiring(0, layouts, handles, buckets=plan.buckets))
+        container, own = WeightContainer(weights, plan, router), rig.fake.mapped()
+        container.fill(source_of(0))
+        container.release(["group3"])
+        follower = Follower(weights)
+        if fail_in:
+            weights.fail_in, weights._fail_at = fail_in, fail_at
+        else:
+            patch.setattr(follower, "finish", lambda: _raise(MemoryError("finish")))
+        rig.fake.calls.clear()
+        with pytest.raises(ReshardError, match=message):
+            container.fill(source_of(0), follower, skipped={2})
+        assert rig.fake.calls.count("map") == 1
+        assert rig.fake.mapped() == own
+        assert follower.calls[-2:] == ["abandon", "drain"]
+        assert container.state is ContainerState.PARTIAL
+        router.close()
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 class DeadTransport(InProcessTransport):
