@@ -38,16 +38,23 @@ class Cluster:
         ranks_per_host: consecutive ranks.
         device_gib: memory of one device. host_gib: of one host; None: not checked.
         link_gbps: 10^9 bytes per second of one rank, by link.
+        has_elastic_buffers: training buffers release memory by pages, and peers of a host read them; on GPUs that needs
+            cuda-bindings.
     """
 
     ranks_per_host: int = 8
     device_gib: float = 141.0
     host_gib: float | None = None
     link_gbps: Mapping[Link, float] = field(default_factory=lambda: LINK_GBPS)
+    has_elastic_buffers: bool = True
 
     def hosts(self, num_ranks: int) -> list[int]:
-        """Host number of every rank. The ranks of a host are taken to read each other's memory."""
+        """Host number of every rank."""
         return [rank // self.ranks_per_host for rank in range(num_ranks)]
+
+    def relaying_hosts(self, num_ranks: int) -> set[int]:
+        """Hosts to which a byte comes once, however many of their ranks need it: the ranks read each other's memory."""
+        return set(self.hosts(num_ranks)) if self.has_elastic_buffers else set()
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,10 +129,10 @@ class JobPlan:
 
     def plan_of(self, rank: int) -> ReshardPlan:
         """Every transfer of one rank."""
-        hosts = self.cluster.hosts(self.world_size)
+        hosts, relaying = self.cluster.hosts(self.world_size), self.cluster.relaying_hosts(self.world_size)
         unserved = [name for name in self.table.shapes if not self.table.is_served(name)]
         return plan_sides(
-            self.source, self.destination, hosts, self.bucket_nbytes, unserved, rank, relaying_hosts=set(hosts)
+            self.source, self.destination, hosts, self.bucket_nbytes, unserved, rank, relaying_hosts=relaying
         )
 
 
@@ -139,6 +146,7 @@ def plan_job(
     dtype: str = "bfloat16",
     train_dtype: str | None = None,
     bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
+    release_weights: bool = True,
 ) -> JobPlan:
     """Lay out both sides, choose the order of ranks, count bytes.
 
@@ -146,21 +154,24 @@ def plan_job(
         infer: sizes in sequential order.
         order: "auto" or "sequential", see `planning.rank_order`.
         dtype: of the weights in inference; `train_dtype`: in training, default: the same.
+        release_weights: inference weights give up their memory while training.
 
     Raises ConfigError with every violation, DependencyError for "auto" without scipy.
     """
     train_dtype = train_dtype or dtype
     source = trainer.side(table, train_dtype)
     positions = inference_side(table, infer, dtype)
-    hosts = cluster.hosts(infer.world_size)
-    sequential = summarize(source.holdings, positions.holdings, hosts, set(hosts))
+    hosts, relaying = cluster.hosts(infer.world_size), cluster.relaying_hosts(infer.world_size)
+    sequential = summarize(source.holdings, positions.holdings, hosts, relaying)
     chosen = rank_order(order, source.holdings, positions.holdings, hosts, infer.tensor)
     destination, moved = positions, sequential
     if chosen != tuple(range(infer.world_size)):
         infer = replace(infer, rank_order=chosen)
         destination = inference_side(table, infer, dtype)
-        moved = summarize(source.holdings, destination.holdings, hosts, set(hosts))
-    inference_nbytes = destination.num_elements * DTYPE_NBYTES[dtype]
+        moved = summarize(source.holdings, destination.holdings, hosts, relaying)
+    inference_nbytes, state = destination.num_elements * DTYPE_NBYTES[dtype], trainer.memory(source, train_dtype)
+    if not cluster.has_elastic_buffers:
+        state = state.leaving_whole()
     return JobPlan(
         table=table,
         trainer=trainer,
@@ -173,6 +184,6 @@ def plan_job(
         destination=destination,
         bytes=moved,
         sequential=sequential,
-        memory=MemoryPeaks(trainer.memory(source, train_dtype), inference_nbytes, bucket_nbytes),
+        memory=MemoryPeaks(state, inference_nbytes, bucket_nbytes, keeps_inference=not release_weights),
         peers=trainer.peers(source.holdings, destination.holdings, infer),
     )

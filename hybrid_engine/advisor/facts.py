@@ -118,6 +118,17 @@ def host_memory(plan: JobPlan) -> Ranges:
     return _ranges(per_rank=plan.memory.host, per_host=plan.host_nbytes)
 
 
+def assumptions(plan: JobPlan) -> str:
+    """What the peaks of device memory depend on, beside sizes, in a sentence."""
+    released = "leave the device while it trains (release_weights: true)"
+    if plan.memory.keeps_inference:
+        released = "stay on the device while it trains (release_weights: false)"
+    left = "Parameters leave page by page as they are read, which on GPUs needs cuda-bindings"
+    if not plan.cluster.has_elastic_buffers:
+        left = "Without cuda-bindings parameters leave whole, at the end of a switch, and ranks of a host send messages"
+    return f"Inference weights {released}. {left}."
+
+
 def facts_of(plan: JobPlan) -> dict[str, Any]:
     """Everything about a job, in bytes and seconds, as JSON has it."""
     table, cluster = plan.table, plan.cluster
@@ -143,6 +154,10 @@ def facts_of(plan: JobPlan) -> dict[str, Any]:
         "memory": {
             "device": {**device_memory(plan), "size": cluster.device_gib * GIB, "fits": plan.fits_device},
             "host": {**host_memory(plan), "size": host_nbytes, "fits": plan.fits_host},
+            "assumed": {
+                "release_weights": not plan.memory.keeps_inference,
+                "elastic_buffers": cluster.has_elastic_buffers,
+            },
         },
         "seconds": range_of(plan.seconds),
         "link_bytes_per_second": {link.value: rate * 1e9 for link, rate in cluster.link_gbps.items()},

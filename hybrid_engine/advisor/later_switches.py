@@ -47,8 +47,8 @@ def later_switches(job: JobPlan, patterns: Sequence[str]) -> LaterSwitches:
         raise ConfigError([Violation("--frozen", f"no tensor matches {pattern}", remedy) for pattern in unknown])
     frozen = {name for pattern in patterns for name in fnmatch.filter(source.owners, pattern)}
     apart = tensors_apart(job.source, job.destination, frozen, job.bucket_nbytes)
-    hosts = job.cluster.hosts(job.world_size)
-    sent = summarize(_without(source, apart), _without(destination, apart), hosts, set(hosts))
+    hosts, relaying = job.cluster.hosts(job.world_size), job.cluster.relaying_hosts(job.world_size)
+    sent = summarize(_without(source, apart), _without(destination, apart), hosts, relaying)
     return LaterSwitches(_nbytes_by_rank(job.destination, apart), sent)
 
 

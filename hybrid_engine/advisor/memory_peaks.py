@@ -17,9 +17,13 @@ A switch to inference first takes gradients and optimizer state off the device (
 FSDP2's copied to the host if there are any; state is copied), then fills the inference weights bucket by bucket, while
 parameters that every rank has read leave (copied). Inference memory comes bucket by bucket too, on GPUs by segments of
 vLLM's allocator, so the peak at a switch is the larger of parameters and inference weights, and two buckets:
-`interleaved_switch`; a module larger than a bucket is one. FSDP2's parameters that do not split evenly leave at the end
-of a switch: they come on top of that. Where all inference weights have memory from the start (`release_weights: false`,
-and another `sleep_mode_backend` than vLLM's own) it is parameters + inference weights: `switch`.
+`interleaved_switch`; a module larger than a bucket is one. It is higher
+
+    by parameters that leave at the end of a switch   FSDP2's that do not split evenly; all on a GPU without
+                                                      cuda-bindings, where memory goes only by whole tensors
+    to parameters + inference weights: `switch`       all inference weights have memory from the start: another
+                                                      `sleep_mode_backend` than vLLM's own (not known here)
+    to training + inference weights                   they keep it while training: `release_weights: false`
 
 Activations, parameters that FSDP2 gathers for a layer, KV cache, CUDA context and libraries' workspaces are not in
 these numbers, nor what vLLM keeps while the trainer has the device: `NOT_COUNTED`.
@@ -27,7 +31,7 @@ these numbers, nor what vLLM keeps while the trainer has the device: `NOT_COUNTE
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -53,7 +57,7 @@ class TrainingMemory:
     Attributes:
         params, grads, optimizer: on the device between steps.
         copied: of that, what is copied to host memory while vLLM generates.
-        inelastic: parameters that leave the device at the end of a switch; None of a trainer that has no such.
+        inelastic: parameters that leave the device at the end of a switch; None where there are no such.
     """
 
     params: np.ndarray
@@ -61,6 +65,10 @@ class TrainingMemory:
     optimizer: np.ndarray
     copied: np.ndarray
     inelastic: np.ndarray | None = None
+
+    def leaving_whole(self) -> TrainingMemory:
+        """The same on a device without elastic buffers."""
+        return replace(self, inelastic=self.params)
 
 
 def megatron_memory(source: SideLayout, train: TrainParallelism, dtype: str) -> TrainingMemory:
@@ -93,11 +101,13 @@ class MemoryPeaks:
     Attributes:
         state: of training. inference: vLLM's weights.
         bucket: one bucket of the switch.
+        keeps_inference: inference weights keep their memory while training.
     """
 
     state: TrainingMemory
     inference: np.ndarray
     bucket: int
+    keeps_inference: bool = False
 
     @property
     def training(self) -> np.ndarray:
@@ -111,14 +121,17 @@ class MemoryPeaks:
 
     @property
     def interleaved_switch(self) -> np.ndarray:
-        """Peak during a switch where inference memory comes bucket by bucket."""
+        """Peak during a switch where inference memory comes bucket by bucket, unless it is there already."""
+        if self.keeps_inference:
+            return self.switch
         late = 0 if self.state.inelastic is None else self.state.inelastic
         return np.minimum(self.switch, late + np.maximum(self.state.params - late, self.inference) + 2 * self.bucket)
 
     @property
     def device(self) -> np.ndarray:
-        """Highest of training and switch."""
-        return np.maximum(self.training, self.interleaved_switch)
+        """Highest of training, with what vLLM keeps meanwhile, and switch."""
+        kept = self.inference if self.keeps_inference else 0
+        return np.maximum(self.training + kept, self.interleaved_switch)
 
     @property
     def host(self) -> np.ndarray:

@@ -9,6 +9,7 @@ from html import escape
 from hybrid_engine.advisor.cluster_plan import GIB, JobPlan
 from hybrid_engine.advisor.facts import (
     MinMeanMax,
+    assumptions,
     bytes_across_hosts,
     device_memory,
     host_memory,
@@ -180,7 +181,7 @@ def _numbers(plan: JobPlan) -> str:
             _table(("GiB by rank", "min", "mean", "max"), _scaled(rows, GIB)),
             _table(("time", "min", "mean", "max"), _scaled([("estimated seconds", range_of(plan.seconds))], 1)),
             _table(("GiB received by each rank, by others' formulas", "mean"), others),
-            f"<p>The peak {fits} a device of {plan.cluster.device_gib:g} GiB.</p>",
+            f"<p>The peak {fits} a device of {plan.cluster.device_gib:g} GiB. {escape(assumptions(plan))}</p>",
         ]
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -28,6 +29,7 @@ from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.records.layout import DTYPE_NBYTES
 
+_DEVICES = Path("/dev")
 _RATES = ",".join(f"{link.value}={rate:g}" for link, rate in LINK_GBPS.items())
 
 
@@ -53,6 +55,16 @@ def plan(
         str | None, typer.Option(help="Of the weights in training; default: float32 with fsdp, else as --dtype.")
     ] = None,
     bucket_mb: Annotated[int, integer_option("Destination MiB per rank that move between two commits.")] = 256,
+    release_weights: Annotated[
+        bool, typer.Option(help="Inference weights leave the device while it trains, as the key of this name says.")
+    ] = True,
+    elastic: Annotated[
+        bool | None,
+        typer.Option(
+            help="Parameters leave a device page by page, which on GPUs needs cuda-bindings. Default: yes, since "
+            "requirements.txt installs it; on a machine with a GPU, if it is installed there."
+        ),
+    ] = None,
     prefetch_gbps: Annotated[
         float | None,
         typer.Option(help="Also estimate prefetch: 10^9 bytes per second from host to device, of one rank."),
@@ -84,7 +96,8 @@ def plan(
     trainer = collect(found, _trainer, training, model, table)
     if trainer is None:
         refuse(found)
-    cluster = Cluster(hosts_of, device_gib, host_gib, rates)
+    has_elastic_buffers = _has_elastic_buffers() if elastic is None else elastic
+    cluster = Cluster(hosts_of, device_gib, host_gib, rates, has_elastic_buffers)
     started = time.perf_counter()
     try:
         job = plan_job(
@@ -93,6 +106,7 @@ def plan(
             dtype=dtypes.infer,
             train_dtype=dtypes.train,
             bucket_nbytes=bucket_mb * 1024**2,
+            release_weights=release_weights,
         )
     except DependencyError as error:
         refuse([Violation("--order", str(error), "Install it or use --order sequential")])
@@ -115,6 +129,13 @@ def plan(
             typer.echo(json.dumps(answer.as_dict(), indent=2))
         else:
             print_tables(answer)
+
+
+def _has_elastic_buffers() -> bool:
+    """Of the job's GPUs, if this is its machine; elsewhere what requirements.txt installs is taken to be there."""
+    if not any(_DEVICES.glob("nvidia[0-9]*")):
+        return True
+    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
 def _trainer(sizes: TrainParallelism | ShardedParallelism, directory: Path, table: ModelTable) -> PlannedTrainer:

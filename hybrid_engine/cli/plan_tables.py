@@ -9,6 +9,7 @@ from hybrid_engine.advisor.facts import (
     Answer,
     MinMeanMax,
     RankFacts,
+    assumptions,
     bytes_across_hosts,
     device_memory,
     host_memory,
@@ -29,6 +30,7 @@ def print_tables(answer: Answer) -> None:
     console, job = Console(), answer.job
     console.print(_bytes_table(job), _peers_table(job), _memory_table(job))
     console.print(_fit_text(job))
+    console.print(assumptions(job))
     console.print(NOT_COUNTED)
     rates = ", ".join(f"{link.value} {rate:g}" for link, rate in job.cluster.link_gbps.items())
     console.print(

@@ -190,8 +190,8 @@ class GenerateConfig(Section):
     offload_train_optimizer: bool = True
     """Take main parameters and moments off the device while vLLM generates."""
     release_weights: bool = True
-    """Free the inference weights while Megatron trains; false keeps their memory for the next switch. The KV cache's
-    leaves a GPU in either case, with sleep mode."""
+    """Free the inference weights while Megatron trains; false keeps their memory for the next switch, so that they and
+    all training state must fit together. The KV cache's leaves a GPU in either case, with sleep mode."""
     compress_reshard: bool = False
     """Send weights in compression_dtype: cast where they come from, which is also what vLLM computes with."""
     compression_dtype: Dtype = "bfloat16"

@@ -76,6 +76,33 @@ def test_memory_of_shards_is_padded_and_uneven_ones_leave_late() -> None:
     assert peaks.interleaved_switch.tolist() == [76 + 400 + 2, 92 + 2, 92 + 1], "never more than both"
 
 
+def test_what_stays_longer_adds_to_the_peak() -> None:
+    train, infer, cluster = TrainParallelism(4, tensor=2), InferenceParallelism(4, tensor=4), Cluster(2)
+    plain = job(train, infer, cluster)
+    memory = plain.memory
+    assert (memory.interleaved_switch < memory.switch).all()
+    kept = plan_job(plain.table, plain.trainer, infer, cluster, bucket_nbytes=100, release_weights=False)
+    assert (kept.memory.device == memory.training + memory.inference).all()
+    assert (kept.memory.interleaved_switch == memory.switch).all()
+    assert (kept.bytes.network == plain.bytes.network).all()
+    whole = job(train, infer, replace(cluster, has_elastic_buffers=False))
+    assert whole.memory.state.inelastic is not None
+    assert (whole.memory.state.inelastic == memory.state.params).all()
+    assert (whole.memory.interleaved_switch == memory.switch).all()
+    assert (whole.memory.training == memory.training).all()
+
+
+def test_without_elastic_buffers_nothing_is_relayed() -> None:
+    """Both ranks of a host need the half that is on the other: it comes once, or to each."""
+    train, infer = TrainParallelism(4, pipeline=2), InferenceParallelism(4)
+    apart = Cluster(ranks_per_host=2)
+    once, each = (job(train, infer, replace(apart, has_elastic_buffers=flag)) for flag in (True, False))
+    assert once.received_by_host.tolist() == once.bytes.network_lower_bound.tolist()
+    assert each.received_by_host.sum() > once.received_by_host.sum()
+    planned = [sum(one.plan_of(rank).bytes_by_rank[rank].network for rank in range(4)) for one in (once, each)]
+    assert planned == [once.bytes.network.sum(), each.bytes.network.sum()]
+
+
 def test_fit_and_time() -> None:
     rates = {Link.SELF: 1e-3, Link.HOST: 1e-6, Link.NETWORK: 1e-9}
     train, infer = TrainParallelism(4, tensor=2), InferenceParallelism(4)

@@ -96,6 +96,34 @@ def test_options_are_used(tmp_path: Path) -> None:
     assert one_host["memory"]["host"]["fits"] is None
 
 
+def test_what_the_peak_depends_on_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = ("--model", saved(tmp_path, LLAMA_3_8B), "--train", "tp=2,dp=8", "--infer", "tp=1")
+    plain = facts(*job)["memory"]
+    assert plain["assumed"] == {"release_weights": True, "elastic_buffers": True}
+    kept = facts(*job, "--no-release-weights")["memory"]
+    assert kept["assumed"] == {"release_weights": False, "elastic_buffers": True}
+    together = sum(plain["device"][name]["max"] for name in ("training", "inference"))
+    assert kept["device"]["peak"]["max"] == together > plain["device"]["peak"]["max"]
+    exact = f"{(together - 1) / 2**30:.17g}"
+    assert facts(*job, "--device-gib", exact)["memory"]["device"]["fits"]
+    assert not facts(*job, "--no-release-weights", "--device-gib", exact)["memory"]["device"]["fits"]
+    whole = facts(*job, "--no-elastic")["memory"]
+    assert whole["assumed"] == {"release_weights": True, "elastic_buffers": False}
+    assert whole["device"]["inelastic"] == plain["device"]["params"]
+    assert whole["device"]["interleaved_switch"]["max"] == plain["device"]["switch"]["max"]
+    output, page = run(*job, "--no-release-weights", "--html", str(tmp_path / "page.html")).output, "page.html"
+    for text in (output, (tmp_path / page).read_text()):
+        assert "stay on the device while it trains (release_weights: false)" in text.replace("\n", " ")
+    for name, installed, expected in (("sda", False, True), ("nvidia0", True, True), ("nvidia1", False, False)):
+        (tmp_path / name).touch()
+        monkeypatch.setattr("hybrid_engine.cli.plan_command._DEVICES", tmp_path)
+        found = "here" if installed else None
+        monkeypatch.setattr("hybrid_engine.cli.plan_command.find_spec", lambda name, found=found: found)
+        assert facts(*job)["memory"]["assumed"]["elastic_buffers"] is expected, name
+    assert facts(*job, "--elastic")["memory"]["assumed"]["elastic_buffers"]
+    assert "Without cuda-bindings parameters leave whole" in run(*job).output.replace("\n", " ")
+
+
 def test_a_job_with_fsdp(tmp_path: Path) -> None:
     """Llama-3 8B in float32 over 16 ranks: an eighth of the rows of half a model on each; vLLM has bfloat16."""
     model, page = saved(tmp_path, LLAMA_3_8B), tmp_path / "page.html"

@@ -1,18 +1,24 @@
-"""Memory of a switch with both real engines: never much more than the larger layout, and none that a cycle leaves."""
+"""Memory of a switch with both real engines: never much more than the larger layout, and none that a cycle leaves.
+
+Peaks are compared with those of `plan` (advisor/memory_peaks.py).
+"""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
+from hybrid_engine.advisor.memory_peaks import MemoryPeaks, TrainingMemory
 from hybrid_engine.switch.sharding_manager import State
 from tests.harness.launch import Outcomes, Ranks
+from tests.hybrid_engine.switch.fakes import FORWARD, INFER, NBYTES, TRAIN, TRAINING_NBYTES, FakeInference, Rig
 from tests.zoo import workers
 
 SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 12, "vocab_size": 520}
@@ -23,6 +29,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pp2 -> tp2": ({"pipeline_model_parallel_size": 2}, {"infer_tensor_parallel_size": 2}),
     "pp2 -> dp2, messages": ({"pipeline_model_parallel_size": 2}, {"transport": "collective"}),
 }
+KEPT = "tp2 -> dp2, weights kept"
+LAYOUTS_AND_KEPT = {**LAYOUTS, KEPT: ({"tensor_model_parallel_size": 2}, {"release_weights": False})}
 NUM_CYCLES = 8
 WARM_UP = 3
 NOISE = 3 * 2**20
@@ -44,11 +52,13 @@ def switch_again_and_again(
         "num_buckets": len(sharding.plan.buckets),
         "peak": sharding.enter(State.INFER).peak_bytes,
         "left": sum(sum(by_owner.values()) for by_owner in offloader.resident_nbytes().values()),
+        "highest": 0,
     }
     held: list[dict[str, int]] = []
     for cycle in range(NUM_CYCLES):
         sharding.enter(State.TRAIN)
-        sharding.enter(State.INFER)
+        sizes["state"] = sum(sum(by_owner.values()) for by_owner in offloader.resident_nbytes().values())
+        sizes["highest"] = max(sizes["highest"], sharding.enter(State.INFER).peak_bytes)
         if cycle + 1 in (WARM_UP, NUM_CYCLES):
             held.append(_held(offloader.host_nbytes()))
     worker.shutdown()
@@ -69,7 +79,7 @@ def _held(host_nbytes: int) -> dict[str, int]:
 def found(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     model = workers.write_model(tmp_path_factory.mktemp("memory"), "qwen3", **SIZES)
     return engines.launch_in_turn(
-        2, {name: (switch_again_and_again, (model, *layout)) for name, layout in LAYOUTS.items()}, timeout=500
+        2, {name: (switch_again_and_again, (model, *layout)) for name, layout in LAYOUTS_AND_KEPT.items()}, timeout=500
     )
 
 
@@ -82,11 +92,60 @@ def test_peak_is_the_larger_layout_and_two_buckets(found: Outcomes, name: str) -
         assert sizes["num_buckets"] > 8
         assert sizes["peak"] <= max(sizes["training"], sizes["inference"]) + 2 * sizes["bucket"]
         assert sizes["peak"] < 0.9 * (sizes["training"] + sizes["inference"])
+        assert sizes["highest"] <= planned(sizes).device
         assert sizes["left"] == 0
 
 
+def planned(sizes: Mapping[str, int], **settings: bool) -> MemoryPeaks:
+    """The peaks of `plan` for what a rank really holds."""
+    params, rest, nothing = (np.array([each]) for each in (sizes["training"], sizes["state"] - sizes["training"], 0))
+    state = TrainingMemory(params, rest, nothing, copied=params)
+    return MemoryPeaks(state, np.array([sizes["inference"]]), sizes["bucket"], **settings)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+def test_weights_that_keep_their_memory_add_to_all_of_training(found: Outcomes) -> None:
+    """On a CPU a bucket's loader layout keeps its memory too."""
+    for own in found[KEPT]:
+        sizes, peaks = own["sizes"], planned(own["sizes"], keeps_inference=True)
+        assert peaks.training < peaks.device <= sizes["highest"] <= peaks.device + sizes["bucket"]
+        assert peaks.interleaved_switch <= sizes["peak"] <= peaks.interleaved_switch + sizes["bucket"]
+
+
+class KeepingInference(FakeInference):
+    """Weights are given up, and their memory stays."""
+
+    def release(self, keep: Collection[str] = ()) -> None:
+        live = self.live
+        super().release(keep)
+        self.live = live
+
+
+@pytest.mark.parametrize(("is_elastic", "is_kept"), [(False, False), (True, True), (False, True)])
+def test_the_plan_knows_what_leaves_late_or_stays(job: None, is_elastic: bool, is_kept: bool) -> None:
+    rig = Rig(build=False, elastic=is_elastic, release_weights=not is_kept)
+    if is_kept:
+        rig.inference = KeepingInference(rig.script, rig.job.rank)
+    rig.build()
+    rig.manager.enter(INFER)
+    measured = {}
+    for state in (FORWARD, TRAIN):
+        rig.manager.enter(state)
+        if state is TRAIN:
+            rig.training.step()  # pages of gradients come when they are written
+        report = rig.manager.enter(INFER)
+        assert report is not None
+        measured[state] = report.peak_bytes
+    state = TrainingMemory(*(np.array([TRAINING_NBYTES[kind]]) for kind in TRAINING_NBYTES), copied=np.array([0]))
+    state = state if is_elastic else state.leaving_whole()
+    bucket = max(each.nbytes for each in rig.manager.plan.buckets)
+    peaks = MemoryPeaks(state, np.array([NBYTES]), bucket, keeps_inference=is_kept)
+    assert measured[FORWARD] == peaks.interleaved_switch == 2 * NBYTES
+    assert measured[TRAIN] == peaks.device == peaks.training + is_kept * NBYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS_AND_KEPT)
 def test_cycles_leave_nothing(found: Outcomes, name: str) -> None:
     for own in found[name]:
         before, after = own["before"], own["after"]
