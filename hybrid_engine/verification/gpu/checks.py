@@ -52,6 +52,11 @@ class Check:
     note: str = ""
     values: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def stops_others(self) -> bool:
+        """Whether something does not work or could not run, as against a figure beyond its limit."""
+        return self.colour is Colour.MISSING or (self.colour is Colour.RED and not self.floor)
+
 
 class CannotCheckError(Exception):
     """A check cannot run; the message says what is missing, and the remedy."""
@@ -68,7 +73,7 @@ class Planned:
     Attributes:
         name: of the check, or of all its results together.
         run: yields the results; what it raises is a result too.
-        needs: names of planned checks that must have gone well before.
+        needs: names of planned checks that must have gone well before; a figure beyond its limit is well enough.
     """
 
     name: str
@@ -90,22 +95,21 @@ def run_checks(planned: Sequence[Planned], results: Path) -> None:
             file.flush()
 
         tell(planned=[each.name for each in planned])
-        good: set[str] = set()
+        unmet: dict[str, str] = {}  # of planned checks that did not go well: which began it, and why
         for each in planned:
             tell(begun=each.name)
-            colours = []
-            for check in _results_of(each, good):
-                colours.append(check.colour)
+            lacking = "; ".join(dict.fromkeys(unmet[name] for name in each.needs if name in unmet))
+            for check in _results_of(each, lacking):
                 tell(found=asdict(check))
+                if check.stops_others:
+                    why = check.note if check.colour is Colour.MISSING else "see above"
+                    unmet.setdefault(each.name, lacking or f"{each.name}: {why}")
             tell(ended=each.name)
-            if worst(colours) in (Colour.GREEN, Colour.LEFT_OUT):
-                good.add(each.name)
 
 
-def _results_of(planned: Planned, good: Collection[str]) -> Iterator[Check]:
-    lacking = [name for name in planned.needs if name not in good]
+def _results_of(planned: Planned, lacking: str) -> Iterator[Check]:
     if lacking:
-        yield Check(planned.name, Colour.MISSING, note=f"needs {', '.join(lacking)}: see above")
+        yield Check(planned.name, Colour.MISSING, note=f"needs {lacking}")
         return
     try:
         yield from planned.run()
@@ -118,8 +122,14 @@ def _results_of(planned: Planned, good: Collection[str]) -> Iterator[Check]:
         traceback.print_exc()  # among the job's output, which is shown for a job with something red
 
 
-def read_results(results: Path, ending: str) -> list[Check]:
-    """Every result in the file; for checks that have none, because their process ended, `ending` says how it did."""
+def read_results(results: Path, ending: str, colour: Colour = Colour.RED) -> list[Check]:
+    """Every result in the file, and of what its process did not finish that it is missing.
+
+    Args:
+        results: the file; none where the process did not get so far.
+        ending: how the process ended.
+        colour: of the check that was under way then.
+    """
     lines = [json.loads(line) for line in _whole_lines(results)]
     found = [Check(**{**line["found"], "colour": Colour(line["found"]["colour"])}) for line in lines if "found" in line]
     begun = [line["begun"] for line in lines if "begun" in line]
@@ -127,7 +137,7 @@ def read_results(results: Path, ending: str) -> list[Check]:
     names = [name for line in lines for name in line.get("planned", ())]
     for name in names:
         if name in begun and name not in ended:
-            found.append(Check(name, Colour.RED, note=ending))
+            found.append(Check(name, colour, note=ending))
         elif name not in begun:
             found.append(Check(name, Colour.MISSING, note=f"not reached: {ending}"))
     return found

@@ -54,17 +54,33 @@ def test_an_error_is_a_result_and_the_next_check_runs(tmp_path: Path) -> None:
     }
 
 
-def test_what_needs_something_that_is_not_green_does_not_run(tmp_path: Path) -> None:
+def test_what_needs_something_that_does_not_work_does_not_run(tmp_path: Path) -> None:
     seen = results_of(
         tmp_path / "results",
+        Planned("driver", lambda: failing(CannotCheckError("no driver: install one"))),
         Planned("build", lambda: found(Colour.GREEN, Colour.RED)),
-        Planned("switch", lambda: found(Colour.GREEN), ("build",)),
+        Planned("switch", lambda: found(Colour.GREEN), ("build", "driver")),
         Planned("again", lambda: found(Colour.GREEN), ("switch",)),
         Planned("alone", lambda: found(Colour.GREEN)),
     )
-    assert seen["switch"] == (Colour.MISSING, "needs build: see above")
-    assert seen["again"] == (Colour.MISSING, "needs switch: see above")
+    why = "needs build: see above; driver: no driver: install one"
+    assert seen["switch"] == (Colour.MISSING, why)
+    assert seen["again"] == (Colour.MISSING, why)
     assert "alone" not in seen
+
+
+def test_a_figure_beyond_its_limit_stops_nothing(tmp_path: Path) -> None:
+    seen = results_of(
+        tmp_path / "results",
+        Planned("speed", lambda: iter([judged("slow", False, "1 GB/s", "at least 2 GB/s")])),
+        Planned("leaves out", lambda: failing(NothingToCheckError("no GPU"))),
+        Planned("next", lambda: found(Colour.GREEN), ("speed", "leaves out")),
+    )
+    assert {name: colour for name, (colour, _) in seen.items()} == {
+        "slow": Colour.RED,
+        "leaves out": Colour.LEFT_OUT,
+        "found green": Colour.GREEN,
+    }
 
 
 def test_a_process_that_dies_loses_what_it_had_not_finished(tmp_path: Path) -> None:
@@ -82,6 +98,8 @@ def test_a_process_that_dies_loses_what_it_had_not_finished(tmp_path: Path) -> N
         "second": (Colour.RED, "signal 11"),
         "third": (Colour.MISSING, "not reached: signal 11"),
     }
+    cut_short = {check.name: check.colour for check in read_results(path, "no time", Colour.MISSING)}
+    assert cut_short["second"] is Colour.MISSING
     with path.open("a") as file:
         file.write('{"found": {"na')  # it died while it wrote
     assert len(read_results(path, "")) == 4
