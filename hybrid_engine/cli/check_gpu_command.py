@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -42,6 +43,10 @@ def check_gpu(
     vllm: Annotated[
         list[str] | None, typer.Option(help="Engine arguments of vLLM: attention_backend=TRITON_ATTN. May be repeated.")
     ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(help="Seconds for all stages together; default: 600 for 1 and 2, 3000 more where 3 can run."),
+    ] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Also write facts and figures to this file.")] = None,
 ) -> None:
     """Check on this machine's GPUs what was written for GPUs; run it first there. At most 10 minutes on one GPU.
@@ -50,7 +55,7 @@ def check_gpu(
     docs/gpu.md says what each means, and what to do.
     """
     from hybrid_engine.files.scratch import unwinding_on_sigterm
-    from hybrid_engine.verification.gpu.check_gpu import TITLES, exit_status, run_stage
+    from hybrid_engine.verification.gpu.check_gpu import TITLES, Budget, default_budget, exit_status, run_stage
     from hybrid_engine.verification.gpu.machine import facts_of, this_machine
 
     found = [
@@ -61,22 +66,26 @@ def check_gpu(
     arguments = collect(found, _engine_arguments, vllm or ())
     if as_json is not None and (problem := unwritable(as_json)):
         found.append(Violation("--json", problem, "Name a file in a directory that can be written to"))
+    if budget is not None and not 0 < budget < math.inf:
+        found.append(Violation("--budget", f"{budget:g} seconds", "Give a number above 0"))
     if found or arguments is None:
         refuse(found)
     numbers = sorted(set(stage or TITLES)) if device is Device.CUDA else sorted(set(stage or (1, 2)))
     machine, console, results = this_machine(), Console(soft_wrap=True, highlight=False), []
-    facts = facts_of(machine)
+    facts, seconds = facts_of(machine), budget or default_budget(numbers, machine.num_gpus)
     try:
         with writing(), unwinding_on_sigterm():
             _print_facts(console, facts, device)
+            console.print(f"time for all stages: {seconds:g} s (--budget)", markup=False)
+            remaining = Budget.beginning_now(seconds)
             for number in numbers:
                 simulated = ", simulated" * (device is Device.CPU)
                 console.print(f"\nStage {number}, {TITLES[number]}{simulated}", style="bold")
-                results.append(run_stage(number, device.value, machine, arguments))
+                results.append(run_stage(number, device.value, machine, arguments, remaining))
                 _print_stage(console, results[-1])
                 status = exit_status(results)
                 if as_json is not None:  # after each, lest what ends the next one takes these figures with it
-                    write_text(as_json, _document(facts, device, results, status))
+                    write_text(as_json, _document(facts, device, seconds, results, status))
     except FileError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -124,7 +133,10 @@ def _print_stage(console: Console, result: StageResult) -> None:
         console.print(f"\n{result.output}", markup=False)
 
 
-def _document(facts: Mapping[str, str], device: Device, results: Sequence[StageResult], status: int) -> str:
+def _document(
+    facts: Mapping[str, str], device: Device, budget: float, results: Sequence[StageResult], status: int
+) -> str:
     stages = [result.as_dict() for result in results]
     note = _SIMULATED if device is Device.CPU else ""
-    return json.dumps({"status": status, "device": device, "note": note, "facts": facts, "stages": stages}, indent=2)
+    found = {"status": status, "device": device, "note": note, "budget_seconds": budget, "facts": facts}
+    return json.dumps({**found, "stages": stages}, indent=2)

@@ -14,7 +14,8 @@ pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
 def test_all_is_green_on_the_cpu(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
-    command = [sys.executable, "-m", "hybrid_engine", "check-gpu", "--device", "cpu", "--json", str(path)]
+    options = ["--device", "cpu", "--budget", "540", "--json", str(path)]
+    command = [sys.executable, "-m", "hybrid_engine", "check-gpu", *options]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=570)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     _, engines = json.loads(path.read_text())["stages"]

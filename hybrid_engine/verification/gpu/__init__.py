@@ -1,7 +1,7 @@
 """`python -m hybrid_engine check-gpu`: does what was written for GPUs work on this machine's?
 
     check_gpu.py          the stages: what each needs, its processes, what came of them
-    machine.py            facts of the machine
+    machine.py            facts of the machine; gpus.py: its GPUs, and who has their memory
     checks.py             what a check is; running checks, and reading results of a process that died
 
     memory_checks.py      stage 1, one GPU without vLLM, by the figures of

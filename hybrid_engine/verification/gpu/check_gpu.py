@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,8 @@ from hybrid_engine.files.scratch import scratch_directory
 from hybrid_engine.ranks.launching import run_ranks
 from hybrid_engine.verification.gpu import small_job
 from hybrid_engine.verification.gpu.checks import Check, Colour, read_results, worst
-from hybrid_engine.verification.gpu.machine import GIB, Machine, available_host_nbytes
+from hybrid_engine.verification.gpu.gpus import GIB, Gpu, too_little
+from hybrid_engine.verification.gpu.machine import Machine, available_host_nbytes
 from hybrid_engine.verification.gpu.small_job import SmallJob
 from hybrid_engine.verification.gpu.targets import SIMULATED
 
@@ -29,6 +30,10 @@ TITLES = {
     2: "one GPU, Megatron and vLLM",
     3: "two or more GPUs",
 }
+SECONDS_ON_ONE_GPU, SECONDS_ON_SEVERAL = 600.0, 3000.0
+"""Budgets of stages 1 and 2, and of stage 3 beside them, unless told otherwise."""
+NEEDED_ON_DEVICE = {1: GIB, 2: 20 * GIB, 3: 8 * GIB}
+"""Bytes that must be free on each GPU of a stage; what stage 1 moves is cut to what is there."""
 _MODULE = "hybrid_engine.verification.gpu"
 _MOST_OUTPUT = 4000  # characters of a job's output that are kept
 
@@ -40,12 +45,38 @@ class Job:
     Attributes:
         name: for messages.
         arguments: the module and its arguments but for the file of results.
-        seconds: after which it is ended.
     """
 
     name: str
     arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Time for all processes together: each may take what those before it left.
+
+    Attributes:
+        seconds: from when it began.
+        ends_at: by `time.monotonic`.
+    """
+
     seconds: float
+    ends_at: float
+
+    @classmethod
+    def beginning_now(cls, seconds: float) -> Budget:
+        """A new one."""
+        return cls(seconds, time.monotonic() + seconds)
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self.ends_at - time.monotonic()
+
+    @property
+    def is_over(self) -> str:
+        """What is said of whatever it was too small for."""
+        return f"the {self.seconds:g} s for all stages were over: --budget gives more, --stage asks for fewer stages"
 
 
 @dataclass(frozen=True)
@@ -82,7 +113,12 @@ def exit_status(results: Sequence[StageResult]) -> int:
     return {Colour.RED: 1, Colour.MISSING: 2}.get(colour, 0)
 
 
-def run_stage(number: int, device: str, machine: Machine, vllm: Mapping[str, Any]) -> StageResult:
+def default_budget(numbers: Collection[int], num_gpus: int) -> float:
+    """Seconds for these stages, as far as there are GPUs for them."""
+    return SECONDS_ON_ONE_GPU + (SECONDS_ON_SEVERAL if 3 in numbers and num_gpus > 1 else 0.0)
+
+
+def run_stage(number: int, device: str, machine: Machine, vllm: Mapping[str, Any], budget: Budget) -> StageResult:
     """Run a stage, if it can run.
 
     Args:
@@ -90,15 +126,16 @@ def run_stage(number: int, device: str, machine: Machine, vllm: Mapping[str, Any
         device: "cuda", or "cpu" for the model of the driver and engines on the CPU.
         machine: this one.
         vllm: further engine arguments of vLLM.
+        budget: what is left of it is for this stage and later ones.
     """
     if missing := what_is_missing(number, device, machine):
         return StageResult(number, missing=tuple(missing))
     started, checks, outputs = time.perf_counter(), list[Check](), list[str]()
     with scratch_directory(SCRATCH_PREFIX) as directory:
         for index, job in enumerate(jobs_of(number, device, machine, vllm, directory)):
-            found, output = _run_job(job, directory / f"results{index}")
+            found, output = _run_job(job, directory / f"results{index}", budget)
             checks += found
-            if worst([check.colour for check in found]) is Colour.RED:
+            if output:
                 outputs.append(f"{job.name}:\n{output[-_MOST_OUTPUT:]}")
     if number == 2 and device == "cpu":
         checks.append(Check("with CUDA graphs", Colour.LEFT_OUT, note="there are none on the CPU"))
@@ -109,7 +146,7 @@ def what_is_missing(number: int, device: str, machine: Machine) -> list[str]:
     """Why a stage cannot run here: everything at once, each with a remedy."""
     if number == 3 and device == "cpu":
         return ["it needs GPUs: leave out --device cpu there"]
-    missing = [] if device == "cpu" else list(_missing_gpus(2 if number == 3 else 1, machine))
+    missing = [] if device == "cpu" else list(_missing_gpus(number, machine))
     if number > 1:
         missing += _missing_packages(device, machine)
     if number == 2 and device == "cuda" and available_host_nbytes() < small_job.NEEDED_ON_HOST:
@@ -120,7 +157,8 @@ def what_is_missing(number: int, device: str, machine: Machine) -> list[str]:
     return missing
 
 
-def _missing_gpus(needed: int, machine: Machine) -> Iterator[str]:
+def _missing_gpus(number: int, machine: Machine) -> Iterator[str]:
+    needed = 2 if number == 3 else 1
     if machine.torch_cuda is None:
         yield (
             f"torch {machine.versions.get('torch', '')} is built without CUDA: install requirements.txt where the "
@@ -131,6 +169,23 @@ def _missing_gpus(needed: int, machine: Machine) -> Iterator[str]:
             f"{machine.num_gpus or 'no'} GPU seen, and {needed} needed: see nvidia-smi, CUDA_VISIBLE_DEVICES, and the "
             "container's --gpus"
         )
+    if machine.gpu_problem:
+        yield (
+            f"the GPUs cannot be used: {machine.gpu_problem}. The driver must be for the CUDA of torch "
+            f"({machine.torch_cuda}) or newer"
+        )
+    for index, gpu in enumerate(machine.gpus[:needed]):
+        where = f"GPU {index} ({gpu.name})"
+        if number > 1 and not gpu.has_bfloat16:
+            yield f"{where} has compute capability {gpu.capability}, and 8.0 (Ampere) is needed for bfloat16"
+        if gpu.free_nbytes < (nbytes := _needed_on(gpu, number)):
+            yield too_little(where, gpu.free_nbytes, nbytes, gpu.users)
+
+
+def _needed_on(gpu: Gpu, number: int) -> int:
+    """Bytes; vLLM refuses to start where its share of the GPU is not free."""
+    own = NEEDED_ON_DEVICE[number]
+    return own if number == 1 else max(own, int(small_job.MEMORY_SHARE * gpu.total_nbytes))
 
 
 def _missing_packages(device: str, machine: Machine) -> Iterator[str]:
@@ -146,34 +201,38 @@ def _missing_packages(device: str, machine: Machine) -> Iterator[str]:
 
 
 def jobs_of(number: int, device: str, machine: Machine, vllm: Mapping[str, Any], directory: Path) -> list[Job]:
-    """The processes of a stage, in order. Together those of stages 1 and 2 end within 10 minutes."""
+    """The processes of a stage, in order."""
     if number == 1:
         target = SIMULATED if device == "cpu" else "cuda:0"
-        return [Job("memory", (f"{_MODULE}.memory_checks", target), 120)]
+        return [Job("memory", (f"{_MODULE}.memory_checks", target))]
     if number == 3:
         arguments = (f"{_MODULE}.rank_checks", str(machine.num_gpus), json.dumps(dict(vllm)))
-        return [Job("ranks", arguments, 3000)]
+        return [Job("ranks", arguments)]
     eager = SmallJob(str(directory), device, eager=True, vllm=vllm)
     modes = [eager] if device == "cpu" else [eager, replace(eager, eager=False)]
     jobs = []
     for mode in modes:
         mode.write_model()
-        times = 1.5 if mode.eager is False else 2.0 if device == "cpu" else 1.0
-        jobs.append(Job(f"engines, {mode.mode}", (f"{_MODULE}.engine_checks", mode.as_json()), 130 * times))
-        jobs.append(Job(f"fresh vLLM, {mode.mode}", (f"{_MODULE}.fresh_checks", mode.as_json()), 60 * times))
+        jobs.append(Job(f"engines, {mode.mode}", (f"{_MODULE}.engine_checks", mode.as_json())))
+        jobs.append(Job(f"fresh vLLM, {mode.mode}", (f"{_MODULE}.fresh_checks", mode.as_json())))
     return jobs
 
 
-def _run_job(job: Job, results: Path) -> tuple[list[Check], str]:
-    ended = run_ranks(["-m", *job.arguments, str(results)], 1, job.seconds)
-    if ended.status is None:
-        ending = f"not done within {job.seconds:g} s"
+def _run_job(job: Job, results: Path, budget: Budget) -> tuple[list[Check], str]:
+    """What it found, and what it wrote where that tells more."""
+    if budget.left <= 0:
+        return [Check(job.name, Colour.MISSING, note=f"not begun: {budget.is_over}")], ""
+    ended = run_ranks(["-m", *job.arguments, str(results)], 1, budget.left)
+    colour = Colour.RED
+    if ended.status is None:  # a slow machine is no fault, and nobody here can tell it from one that hangs
+        ending, colour = budget.is_over, Colour.MISSING
     elif ended.status < 0:
         ending = f"the process was ended by signal {-ended.status}"
     else:
         ending = f"the process ended with status {ended.status}"
-    found = read_results(results, ending)
-    if not found or (ended.status != 0 and all(check.colour is not Colour.RED for check in found)):
+    found = read_results(results, ending, colour)
+    if not found or (ended.status != 0 and all(check.note != ending for check in found)):
         last = clipped(ended.output.strip().rpartition("\n")[2])
-        found.append(Check(job.name, Colour.RED, note=f"{ending}: {last}"))
-    return found, ended.output
+        found.append(Check(job.name, colour, note=f"{ending}: {last}"))
+    tells_more = ended.status is None or worst([check.colour for check in found]) is Colour.RED
+    return found, ended.output if tells_more else ""

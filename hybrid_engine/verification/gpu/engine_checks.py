@@ -27,7 +27,7 @@ from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
 from hybrid_engine.verification.comparison import cross_entropy, tokens_and_labels
 from hybrid_engine.verification.gpu.checks import Check, NothingToCheckError, Planned, judged, run_checks
-from hybrid_engine.verification.gpu.machine import GIB
+from hybrid_engine.verification.gpu.gpus import GIB
 from hybrid_engine.verification.gpu.small_job import MAX_TOKENS, SmallJob, differences
 from hybrid_engine.verification.gpu.timings import plain_host_copies
 from hybrid_engine.worker import ActorHybridWorker

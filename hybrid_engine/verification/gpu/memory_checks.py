@@ -31,7 +31,8 @@ from hybrid_engine.verification.gpu.checks import (
     run_checks,
 )
 from hybrid_engine.verification.gpu.flat_models import TINY, ModelShape, RankJob, rank_job
-from hybrid_engine.verification.gpu.machine import GIB, available_host_nbytes, versions
+from hybrid_engine.verification.gpu.gpus import GIB, memory_users, too_little
+from hybrid_engine.verification.gpu.machine import available_host_nbytes, versions
 from hybrid_engine.verification.gpu.targets import Target, target_named
 from hybrid_engine.verification.gpu.timings import Memory, Timing, seconds_of, synchronize
 
@@ -232,10 +233,12 @@ class MemoryChecks:
             on_host = 3 * offloads.COPIED_NBYTES * numel
             if 2 * offloads.TRAINING_NBYTES * numel < free and on_host < 0.7 * available_host_nbytes():
                 return shape
+        if free <= (needed := 2 * offloads.TRAINING_NBYTES * numel):
+            users = memory_users().get(f"GPU-{torch.cuda.get_device_properties(self._target.device).uuid}", ())
+            raise CannotCheckError(too_little(self._name, free, needed, users))
         raise CannotCheckError(
-            f"{free / GIB:.0f} GiB are free on the device and {available_host_nbytes() / GIB:.0f} on the host: "
-            f"end what else runs there; {2 * offloads.TRAINING_NBYTES * numel / GIB:.0f} and "
-            f"{on_host / 0.7 / GIB:.0f} are needed"
+            f"{available_host_nbytes() / GIB:.0f} GiB of host memory are available, and {on_host / 0.7 / GIB:.0f} are "
+            "needed: raise the container's limit, or end what else runs"
         )
 
     def _bucket_nbytes(self) -> int:

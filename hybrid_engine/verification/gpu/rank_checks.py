@@ -9,6 +9,7 @@ both engines compute what transformers computes.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,10 +25,12 @@ from hybrid_engine.verification.gpu.checks import CannotCheckError, Check, Plann
 from hybrid_engine.verification.gpu.flat_models import ModelShape
 from hybrid_engine.verification.gpu.memory_checks import BUCKET_NBYTES, REPEAT, pull_checks
 from hybrid_engine.verification.gpu.pull_figures import PullTask
+from hybrid_engine.verification.gpu.small_job import KV_CACHE_MB, MEMORY_SHARE
 from hybrid_engine.verification.verify import SCRATCH_PREFIX, run_cases
 
-SECONDS_OF_A_CASE = 420.0
+_PULLING = "pulling from GPU to GPU"
 _LAYERS = 2
+_MEMORY = {"gpu_memory_utilization": MEMORY_SHARE, "kv_cache_mb": KV_CACHE_MB}
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -70,6 +73,7 @@ class LayoutCheck:
         train, infer: sizes, as for `verify`.
         model: config.json of the model whose form the small one has.
         generate: keys of `generate_config`.
+        needs: planned checks that must have gone well before.
     """
 
     name: str
@@ -77,6 +81,7 @@ class LayoutCheck:
     infer: str
     model: Mapping[str, Any] = field(default_factory=lambda: _QWEN3)
     generate: Mapping[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -92,12 +97,16 @@ class LayoutCheck:
         case = case_of(
             *(self.name, directory / "model", directory / "small", training, inference, _LAYERS, "auto", "bfloat16")
         )
-        return replace(case, generate={"enforce_eager": True, "vllm": dict(vllm), **case.generate, **self.generate})
+        keys = {"enforce_eager": True, "vllm": dict(vllm), **_MEMORY, **case.generate, **self.generate}
+        return replace(case, generate=keys)
 
 
 LAYOUT_CHECKS = (
-    LayoutCheck(
-        "TP 2 to 1, memory of the other GPU read", "tp=2,dp=1", "tp=1", generate={"transport": "shared_memory"}
+    LayoutCheck(  # where it may not be read, this cannot be asked for, and the others' ranks send messages
+        "TP 2 to 1, memory of the other GPU read",
+        *("tp=2,dp=1", "tp=1"),
+        generate={"transport": "shared_memory"},
+        needs=(_PULLING,),
     ),
     LayoutCheck("TP 2 to 1, NCCL", "tp=2,dp=1", "tp=1", generate={"transport": "collective"}),
     LayoutCheck("PP 2 to TP 2, CUDA graphs", "pp=2,dp=1", "tp=2", generate={"enforce_eager": False}),
@@ -112,7 +121,8 @@ def checked(layout: LayoutCheck, num_gpus: int, vllm: Mapping[str, Any]) -> Iter
     if num_gpus < layout.num_ranks:
         raise CannotCheckError(f"needs {layout.num_ranks} GPUs, and {num_gpus} are seen")
     with scratch_directory(SCRATCH_PREFIX) as directory:
-        (verdict,) = run_cases([layout.case(vllm, directory)], layout.num_ranks, SECONDS_OF_A_CASE)
+        # check-gpu ends this process, and the ranks with it, when its budget is over
+        (verdict,) = run_cases([layout.case(vllm, directory)], layout.num_ranks, math.inf)
     figure = f"{verdict.num_parameters} parameters bitwise in {verdict.seconds:.0f} s"
     note = "; ".join(verdict.faults)
     yield judged(layout.name, not verdict.faults, figure, note=note, seconds=verdict.seconds)
@@ -123,13 +133,15 @@ def pulled() -> Iterator[Check]:
     yield from pull_checks(PullTask(("cuda:0", "cuda:1"), ModelShape(2), BUCKET_NBYTES, REPEAT), is_judged=True)
 
 
+def planned(num_gpus: int, vllm: Mapping[str, Any]) -> list[Planned]:
+    """In order."""
+    layouts = [Planned(layout.name, partial(checked, layout, num_gpus, vllm), layout.needs) for layout in LAYOUT_CHECKS]
+    return [Planned(_PULLING, pulled), *layouts]
+
+
 def main(num_gpus: str, vllm: str, results: str) -> None:
     """Run the stage; each case starts its own ranks."""
-    planned = [Planned("pulling from GPU to GPU", pulled)]
-    planned += [
-        Planned(layout.name, partial(checked, layout, int(num_gpus), json.loads(vllm))) for layout in LAYOUT_CHECKS
-    ]
-    run_checks(planned, Path(results))
+    run_checks(planned(int(num_gpus), json.loads(vllm)), Path(results))
 
 
 if __name__ == "__main__":

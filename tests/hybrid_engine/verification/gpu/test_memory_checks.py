@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from hybrid_engine.memory import device_peers
 from hybrid_engine.memory.device_pages import DeviceMemory
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.verification.gpu import memory_checks, pull_figures
-from hybrid_engine.verification.gpu.checks import Check, Colour, read_results, run_checks
+from hybrid_engine.verification.gpu.checks import CannotCheckError, Check, Colour, judged, read_results, run_checks
+from hybrid_engine.verification.gpu.gpus import GIB
 from hybrid_engine.verification.gpu.memory_checks import MemoryChecks, beside_floor
 from hybrid_engine.verification.gpu.pull_figures import PullTask
 from hybrid_engine.verification.gpu.targets import SIMULATED, Target, target_named
@@ -52,6 +55,47 @@ def test_memory_that_does_not_go_is_red(target: Target, tmp_path: Path, monkeypa
     assert found["offloading"].note == "needs buffer: see above"
 
 
+def test_times_and_peaks_beyond_their_limits_stop_nothing(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow driver, and a driver that counts more than there is."""
+    monkeypatch.setattr(memory_checks, "_OVERHEAD", 0.5)
+    monkeypatch.setattr(memory_checks, "_MOST_MAPPING_SECONDS", 0.0)
+    monkeypatch.setattr(
+        MemoryChecks, "_timed", lambda self, name, is_good, *texts, **values: judged(name, is_good, *texts)
+    )
+    found = checks_of(target, tmp_path / "results")
+    red = {check.name for check in found.values() if check.colour is Colour.RED}
+    assert red == {"taking memory", "giving memory back", "training, most at once"}
+    assert Colour.MISSING not in {check.colour for check in found.values()}
+
+
+@pytest.mark.parametrize(
+    ("on_device", "on_host", "says"),
+    [
+        (80, 80, ""),
+        (17, 28, ""),
+        (12, 80, "12.0 GiB are free on cuda:0, and 16.1 are needed: end what else runs there (process 7 has 60 GiB)"),
+        (80, 20, "20 GiB of host memory are available, and 27 are needed"),
+    ],
+)
+def test_the_model_is_as_large_as_there_is_memory(
+    on_device: int, on_host: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.cuda is replaced."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (on_device * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
+    monkeypatch.setattr(memory_checks, "memory_users", lambda: {"GPU-1": ("process 7 has 60 GiB",)})
+    monkeypatch.setattr(memory_checks, "available_host_nbytes", lambda: on_host * GIB)
+    device = torch.device("cuda", 0)
+    checks = MemoryChecks("cuda:0", Target(device, device, None, int))
+    if says:
+        with pytest.raises(CannotCheckError, match=re.escape(says)):
+            checks._shape()
+    else:
+        assert checks._shape().num_layers == (2 if on_device > 24 else 1)
+
+
 def test_contents_that_change_are_red(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     onload = Offloader.onload
 
@@ -84,7 +128,7 @@ def test_pulls_that_are_forbidden_are_missing(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(pull_figures, "pull_figures", forbidden)
     task = PullTask((SIMULATED, SIMULATED), memory_checks.TINY, 2**15, 1)
-    with pytest.raises(memory_checks.CannotCheckError, match=r"not permitted: allow it\. Without it .* send messages"):
+    with pytest.raises(CannotCheckError, match=r"not permitted: allow it\. Without it .* send messages"):
         list(memory_checks.pull_checks(task, is_judged=True))
 
 
