@@ -62,7 +62,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help env rl test test-fast test-faults lint format docs matrix bench lock clean clean-env force
-.PHONY: core-tests core-tests-all core-tests-here gpu-check offline-bundle
+.PHONY: vllm-surface core-tests core-tests-all core-tests-here gpu-check offline-bundle
 
 help: ## Show this help
 	@echo 'make TARGET [VARIABLE=value ...]'; echo
@@ -75,6 +75,7 @@ help: ## Show this help
 	@echo '  OUT           where make rl writes ($(OUT))'
 	@echo '  STOP_SECONDS  given to the iteration under way after Ctrl-C ($(STOP_SECONDS))'
 	@echo '  MEGATRON      megatron-core of make core-tests ($(MEGATRON)); all: $(CORE_VERSIONS)'
+	@echo '  VERSION       vLLM of make vllm-surface; what is read of it stays in build/'
 	@echo '  ARGS          options of make gpu-check, for example "--device cpu"'
 	@echo '  DIR, HAVE     of make offline-bundle: where it goes; what pip list prints on the other machine'
 	@echo '  PYTEST_ARGS   more arguments for pytest, for example "-k planner -x"'
@@ -112,6 +113,10 @@ core-tests-all: ## core-tests with every supported megatron-core, one after the 
 core-tests-here: $(ENV_READY)
 	$(PY) -c 'import megatron.core as c; c.__version__ == "$(MEGATRON)" or exit(f"This is {c.__version__}, not $(MEGATRON).")'
 	$(PY) -m pytest $(PYTEST_ARGS) $(CORE_TESTS)
+
+vllm-surface: $(ENV_READY) ## Compare a vLLM of the package index with what is used of it, uninstalled (VERSION=0.33.0)
+	$(if $(VERSION),,$(error Name the version: make vllm-surface VERSION=0.33.0))
+	$(PY) -m hybrid_engine.backends.vllm.surface.wheels '$(VERSION)'
 
 lint: $(ENV_READY) ## Check style, formatting and types
 	$(PY) -m ruff check .

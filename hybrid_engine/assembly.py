@@ -104,6 +104,7 @@ def inference_settings(
         max_num_seqs=generate.max_num_seqs,
         seed=generate.seed,
         timeout_seconds=generate.timeout_seconds,
+        allow_version=generate.allow_version,
         enforce_eager=generate.enforce_eager,
         kv_cache_bytes=generate.kv_cache_mb * 1024**2 if generate.kv_cache_mb else None,
         gpu_memory_utilization=generate.gpu_memory_utilization,

@@ -59,7 +59,7 @@ class ActorHybridWorker(SwitchContexts):
 
         with job.agreement.phase("checking what is installed"):
             job.require_timeout(self.config.generate_config.timeout_seconds)
-            require_vllm()
+            require_vllm(allow_version=self.config.generate_config.allow_version)
             build_actor = _builder(self.config)
             self.table = table_for(self.config.hf_config())
         with job.agreement.phase("building the training engine", SHORT_PATIENCE):

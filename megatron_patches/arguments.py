@@ -89,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> dict[str, Any]:
     add("verify", "Compare inference weights with training's, bit by bit (default: as in the file).", choices=choices)
     add("callback", "Called with the live inference engine in every switch.", metavar="MODULE:FUNCTION")
     add("engine", "The engine, where none is installed or several are.", metavar="MODULE:OBJECT")
-    add("allow_version", "Accept a Megatron version that was not tested.", nargs=0)
+    add("allow_version", "Accept versions of Megatron and of the engine that were not tested.", nargs=0)
     return given
 
 

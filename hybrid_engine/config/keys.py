@@ -216,6 +216,8 @@ class GenerateConfig(Section):
     vllm: EngineArguments = {}
     """Further engine arguments of vLLM, by its own names, e.g. `attention_backend`; none that follows from other keys.
     vLLM's names are checked when the engine is built."""
+    allow_version: bool = False
+    """Take a vLLM that was neither tested nor read. What it lacks of what is used here is still refused, by name."""
     quantization: Name | None = None
     """vLLM's quantization method for its weights; what it can be is checked against the device."""
     transport: Literal["auto", "shared_memory", "collective"] = "auto"

@@ -41,9 +41,10 @@ class ScriptEngine:
         """Check everything that can be checked before a process group exists. Raises ConfigError, DependencyError."""
         from hybrid_engine.backends.vllm import require_vllm
 
-        require_vllm()
         self._script = script
         self.settings: ScriptSettings = read_settings(script)
+        in_file = self.settings.config.generate_config.allow_version
+        require_vllm(allow_version=script.options.allow_version or in_file)
 
     @contextmanager
     def building(self) -> Iterator[None]:

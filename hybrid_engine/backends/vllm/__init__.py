@@ -8,7 +8,9 @@
     native_load.py      what vLLM itself loads from a checkpoint, for comparison
     fresh_engine.py     what a vLLM of its own answers, for comparison
     internals.py        every private name of vLLM and torch that is used or replaced here, with the reason
-    version.py          the tested vLLM
+    version.py          which vLLM was tested, and which were read
+    acceptance.py       whether the installed one is accepted
+    surface/            every name, call and piece of code of vLLM's that is used, compared with any version's source
     process/            isolation from training in one process: environment, groups, shared memory, random state
     weights/            VllmAdaptor: vLLM's parameters as `InferenceWeights`
     lora/               LoRA from memory, and LoRA that arrives with a switch
@@ -33,9 +35,10 @@ What happens, and what is in this rank's memory after it:
 `shutdown` ends vLLM and its groups; another engine may be built in the same process.
 """
 
+from hybrid_engine.backends.vllm.acceptance import require_vllm
 from hybrid_engine.backends.vllm.engine import InferenceEngine
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, Sampling
-from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
+from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.models.lora_tensors import LoraSettings
 

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.acceptance import require_vllm
 from hybrid_engine.backends.vllm.arguments import check_arguments, is_eager, is_sleepy, llm_arguments
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, Sampling
 from hybrid_engine.backends.vllm.lora.delivered_loras import DeliveredLoras
@@ -46,7 +47,7 @@ from hybrid_engine.backends.vllm.requests import (
     reset_prefix_cache,
     sampling_params,
 )
-from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
+from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.loader import capturing
 from hybrid_engine.backends.vllm.weights.looking import look
@@ -283,8 +284,8 @@ class InferenceEngine:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _check_vllm(self) -> str:
-        """Import vLLM, which must be the tested one and know the model; returns its device type."""
-        require_vllm()
+        """Import vLLM, whose version must be accepted and which must know the model; returns its device type."""
+        require_vllm(allow_version=self.settings.allow_version)
         set_environment(self.settings, self.rank)
         register_model_class(self.settings.model_dir)
         from vllm.platforms import current_platform

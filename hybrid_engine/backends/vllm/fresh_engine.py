@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hybrid_engine.backends.vllm.acceptance import require_vllm
 from hybrid_engine.backends.vllm.arguments import llm_arguments
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings, Sampling
 from hybrid_engine.backends.vllm.process.isolation import set_environment
 from hybrid_engine.backends.vllm.requests import completion_of, sampling_params
-from hybrid_engine.backends.vllm.version import require_vllm
 
 _OURS = ("distributed_executor_backend", "worker_cls", "hf_overrides", "load_format", "enable_sleep_mode")
 
@@ -23,7 +23,7 @@ def fresh_completions(
     Not beside another vLLM in this process. Of `settings` everything counts that a server of this model would be given
     too; one rank.
     """
-    require_vllm()
+    require_vllm(allow_version=settings.allow_version)
     set_environment(settings, 0)
     from vllm import LLM
     from vllm.platforms import current_platform

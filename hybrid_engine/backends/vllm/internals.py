@@ -2,10 +2,10 @@
 
     LOADERS.load()                      `Internal`: a name to import, at its first use
     READ                                attributes of their objects, which other files read by name
-    with NEW_GROUP.replaced(build):     `Patch`: a name that is replaced, for a while and in one version of vLLM
+    with NEW_GROUP.replaced(build):     `Patch`: a name that is replaced, for a while
 
-This is the list to go through when vLLM is upgraded; tests look each name up in the installed versions. What vLLM
-exports (in an `__all__`) is imported where it is needed.
+This is the list to go through when vLLM is upgraded; tests look each name up in the installed versions, and `surface/`
+in other ones. What vLLM exports (in an `__all__`) is imported where it is needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from hybrid_engine.backends.vllm.version import TESTED_VERSION, require_vllm
+from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.errors import DependencyError, StateError
 from hybrid_engine.ranks.torch_internals import PrivateName
 
@@ -43,6 +43,14 @@ class Internal(PrivateName):
         module, _, path = self.target.partition(":")
         return _find(module, path.split("."))
 
+    def exists(self) -> bool:
+        """Whether this version has it; imports its module."""
+        try:
+            self.load()
+        except AttributeError:
+            return False
+        return True
+
     def is_type_of(self, instance: object) -> bool:
         """Whether this is the very class of an object, not one that it inherits from; imports nothing."""
         kind = type(instance)
@@ -57,29 +65,25 @@ class Patch(Internal):
 
     Attributes:
         remove_when: the condition under which it may go.
-        versions: of vLLM, that it was tested with.
     """
 
     remove_when: str = ""
-    versions: tuple[str, ...] = (TESTED_VERSION,)
 
     @contextlib.contextmanager
     def replaced(self, build: Callable[[Any], Any], owner: Any = None) -> Iterator[None]:
         """Within this context the target is `build(original)`; with an `owner`, in this object alone.
 
-        Raises DependencyError for another vLLM or a missing target, and StateError when it is replaced already; both
-        before anything changes. What somebody else put in its place meanwhile stays there: StateError, unless the
-        block ends by an error of its own.
+        Raises DependencyError for a missing target, and StateError when it is replaced already; both before anything
+        changes. What somebody else put in its place meanwhile stays there: StateError, unless the block ends by an
+        error of its own.
         """
-        if require_vllm().partition("+")[0] not in self.versions:
-            raise DependencyError(f"{self.target} is replaced with vLLM {', '.join(self.versions)} only: {self.reason}")
         module, _, path = self.target.partition(":")
         *owners, name = path.split(".")
         try:
             owner = _find(module, owners) if owner is None else owner
             original = getattr(owner, name)
         except AttributeError as error:
-            raise DependencyError(f"{self.target} is missing: not as in vLLM {', '.join(self.versions)}") from error
+            raise DependencyError(f"{self.target} is missing: not as in vLLM {TESTED_VERSION}") from error
         names = _replaced.setdefault(owner, set())
         if name in names:
             raise StateError(f"{self.target} is replaced already: undo that first")
@@ -156,6 +160,11 @@ LORA_MODEL = Internal(
     keywords=("device", "dtype", "model_vocab_size", "weights_mapper"),
 )
 PEFT_HELPER = Internal("vllm.lora.peft_helper:PEFTHelper.from_dict", "carries a LoRA's rank, alpha and modules")
+MODULE_RANKS = Internal(
+    "vllm.lora.peft_helper:PEFTHelper.get_rank_and_scaling",
+    "is there where single modules of a LoRA can have another rank and alpha",
+    since="0.32.0",
+)
 
 # -- how weights are processed after loading (weights/postload.py, weights/held.py) ------------------------------------
 
@@ -163,7 +172,7 @@ _DENSE = "computes with the very values that were loaded, so that they can be re
 DENSE_METHODS = (
     Internal(f"{_LAYERS}.linear:UnquantizedLinearMethod", _DENSE),
     Internal(f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod", _DENSE),
-    Internal(f"{_LAYERS}.fused_moe.router.gate_linear:_GateLinearMethod", _DENSE),
+    Internal(f"{_LAYERS}.fused_moe.router.gate_linear:_GateLinearMethod", _DENSE, since="0.32.0"),
 )
 LINEAR_METHOD = Internal(f"{_LAYERS}.linear:LinearMethodBase", "multiplies by one matrix, in whatever form")
 EXPERTS_METHOD = Internal(

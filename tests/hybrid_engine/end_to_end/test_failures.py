@@ -304,7 +304,7 @@ def refuse_versions(model: Path) -> Refusals:
         of_megatron = failure_of(lambda: ActorHybridWorker(config))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            importlib.metadata, "version", lambda name: "0.31.0" if name.startswith("vllm") else version(name)
+            importlib.metadata, "version", lambda name: "0.30.0" if name.startswith("vllm") else version(name)
         )
         of_vllm = failure_of(lambda: ActorHybridWorker(config))
     return Refusals(of_megatron, of_vllm)
@@ -324,7 +324,7 @@ def test_an_untested_megatron_on_one_rank_is_refused_on_all(refusals: list[Refus
 def test_an_untested_vllm_is_refused(refusals: list[Refusals]) -> None:
     failures = _raised(found.vllm for found in refusals)
     assert [failure.kind for failure in failures] == ["DependencyError"] * 2
-    assert all("0.31.0" in failure.text and "0.32.0" in failure.text for failure in failures)
+    assert all("0.30.0" in failure.text and "0.32.0" in failure.text for failure in failures)
 
 
 def _raised(failures: Any) -> Sequence[Failure]:

