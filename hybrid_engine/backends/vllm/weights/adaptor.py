@@ -197,7 +197,7 @@ class VllmAdaptor:
         storages = [self._traced.storages[name] for group in groups for name in self._traced.groups[group].storages]
         passing = [storage for storage in storages if storage.name not in live]
         self._memory.restore(self._processed.resident, storages, self._processed.beside(groups))
-        flats = self._memory.new(passing)
+        flats = self._memory.new(passing, self._processed.in_place)
         tensors = {storage.name: live[storage.name] for storage in storages if storage.name in live}
         tensors |= {storage.name: storage.create(flat) for storage, flat in zip(passing, flats, strict=True)}
         for name, tensor in tensors.items():

@@ -42,6 +42,7 @@ def commit_group(
         model.bind(model.traced.groups[name], tensors)
         _load(model, name, tensors, observe)
     elif model.keeps_addresses:
+        tensors.update(model.stand_ins(name))
         with model.as_loaded(name, tensors):
             _derive(model, name, derivation, tensors, observe, proof)
             _renew(model, derivation)

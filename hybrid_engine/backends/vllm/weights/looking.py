@@ -43,6 +43,9 @@ def look(traced: TracedModel, context: Context, act_dtype: torch.dtype, keeps_ad
     known = traced.loaded.constants | {storage_key(tensor) for tensor in live.values()}
     found = {name: _derivation(traced, modules, group, live, known) for name, group in traced.groups.items()}
     derivations = {name: derivation for name, derivation in found.items() if derivation is not None}
+    computed_with = {storage_key(tensor) for each in derivations.values() for tensor in each.results.values()}
+    storages = traced.storages.values()
+    in_place = frozenset(each.name for each in storages if each.key in computed_with)
     for name, each in derivations.items():
         if keeps_addresses:  # vLLM may wrap a method later
             methods = tuple(_reference_to_method(modules[module]) for module in each.methods)
@@ -50,7 +53,7 @@ def look(traced: TracedModel, context: Context, act_dtype: torch.dtype, keeps_ad
         else:  # results would keep the memory of these weights
             derivations[name] = replace(each, results={}, numbers={})
     constants = _constants(traced, modules) if keeps_addresses else {}
-    model = ProcessedModel(traced, modules, live, derivations, constants, keeps_addresses, context, act_dtype)
+    model = ProcessedModel(traced, modules, live, derivations, in_place, constants, keeps_addresses, context, act_dtype)
     faults = _lost(model)
     if keeps_addresses:
         faults += _out_of_reach(model, known)
@@ -152,7 +155,7 @@ def _rehearse(model: ProcessedModel, group_name: str) -> list[str]:
             flat = flat_view(model.live[storage.name].detach())
         if is_marked_dtype(storage.dtype):
             Mark.REHEARSED.write(flat)
-        tensors[storage.name] = model.live.get(storage.name, storage.create(flat))
+        tensors[storage.name] = storage.create(flat)
     try:
         with model.as_loaded(group_name, tensors):
             model.process(derivation)

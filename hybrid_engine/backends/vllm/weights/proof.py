@@ -108,7 +108,10 @@ class GroupProof:
     def _processed_anew(self, model: ProcessedModel, name: str, given: Mapping[str, _Given]) -> list[str]:
         """Modules that hold, or compute, other than what vLLM makes of the same weights once more."""
         present = {each: _state(model.modules[each], each, given[each]) for each in given}
-        with model.as_loaded(name, self._given) as derivation:
+        storages = model.traced.storages
+        # others over the same memory: the processing may let a parameter have another shape
+        bound = {each: storages[each].create(flat_view(tensor)) for each, tensor in self._given.items()}
+        with model.as_loaded(name, bound) as derivation:
             copies = _Copies(model.modules)
             model.process(derivation, copies)
             anew = {each: _state(copies[each], each, given[each]) for each in given}

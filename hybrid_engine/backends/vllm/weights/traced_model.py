@@ -22,7 +22,7 @@ from hybrid_engine.backends.vllm.weights.derivation import Derivation
 from hybrid_engine.backends.vllm.weights.groups import CommitGroup, find_groups
 from hybrid_engine.backends.vllm.weights.loaded_state import LoadedState, capture
 from hybrid_engine.backends.vllm.weights.quantization import materialize
-from hybrid_engine.backends.vllm.weights.storages import WeightStorage, take_inventory
+from hybrid_engine.backends.vllm.weights.storages import WeightStorage, flat_view, take_inventory
 from hybrid_engine.backends.vllm.weights.traced_layout import build_layout
 from hybrid_engine.backends.vllm.weights.tracing import LoadWeights, trace_loader
 from hybrid_engine.records.layout import Extent, Layout
@@ -84,6 +84,7 @@ class ProcessedModel:
         live: storage -> its parameter, where vLLM computes with what its loader fills: new weights are written there,
             for others may refer to it.
         derivations: group -> what vLLM derived from its weights, where it did.
+        in_place: storages in whose memory the processing leaves other values; vLLM goes on to compute with that memory.
         constants: module -> its tensors, by path, that are neither weights nor made of them, nor buffers: vLLM's sleep
             mode loses their values. None where addresses need not stay.
         keeps_addresses: whether that stays where it is when it is made anew.
@@ -95,6 +96,7 @@ class ProcessedModel:
     modules: Mapping[str, torch.nn.Module]
     live: Mapping[str, torch.Tensor]
     derivations: Mapping[str, Derivation]
+    in_place: frozenset[str]
     constants: Mapping[str, Mapping[str, Constant]]
     keeps_addresses: bool
     context: Context
@@ -121,6 +123,14 @@ class ProcessedModel:
         for name in group.storages:
             for binding in self.traced.storages[name].bindings:
                 binding.put(self.modules, tensors[name])
+
+    def stand_ins(self, name: str) -> dict[str, torch.Tensor]:
+        """Other parameters over the memory of a group's live ones, by storage.
+
+        vLLM gets these to process: it may let a parameter lie elsewhere (`.data`, since 0.33), and live ones must not.
+        """
+        live = (self.traced.storages[each] for each in self.traced.groups[name].storages if each in self.live)
+        return {storage.name: storage.create(flat_view(self.live[storage.name].detach())) for storage in live}
 
     @contextlib.contextmanager
     def as_loaded(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[Derivation]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +33,11 @@ class WeightMemory:
 
     frees_all_at_once = False
 
-    def new(self, storages: Sequence[WeightStorage]) -> list[torch.Tensor]:
-        """Flat tensors [numel] for weights that pass through loader layout; contents undefined."""
+    def new(self, storages: Sequence[WeightStorage], stay: Collection[str] = ()) -> list[torch.Tensor]:
+        """Flat tensors [numel] for weights that pass through loader layout; contents undefined.
+
+        `stay`: names of storages with which vLLM goes on to compute where they lie, so that they do not pass.
+        """
         return [torch.empty(storage.numel, dtype=storage.dtype, device=storage.device) for storage in storages]
 
     def trim(self) -> None:
@@ -72,8 +75,12 @@ class HostMemory(WeightMemory):
     def __init__(self) -> None:
         self._pool = StagingPool()
 
-    def new(self, storages: Sequence[WeightStorage]) -> list[torch.Tensor]:
-        return self._pool.lend([(storage.numel, storage.dtype) for storage in storages])
+    def new(self, storages: Sequence[WeightStorage], stay: Collection[str] = ()) -> list[torch.Tensor]:
+        # What nobody foresaw to stay is safe too: the pool lends no page over which a tensor lives.
+        passing = [storage for storage in storages if storage.name not in stay]
+        lent = iter(self._pool.lend([(storage.numel, storage.dtype) for storage in passing]))
+        own = iter(super().new([storage for storage in storages if storage.name in stay]))
+        return [next(own if storage.name in stay else lent) for storage in storages]
 
     def trim(self) -> None:
         self._pool.trim()

@@ -150,10 +150,10 @@ REFUSED = {
 
 
 def replace(layer: torch.nn.Module, **tensors: torch.Tensor) -> None:
-    from vllm.model_executor.utils import replace_parameter
+    from vllm.model_executor import utils
 
     for name, tensor in tensors.items():
-        replace_parameter(layer, name, tensor)
+        utils.replace_parameter(layer, name, tensor)
 
 
 def layer_of(processing: Callable[[Any, Any], None]) -> torch.nn.Module:
