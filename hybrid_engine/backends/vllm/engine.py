@@ -32,6 +32,7 @@ from hybrid_engine.backends.vllm.process.group_placement import building_groups
 from hybrid_engine.backends.vllm.process.isolation import (
     check_world,
     destroy_groups,
+    forget_frames,
     register_model_class,
     set_environment,
 )
@@ -277,6 +278,7 @@ class InferenceEngine:
             core.scheduler.shutdown()
         del core, llm
         gc.unfreeze()  # vLLM froze the collector's generations at start-up
+        forget_frames(InferenceEngine.__init__, self)
         gc.collect()
         if memory is not None:
             memory.after_shutdown()

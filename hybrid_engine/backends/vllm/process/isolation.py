@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
@@ -76,6 +80,27 @@ def forget_models() -> None:
     model lacked for its own.
     """
     internals.MISSING_LAYERS.load().clear()
+
+
+def forget_frames(method: Callable[..., Any], owner: object) -> None:
+    """Let go of the frames of a method that ran for `owner`, and of its callers, which kept errors still hold.
+
+    vLLM's modules keep errors of their own imports (that of torchcodec, say), and they are imported while an engine is
+    built. Such an error holds all frames that led to it, with whatever their variables refer to: the trainer.
+    """
+    for each in gc.get_objects():
+        if issubclass(type(each), BaseException) and any(
+            frame.f_code is method.__code__ and frame.f_locals.get("self") is owner for frame in _frames_of(each)
+        ):
+            each.__traceback__ = None
+
+
+def _frames_of(error: BaseException) -> Iterator[FrameType]:
+    """The frame where it was caught, and its callers."""
+    frame = error.__traceback__.tb_frame if error.__traceback__ is not None else None
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def destroy_groups() -> None:

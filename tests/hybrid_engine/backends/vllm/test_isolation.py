@@ -1,14 +1,15 @@
-"""What is checked before vLLM is imported: the size of the job, and the rank that the environment says."""
+"""What is checked before vLLM is imported, the size of the job and its ranks, and what is let go after its end."""
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack
 
 import pytest
 import torch
 
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.backends.vllm.process.isolation import check_world
+from hybrid_engine.backends.vllm.process.isolation import check_world, forget_frames
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ranks.job import Job
@@ -42,3 +43,35 @@ def test_another_rank_in_the_environment_is_refused_beside_it(monkeypatch: pytes
     size, rank = caught.value.findings
     assert "1 x 1 x 8 = 8" in size.problem
     assert str(rank) == "RANK: 7, but this is rank 1 of 4 in the process group. Launch with torchrun, or set it to 1"
+
+
+class Engine:
+    """Its build imports something that keeps the error of an import of its own, as vLLM's audio module does."""
+
+    kept: BaseException | None = None
+
+    def __init__(self) -> None:
+        self.import_something()
+
+    def import_something(self) -> None:
+        try:
+            raise ModuleNotFoundError("no torchcodec")
+        except ModuleNotFoundError as error:
+            self.kept = error
+
+
+def built(*, owned: bool) -> tuple[Engine, weakref.ref[torch.nn.Module], BaseException]:
+    """By a caller with a trainer among its variables."""
+    trainer = torch.nn.Linear(1, 1)
+    engine = Engine()
+    kept, engine.kept = engine.kept, None
+    assert kept is not None
+    return engine if owned else Engine.__new__(Engine), weakref.ref(trainer), kept
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_errors_that_are_kept_from_the_build_let_go_of_its_callers(owned: bool) -> None:
+    engine, trainer, kept = built(owned=owned)
+    assert trainer() is not None
+    forget_frames(Engine.__init__, engine)
+    assert (trainer() is None) == (kept.__traceback__ is None) == owned, "another engine's are left alone"
