@@ -232,7 +232,7 @@ def kill_tree(process: Process) -> None:
     tree = [process.pid]
     for pid in tree:
         _send(pid, signal.SIGSTOP)
-        tree += _children(pid)
+        tree += children_of(pid)
     for pid in tree:
         _send(pid, signal.SIGKILL)
     process.wait()
@@ -253,7 +253,8 @@ def _send(pid: int, number: signal.Signals) -> None:
         return
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
+    """Processes whose parent this one is now."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

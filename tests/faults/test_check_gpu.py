@@ -11,6 +11,8 @@ import pytest
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
+SHORTAGES = ("weights", "weights half-way", "KV cache")
+
 
 def test_all_is_green_on_the_cpu(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
@@ -23,4 +25,5 @@ def test_all_is_green_on_the_cpu(tmp_path: Path) -> None:
     assert colours.pop("with CUDA graphs") == "left out"
     assert {name for name, colour in colours.items() if colour != "green"} == set()
     assert {"eager: all weights compared in the switch", "eager: completions as of a fresh vLLM"} < set(colours)
-    assert {"eager: failed wake-up: training is as before", "eager: built again"} < set(colours)
+    assert {f"eager: failed wake-up, {what}: the next switch" for what in SHORTAGES} < set(colours)
+    assert {"eager: shut down asleep: nothing is left", "eager: built again"} < set(colours)

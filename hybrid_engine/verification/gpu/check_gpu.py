@@ -75,7 +75,7 @@ class Budget:
         return self.ends_at - time.monotonic()
 
     @property
-    def is_over(self) -> str:
+    def note(self) -> str:
         """What is said of whatever it was too small for."""
         return f"the {self.seconds:g} s for all stages were over: --budget gives more, --stage asks for fewer stages"
 
@@ -222,11 +222,11 @@ def jobs_of(number: int, device: str, machine: Machine, vllm: Mapping[str, Any],
 def _run_job(job: Job, results: Path, budget: Budget) -> tuple[list[Check], str]:
     """What it found, and what it wrote where that tells more."""
     if budget.left <= 0:
-        return [Check(job.name, Colour.MISSING, note=f"not begun: {budget.is_over}")], ""
+        return [Check(job.name, Colour.MISSING, note=f"not begun: {budget.note}")], ""
     ended = run_ranks(["-m", *job.arguments, str(results)], 1, budget.left)
     colour = Colour.RED
     if ended.status is None:  # a slow machine is no fault, and nobody here can tell it from one that hangs
-        ending, colour = budget.is_over, Colour.MISSING
+        ending, colour = budget.note, Colour.MISSING
     elif ended.status < 0:
         ending = f"the process was ended by signal {-ended.status}"
     else:

@@ -1,4 +1,4 @@
-"""Stage 2, one GPU with Megatron and vLLM: build, switches, a failed wake-up, and a second engine after the first.
+"""Stage 2, one GPU with Megatron and vLLM: build, switches, failed wake-ups, and a second engine after the first.
 
     python -m hybrid_engine.verification.gpu.engine_checks JOB RESULTS      as one rank
 
@@ -7,27 +7,42 @@ Leaves a checkpoint and completions drawn with the same weights, for fresh_check
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
-import os
 import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 
+from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.backends.vllm import Sampling
+from hybrid_engine.memory.cuda_driver import INSTALL_HINT, driver_of
 from hybrid_engine.switch.digests import box_digest
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
 from hybrid_engine.verification.comparison import cross_entropy, tokens_and_labels
-from hybrid_engine.verification.gpu.checks import Check, NothingToCheckError, Planned, judged, run_checks
+from hybrid_engine.verification.gpu.checks import (
+    CannotCheckError,
+    Check,
+    NothingToCheckError,
+    Planned,
+    judged,
+    run_checks,
+)
 from hybrid_engine.verification.gpu.gpus import GIB
+from hybrid_engine.verification.gpu.process_state import FROZEN, ProcessState
+from hybrid_engine.verification.gpu.shortage import device_without_memory
 from hybrid_engine.verification.gpu.small_job import MAX_TOKENS, SmallJob, differences
 from hybrid_engine.verification.gpu.timings import plain_host_copies
 from hybrid_engine.worker import ActorHybridWorker
@@ -37,9 +52,28 @@ if TYPE_CHECKING:
 
 NUM_SWITCHES = 5
 _LEAST_SHARE = 0.05
-_MOST_SECONDS = 60.0
 _SLACK = 1.05
+_MOST_LEFT = 0.75 * GIB
+"""Device memory that libraries may have taken between the build and the end: half of vLLM's weights."""
 _MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """A switch to vLLM in which one call finds no memory.
+
+    Attributes:
+        name: of what has none.
+        owner, method: what is called.
+        number: of the call, from 0.
+        left: bytes that are there all the same.
+    """
+
+    name: str
+    owner: object
+    method: str
+    number: int = 0
+    left: int = 0
 
 
 class EngineChecks:
@@ -50,39 +84,41 @@ class EngineChecks:
         self._device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
         self._config: HybridConfig = job.config()
         self._worker: ActorHybridWorker | None = None
-        self._settings = _settings()
+        self._taken = {"before": self._observe()}  # makes the context, which changes the process
+        self._before_vllm = self._at_first = ProcessState.now()
         self._completions: list[list[int]] = []
-        self._taken: dict[str, int] = {}
         self._peaks: list[int] = []
 
     def planned(self) -> list[Planned]:
         """In order."""
         mode = self._job.mode
-        build, settings, switches, completions, failed, again = (
+        build, settings, switches, completions, still, failed, again = (
             f"{mode}: {what}"
-            for what in ("build", "settings", "switches", "completions", "failed wake-up", "shut down")
+            for what in (
+                *("build", "settings", "switches", "completions", "settings still", "failed wake-ups", "shut down"),
+            )
         )
         return [
             Planned(build, self._build),
-            Planned(settings, self._settings_kept, (build,)),
+            Planned(settings, partial(self._settings_kept, "after the build"), (build,)),
             Planned(switches, self._switches, (build,)),
             Planned(completions, self._complete, (switches,)),
-            Planned(failed, self._failed_wake_up, (completions,)),
+            Planned(still, partial(self._settings_kept, "after completions"), (completions,)),
+            Planned(failed, self._failed_wake_ups, (completions,)),
             Planned(again, self._built_again, (completions,)),
         ]
 
     def _build(self) -> Iterator[Check]:
         started = time.perf_counter()
-        self._worker = ActorHybridWorker(self._config)
+        with mock.patch("hybrid_engine.worker.build_inference_engine", self._noting(build_inference_engine)):
+            self._worker = ActorHybridWorker(self._config)
         seconds = time.perf_counter() - started
         self._taken["build"] = self._observe()
         yield self._check("build", True, f"{seconds:.1f} s", seconds=seconds)
 
-    def _settings_kept(self) -> Iterator[Check]:
-        before, now = self._settings, _settings()
-        changed = [name for name in sorted({*before, *now}) if now.get(name) != before.get(name)]
-        note = "; ".join(f"{name}: {now.get(name)}, was {before.get(name)}" for name in changed)
-        yield self._check("settings and environment as before", not changed, note=note)
+    def _settings_kept(self, moment: str) -> Iterator[Check]:
+        changed = ProcessState.now().changes(self._before_vllm, but=(FROZEN,))
+        yield self._check(f"settings and environment as before, {moment}", not changed, note="; ".join(changed))
 
     def _switches(self) -> Iterator[Check]:
         """Train, switch, compare all weights, and back."""
@@ -94,11 +130,12 @@ class EngineChecks:
                 there.append(self._enter(State.INFER))
             self._taken["infer"] = self._observe()
             back.append(self._enter(State.TRAIN))
-        num_tensors, wrong = there[0].tensors_verified, [each.tensors_verified for each in there]
-        compared = len(set(wrong)) == 1 and num_tensors > 0
-        figure = f"{num_tensors} tensors of {there[0].bytes_verified / GIB:.3f} GiB, {NUM_SWITCHES} times"
-        yield self._check("all weights compared in the switch", compared, figure, note=f"{wrong} in turn")
-        yield self._timed("switch to vLLM, the first", [there[0]])
+        table, compared = self._require().table, [each.tensors_verified for each in there]
+        served = sum(map(table.is_served, table.shapes))
+        figure = f"{compared[0]} of {served} tensors, {there[0].bytes_verified / GIB:.3f} GiB, {NUM_SWITCHES} times"
+        note = f"{compared} in turn, of {served} that vLLM reads"
+        yield self._check("all weights compared in the switch", set(compared) == {served}, figure, note=note)
+        yield self._timed("switch to vLLM, the first", [there[0]], is_judged=False)  # it takes host memory, page-locked
         yield self._timed("switch to vLLM", there[1:])
         yield self._timed("switch to training", back[1:])
         if self._on_gpu:
@@ -116,36 +153,36 @@ class EngineChecks:
         figure = f"{len(self._completions)} of {MAX_TOKENS} tokens"
         yield self._check("completions, twice the same", not note, figure, note=note)
 
-    def _failed_wake_up(self) -> Iterator[Check]:
-        """No memory is left when the KV cache wakes: all is as before, and the next switch goes well."""
-        worker, error = self._require(), None
+    def _failed_wake_ups(self) -> Iterator[Check]:
+        """No memory is left when something of vLLM's wakes: all is as before, and the next switch goes well."""
+        if self._on_gpu and driver_of(self._device.index) is None:
+            raise CannotCheckError(f"its memory cannot be taken without cuda-bindings: {INSTALL_HINT}")
         before = self._digests()
-        with mock.patch.object(worker.inference, "wake_kv_cache", self._starved(worker.inference.wake_kv_cache)):
-            try:
-                self._enter(State.INFER)
-            except Exception as raised:
-                error = raised
-        if error is None:
+        for shortage in self._shortages():
+            name, error = f"failed wake-up, {shortage.name}", self._error_of(shortage)
+            if error is None:
+                self._enter(State.TRAIN)
+                yield self._check(name, False, note="it did not fail, though there was no memory for it")
+                continue
+            faults = []
+            if (state := self._require().sharding.state) is not State.TRAIN:
+                faults.append(f"the state is {state.value}")
+            elif self._digests() != before:
+                faults.append("training's contents changed")
+            if (more := self._observe() - self._taken["train"]) > (self._taken["infer"] // 4):
+                faults.append(f"{more / GIB:.2f} GiB more are taken than in training")
+            note = f"{'; '.join(faults)}, after: {error}"
+            figure = "by a device without memory" if self._on_gpu else "by an error put in its place"
+            yield self._check(f"{name}: training is as before", not faults, figure, note=note)
+            self._enter(State.INFER)
+            found = self._draw()
             self._enter(State.TRAIN)
-            yield self._check("failed wake-up", False, note="it did not fail, though there was no memory for it")
-            return
-        state = worker.sharding.state
-        kept = state is State.TRAIN and self._digests() == before
-        note = f"the state is {state.value}, or training's contents changed, after: {error}"
-        figure = "by a driver without memory" if self._on_gpu else "by an error put in its place"
-        yield self._check("failed wake-up: training is as before", kept, figure, note=note)
-        self._enter(State.INFER)
-        found = self._draw()
-        self._enter(State.TRAIN)
-        note = differences(found, self._completions)
-        yield self._check("failed wake-up: the next switch", not note, "the same completions", note=note)
+            note = differences(found, self._completions)
+            yield self._check(f"{name}: the next switch", not note, "the same completions", note=note)
 
     def _built_again(self) -> Iterator[Check]:
         """Shut down while vLLM sleeps, as it does in training; then another engine in the same process."""
-        self._require().shutdown()
-        self._worker = None
-        left = self._observe()
-        yield self._check("shut down asleep", True, f"{left / GIB:.2f} GiB taken then" if self._on_gpu else "")
+        yield from self._shut_down_asleep()
         if not self._job.eager:
             raise NothingToCheckError("built again: with eager engines")
         self._worker = worker = ActorHybridWorker(self._config)
@@ -156,7 +193,42 @@ class EngineChecks:
         self._worker = None
         yield self._check("built again", not note, "the same completions", note=note)
 
+    def _shut_down_asleep(self) -> Iterator[Check]:
+        worker = self._require()
+        models: dict[str, weakref.ref[object]] = {
+            "vLLM's model": weakref.ref(worker.inference.adaptor.model),
+            "the trainer": weakref.ref(worker.train),
+        }
+        worker.shutdown()
+        self._worker = None
+        del worker
+        gc.collect()
+        now = ProcessState.now()
+        faults = now.left_behind(self._at_first)
+        if not self._on_gpu:  # there the driver counts
+            faults += [f"{name} is still referred to" for name, model in models.items() if model() is not None]
+        figure = "no process, no shared memory"
+        yield self._check("shut down asleep: nothing is left", not faults, figure, note="; ".join(faults))
+        changed = now.changes(self._before_vllm)
+        yield self._check("settings and environment as before, after the end", not changed, note="; ".join(changed))
+        if self._on_gpu:
+            yield self._memory_back(self._observe() - self._taken["before"])
+
+    def _memory_back(self, left: int) -> Check:
+        figure = f"{left / GIB:.2f} GiB more are taken than before the build"
+        floor = f"at most {_MOST_LEFT / GIB:g} GiB"
+        return self._check("shut down asleep: memory is back", left <= _MOST_LEFT, figure, floor, nbytes=left)
+
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _noting(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        """`build`, which finds the process as training has it: Megatron sets variables too."""
+
+        def noted(*arguments: Any) -> Any:
+            self._before_vllm = ProcessState.now()
+            return build(*arguments)
+
+        return noted
 
     def _require(self) -> ActorHybridWorker:
         assert self._worker is not None
@@ -183,20 +255,18 @@ class EngineChecks:
         completions = self._require().generate_sequences(self._job.prompts(), sampling)
         return [list(answers[0].token_ids) for answers in completions]
 
-    def _timed(self, name: str, reports: list[ReshardReport]) -> Check:
+    def _timed(self, name: str, reports: list[ReshardReport], *, is_judged: bool = True) -> Check:
         """Beside plain copies of what is offloaded and onloaded; the comparison of all weights does not count."""
         verified = [each.seconds_by_phase.get("verify", 0.0) for each in reports]
         seconds = statistics.median(each.seconds - more for each, more in zip(reports, verified, strict=True))
         moved = {"offload": reports[-1].bytes_offloaded, "onload": reports[-1].bytes_onloaded}
         floors = [self._plain_copy(name, nbytes) for name, nbytes in moved.items() if nbytes]
         floor, figure = sum(floors), f"{seconds:.3f} s, and {statistics.median(verified):.3f} to compare"
-        if not self._on_gpu:
-            return self._check(name, True, figure, "not judged", seconds=seconds, floor_seconds=floor)
-        is_good = seconds <= _MOST_SECONDS and floor / seconds >= _LEAST_SHARE
-        limit = (
-            f"{floor / seconds:.0%} of the rate of plain page-locked copies, {floor:.3f} s; at least {_LEAST_SHARE:.0%}"
-        )
-        return self._check(name, is_good, figure, limit, seconds=seconds, floor_seconds=floor)
+        is_judged = is_judged and self._on_gpu
+        limit = f"at least {_LEAST_SHARE:.0%}" if is_judged else "not judged"
+        beside = f"{floor / seconds:.0%} of the rate of plain page-locked copies, {floor:.3f} s; {limit}"
+        is_good = floor / seconds >= _LEAST_SHARE or not is_judged
+        return self._check(name, is_good, figure, beside, seconds=seconds, floor_seconds=floor)
 
     def _plain_copy(self, name: str, nbytes: int) -> float:
         """Seconds, from those of a part: host memory for all of it may not be there."""
@@ -245,21 +315,40 @@ class EngineChecks:
             thread.join()
         self._peaks.append(max(seen))
 
-    def _starved(self, wake: Callable[[], None]) -> Callable[[], None]:
-        """`wake` while the device has no memory for it; without a device an error in its place."""
+    def _shortages(self) -> Sequence[Shortage]:
+        """When vLLM itself wakes up, at weights that wake later, and when the KV cache wakes."""
+        inference, buckets = self._require().inference, self._require().sharding.plan.buckets
+        num_calls = sum(bool(bucket.groups) for bucket in buckets)
+        half_of_cache = (self._config.generate_config.kv_cache_mb or 0) * _MIB // 2
+        return (
+            Shortage("weights", inference.adaptor, "allocate"),
+            Shortage("weights half-way", inference.adaptor, "allocate", num_calls // 2),
+            Shortage("KV cache", inference, "wake_kv_cache", left=half_of_cache),
+        )
 
-        def starved() -> None:
+    def _error_of(self, shortage: Shortage) -> Exception | None:
+        """What a switch to vLLM raises then."""
+        replacement = self._starved(getattr(shortage.owner, shortage.method), shortage)
+        with mock.patch.object(shortage.owner, shortage.method, replacement):
+            try:
+                self._enter(State.INFER)
+            except Exception as error:
+                return error
+        return None
+
+    def _starved(self, call: Callable[..., Any], shortage: Shortage) -> Callable[..., Any]:
+        """The call, without memory on the device; where there is no device, an error in its place."""
+        numbers = itertools.count()
+
+        def starved(*arguments: Any) -> Any:
+            if next(numbers) != shortage.number:
+                return call(*arguments)
             if not self._on_gpu:
                 raise RuntimeError("CUDA Error: out of memory (put in by check-gpu)")
-            torch.cuda.empty_cache()
-            needed = self._config.generate_config.kv_cache_mb or 0
-            room = torch.cuda.mem_get_info(self._device)[0] - needed * _MIB // 2
-            filler = torch.empty(max(0, room), dtype=torch.uint8, device=self._device)
-            try:
-                wake()
-            finally:
-                del filler
-                torch.cuda.empty_cache()
+            driver = driver_of(self._device.index)
+            assert driver is not None, "asked before"
+            with device_without_memory(driver, shortage.left):
+                return call(*arguments)
 
         return starved
 
@@ -272,20 +361,6 @@ class EngineChecks:
 def _taken(device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     return total - free
-
-
-def _settings() -> dict[str, Any]:
-    """Of torch and the process, which vLLM changes for itself."""
-    found: dict[str, Any] = {
-        "matmul precision": torch.get_float32_matmul_precision(),
-        "threads": torch.get_num_threads(),
-        "gradients": torch.is_grad_enabled(),
-        **{f"${name}": value for name, value in os.environ.items() if name.startswith("VLLM_")},
-    }
-    if torch.cuda.is_available():
-        found["stream"] = torch.cuda.current_stream().stream_id
-        found["cuDNN attention"] = torch.backends.cuda.cudnn_sdp_enabled()
-    return found
 
 
 def main(job: str, results: str) -> None:
