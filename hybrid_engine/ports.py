@@ -330,8 +330,9 @@ class Transport(Protocol):
     """Moves bytes. Every rank calls `run` for every bucket, in the plan's order, with its share of it.
 
     Contract, checked for every transport by one test suite: after `run` returned on a rank, every transfer whose
-    `dst_rank` is that rank is complete; source buffers may be overwritten only after all ranks returned (the caller
-    fences). Errors are TransportError, never a hang: waits end after the transport's timeout (seconds).
+    `dst_rank` is that rank is complete; source buffers may be overwritten only after all ranks of their host returned
+    (the caller fences), whichever other hosts read them. Errors are TransportError, never a hang: waits end after the
+    transport's timeout (seconds).
 
     A class of transports is registered in transports/registry.py, which says what it carries and how it is built.
     """

@@ -5,6 +5,7 @@
       hosts.py            which processes can see each other, and whether one still lives
     agreement.py        all ranks leave a phase together: all succeeded, or all raise
       failure_watch.py    what became of the others, known while this rank still waits for them
+      host_groups.py      groups by host, and all ranks by way of hosts' first
       process_groups.py   the end of groups, and what their errors say
     launching.py        ranks as subprocesses, for those who have no torchrun (verification/, tests)
     torch_internals.py  private names of torch below the backends, with their reasons
@@ -12,7 +13,7 @@
     1  Job.join(timeout)              by ActorHybridWorker, ScriptEngine, or whoever builds both engines
     2    join_process_group           waits until all ranks have started
     3    Agreement(rank, ...)         a gloo group of its own, and a thread that watches
-    4    gather(host)                 once
+    4    gather(host), use_hosts      once; of many ranks, a host's first meet for the others
     5  with agreement.building(): ... set-up, with longer waits; each step in `agreement.phase(name)`
     6  with agreement.phase(name): ... each phase of a switch
     7  job.close()                    after all that uses it

@@ -23,17 +23,22 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import HybridEngineError, LostRankError, RemoteError, ReshardError, StateError
 from hybrid_engine.ranks.failure_watch import FailureWatch
+from hybrid_engine.ranks.host_groups import HostLeaders
 from hybrid_engine.ranks.process_groups import end_groups, is_lost_connection, plain_text
 
 SECONDS_TO_BUILD = 300.0
 """Floor of the longest wait while engines are built: ranks of a busy host import for a minute, and not at one speed."""
+
+LARGEST_RING = 8
+"""Ranks that meet in one ring: as many as a host usually has."""
 
 SHORT_PATIENCE = 30.0
 """Seconds for which a rank that failed waits for others that cannot come back, since they wait for it in a library."""
 
 
 class Agreement:
-    """Lets every rank know whether any rank failed. One small all-reduce when all is well.
+    """Lets every rank know whether any rank failed. One small all-reduce when all is well; of many ranks on several
+    hosts, by way of each host's first (`use_hosts`).
 
     Args:
         rank: global rank of this process.
@@ -48,12 +53,20 @@ class Agreement:
     """
 
     def __init__(self, rank: int, world_size: int, timeout_seconds: float) -> None:
-        self._world_size = world_size
+        self._rank, self._world_size = rank, world_size
         self.timeout_seconds = timeout_seconds
         self.group: dist.ProcessGroup | None = _new_group(timeout_seconds)
+        self._leaders: HostLeaders | None = None  # by which they meet; default: in the group
         self.lost: LostRankError | None = None
         self._agreed: Exception | None = None  # what this rank raised when all ranks raised last
         self._watch = FailureWatch(rank, world_size, timeout_seconds)
+
+    def use_hosts(self, hosts: Sequence[str]) -> None:
+        """Meet by way of hosts, where there are many ranks; `hosts` by rank. Collective."""
+        if len(hosts) > LARGEST_RING and 1 < len(set(hosts)) < len(hosts):
+            with self.phase("connecting hosts"):
+                leaders = HostLeaders(self._rank, hosts, self.timeout_seconds)
+            self._leaders = leaders  # the phase itself ended without
 
     def close(self) -> None:
         """End the group, when there is nothing more to agree on; idempotent."""
@@ -62,14 +75,17 @@ class Agreement:
 
     def _end_group(self) -> None:
         group, self.group = self.group, None
+        leaders, self._leaders = self._leaders, None
+        if leaders is not None:
+            leaders.close()
         end_groups(group)
 
     @contextmanager
     def building(self) -> Iterator[None]:
         """Set-up: the longest wait is `SECONDS_TO_BUILD`, or the timeout if that is longer. Collective."""
-        group, seconds = self._open_group(), self.timeout_seconds
+        group, leaders, seconds = self._open_group(), self._leaders, self.timeout_seconds
         longer = max(seconds, SECONDS_TO_BUILD)
-        self.group = _new_group(longer)
+        self.group, self._leaders = _new_group(longer), None  # who would wait no longer than the timeout
         self.timeout_seconds = longer
         self._watch.set_silence(longer)
         try:
@@ -83,10 +99,9 @@ class Agreement:
             self._end_group()
             self.timeout_seconds = seconds
             self._watch.set_silence(seconds)
-            if self.lost is None:
-                self.group = group
-            else:
-                end_groups(group)
+            self.group, self._leaders = group, leaders
+            if self.lost is not None:
+                self._end_group()
 
     @contextmanager
     def phase(self, name: str, patience: float | None = None, waiting: Collection[int] | None = None) -> Iterator[None]:
@@ -152,7 +167,7 @@ class Agreement:
                 raise self._part(phase, error) from error
             num_failed = torch.tensor([error is not None], dtype=torch.int64)
             with self._connected(phase, error):
-                dist.all_reduce(num_failed, op=dist.ReduceOp.MAX, group=self._open_group())
+                self._maximum(num_failed)
             if not num_failed:
                 return
             told = None if error is None else (_described(error), _is_secondhand(error))
@@ -174,8 +189,15 @@ class Agreement:
         self.conclude(phase)
         raised = torch.tensor(flags, dtype=torch.uint8)
         with self._connected(phase):
-            dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self._open_group())
+            self._maximum(raised)
         return [bool(flag) for flag in raised.tolist()]
+
+    def _maximum(self, values: torch.Tensor) -> None:
+        """Over all ranks, in place."""
+        if self._leaders is None:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._open_group())
+        else:
+            self._leaders.maximum(values)
 
     def _gather(self, value: object, phase: str, error: Exception | None = None) -> list[Any]:
         values: list[Any] = [None] * self._world_size

@@ -2,7 +2,7 @@
 
     job = Job.join(timeout)      1. torchrun's process group, unless there is one          (ranks/start_up.py)
                                  2. an agreement of all ranks                              (ranks/agreement.py)
-                                 3. the ranks tell each other their hosts, once
+                                 3. the ranks tell each other their hosts, once       (ranks/host_groups.py)
     InferenceEngine(..., job), HybridEngine(...), save_checkpoint(..., job) ...
     job.close()                  ends the agreement, and the process group if it was made here
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ranks.host_groups import HostGroup
 from hybrid_engine.ranks.hosts import host_id
 from hybrid_engine.ranks.process_groups import end_groups, let_device_finish
 from hybrid_engine.ranks.start_up import join_process_group, own_device
@@ -63,6 +64,7 @@ class Job:
             agreement = Agreement(rank, dist.get_world_size(), timeout_seconds)
             undo.callback(agreement.close)
             hosts = agreement.gather(host or host_id(), "exchange of hosts")
+            agreement.use_hosts(hosts)
             return cls(rank, tuple(hosts), device, timeout_seconds, agreement, undo.pop_all())
 
     @property
@@ -80,6 +82,13 @@ class Job:
             # A group's connections are made at first use, NCCL's by all ranks together: they would wait for one that
             # has nothing to send in the first bucket.
             dist.all_reduce(torch.zeros(1, device=self.device if backend == "nccl" else "cpu"), group=group)
+        return group
+
+    def new_host_group(self, owner: ExitStack) -> HostGroup:
+        """A group of this host's ranks, for one purpose only. It ends with `owner`. Collective, over all hosts."""
+        with self.agreement.phase("connecting the ranks of a host"):
+            group = HostGroup(self.rank, self.hosts, self.timeout_seconds)
+            owner.callback(group.close)
         return group
 
     def require_timeout(self, seconds: float) -> None:

@@ -10,7 +10,7 @@
       peer_access.py        which hosts' ranks can read each other's memory
     weight_container.py   the inference weights: empty -> filled bucket by bucket -> released
     deliveries.py         what the inference side still has from earlier switches
-    release_fence.py      releases training memory as soon as all ranks have read it
+    release_fence.py      releases training memory as soon as all ranks of the host have read it
     verifier.py           `generate_config.verify`: vLLM's weights against training's, while they are filled
       common_regions.py     what is compared: regions that both sides have whole
       digests.py            a digest of a region, computed where it lies
@@ -29,7 +29,7 @@ A switch to INFER, each step a phase that all ranks leave together; on the devic
          allocate                                                                        + one bucket of inference
          TransportSet.run        read, transfer, write; the next bucket's messages go
          Verification.filled     digests of both sides, where switches are verified
-         ReleaseFence.sent       all ranks have read the bucket before                   - that bucket of parameters
+         ReleaseFence.sent       all of the host have read the bucket before             - that bucket of parameters
          commit                  the engine's post-load processing
        finish_fill, trim       staging memory is freed                                   inference weights
        Verification.conclude   digests travel and are compared

@@ -3,11 +3,14 @@
     run bucket b  ->  fence b starts  ->  commit b  ->  run bucket b + 1  ->  fence b ends: pages of b go
                       copies of b to host memory begin, where they run by themselves
 
-A fence ends when every rank has read all it needs of a bucket; it runs while the next bucket is on its way. So a rank
-never holds more than its training weights, less those of the buckets before the last, and the inference weights so far.
+A fence ends when every rank of the host has read all it needs of a bucket; it runs while the next bucket is on its way.
+So a rank never holds more than its training weights, less those of the buckets before the last, and the inference
+weights so far. Ranks of other hosts have no part in it: what they need of this rank's memory it has copied into
+messages by itself.
 
-When a rank fails, all ranks must still start the same fences, or the next switch would meet the leftovers. They start
-those up to the one after the first that tells of a failure: no rank can observe the failure later than that.
+When a rank fails, all ranks of its host must still start the same fences, or the next switch would meet the leftovers.
+They start those up to the one after the first that tells of a failure: none can observe the failure later than that.
+Those of other hosts hear of it by messages that they wait for, or when the fill is over.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
+from hybrid_engine.ranks.host_groups import HostGroup
 from hybrid_engine.ranks.process_groups import plain_text
 from hybrid_engine.tracing.recording import span
 
@@ -31,17 +35,17 @@ class ReleaseFence:
 
     Args:
         rank: global rank of this process.
-        group: of all ranks, on the CPU, used for nothing else.
+        group: of the ranks of its host, used for nothing else.
         buckets: the indices of those that are filled, in order.
         save: called with the position in `buckets` of one that this rank has sent; reading is all it may do.
-        give_back: called with the position in `buckets` of one that every rank has read all of.
+        give_back: called with the position in `buckets` of one that every rank of the host has read all of.
         timeout: seconds to wait for a fence.
     """
 
     def __init__(
         self,
         rank: int,
-        group: dist.ProcessGroup,
+        group: HostGroup,
         buckets: Sequence[int],
         save: Callable[[int], None],
         give_back: Callable[[int], None],
@@ -95,7 +99,7 @@ class ReleaseFence:
         """Tell the others: 0 for a success, else this rank's number and one."""
         told = torch.tensor([self._rank + 1 if failed else 0], dtype=torch.int64)
         try:
-            work = dist.all_reduce(told, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            work = self._group.begin_maximum(told)
         except RuntimeError as error:
             raise TransportError(
                 f"bucket {self._buckets[len(self._fences)]}, phase release: the ranks' group is gone "

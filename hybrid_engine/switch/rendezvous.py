@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, PlanError, Violation
@@ -29,6 +28,7 @@ from hybrid_engine.planning.planner import plan
 from hybrid_engine.planning.release_schedule import Releases, release_schedule
 from hybrid_engine.planning.residency import Residency, frozen_everywhere
 from hybrid_engine.ports import InferenceWeights, TrainingWeights, WeightAdaptor
+from hybrid_engine.ranks.host_groups import HostGroup
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import BufferId, Layout
 from hybrid_engine.switch.common_regions import CommonRegions
@@ -54,7 +54,7 @@ class Connection:
         releases: by bucket, what can go of this rank's training buffers once all ranks have read it.
         router: the transports, connected for the plan.
         container: the inference weights, to be filled by the router.
-        fence_group: for the fences of a switch (release_fence.py).
+        fence_group: of this host, for the fences of a switch (release_fence.py).
         regions: of this rank, where switches are verified.
         deliveries: what need not be sent again; None without `generate_config.incremental`.
     """
@@ -63,7 +63,7 @@ class Connection:
     releases: Sequence[Releases]
     router: TransportSet
     container: WeightContainer
-    fence_group: dist.ProcessGroup
+    fence_group: HostGroup
     regions: CommonRegions | None = None
     deliveries: Deliveries | None = None
 
@@ -134,7 +134,7 @@ def connect(
         offers: Sequence[_Offer] = job.agreement.gather(own, "exchange of layouts")
     # each for one purpose: a group that timed out is dead
     transfer_group = job.new_group("nccl" if job.device.type == "cuda" else "gloo", owner)
-    fence_group = job.new_group("gloo", owner)
+    fence_group = job.new_host_group(owner)
     with timed("plan"):
         with job.agreement.phase("plan"):
             apart = frozen_everywhere([each.tensors for each in source_layouts], [each.frozen for each in offers])

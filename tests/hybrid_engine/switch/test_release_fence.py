@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
+from hybrid_engine.ranks.host_groups import HostGroup
 from hybrid_engine.switch.release_fence import ReleaseFence
 from tests.harness.launch import Ranks
 
@@ -22,7 +22,7 @@ class Failure(Exception):
     """This rank's own."""
 
 
-def fill(group: dist.ProcessGroup, failing: dict[int, tuple[int, str]]) -> tuple[str, list[int]]:
+def fill(group: HostGroup, failing: dict[int, tuple[int, str]]) -> tuple[str, list[int]]:
     """What the weight container does with a follower; `failing`: rank -> (bucket, before or after it was sent)."""
     saved: list[int] = []
     given_back: list[int] = []
@@ -61,7 +61,7 @@ def scenarios() -> list[dict[int, tuple[int, str]]]:
 
 def run_on_rank() -> list[tuple[tuple[str, list[int]], tuple[str, list[int]]]]:
     dist.init_process_group("gloo")
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT))
+    group = HostGroup(dist.get_rank(), ["here"] * NUM_RANKS, TIMEOUT)
     results = [(fill(group, failing), fill(group, {})) for failing in scenarios()]
     dist.destroy_process_group()
     return results
@@ -85,7 +85,7 @@ def test_every_failure_leaves_the_next_switch_alone(ranks: Ranks) -> None:
 
 def wait_for_a_rank_that_sends_nothing() -> str:
     dist.init_process_group("gloo")
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+    group = HostGroup(dist.get_rank(), ["here"] * 2, 60.0)
     fence = ReleaseFence(dist.get_rank(), group, [0, 1], lambda _: None, lambda _: None, timeout=0.5)
     if dist.get_rank() == 1:
         dist.barrier()  # lives on, with its connections

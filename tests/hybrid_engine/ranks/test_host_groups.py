@@ -1,0 +1,107 @@
+"""Four ranks that take themselves to be on two hosts meet by way of the first of each."""
+
+from __future__ import annotations
+
+import time
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.errors import StateError
+from hybrid_engine.ranks import agreement
+from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ranks.host_groups import HostGroup, HostLeaders
+from hybrid_engine.ranks.job import Job
+from tests.harness.launch import Ranks
+from tests.hybrid_engine.ranks.test_agreement import outcome_of
+
+HOSTS = "abab"
+LOST_SECONDS = 60.0  # a rank's end is noticed long before
+
+
+def joined(rank: int) -> Job:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "LARGEST_RING", 2)
+        return Job.join(LOST_SECONDS, host=HOSTS[rank])
+
+
+def all_fail(*_: object, **__: object) -> NoReturn:
+    raise AssertionError("a ring of all ranks")
+
+
+def phase_of(agreed: Agreement, error: Exception | None) -> str:
+    def run() -> None:
+        with agreed.phase("commit"):
+            if error is not None:
+                raise error
+
+    return outcome_of(run)
+
+
+def meet_on_two_hosts() -> dict[str, object]:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    values, group = torch.tensor([rank, -rank]), HostGroup(rank, HOSTS, LOST_SECONDS)
+    group.begin_maximum(values).wait()
+    group.close()
+    everywhere, leaders = torch.tensor([rank, -rank]), HostLeaders(rank, HOSTS, LOST_SECONDS)
+    leaders.maximum(everywhere)
+    leaders.close()
+    results: dict[str, object] = {"host": values.tolist(), "all": everywhere.tolist()}
+    agreed = joined(rank).agreement
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", all_fail)
+        results["well"] = phase_of(agreed, None)
+        results["flags"] = agreed.any_of([rank == 3, rank == 1, False], "flags")
+    for failing in (0, 3):
+        results[f"rank {failing} fails"] = phase_of(agreed, StateError("not now") if rank == failing else None)
+    with agreed.building():
+        results["building"] = phase_of(agreed, StateError("not built") if rank == 3 else None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", all_fail)
+        results["well again"] = phase_of(agreed, None)
+    results.update(lose_rank_3(joined(rank).agreement, rank))
+    dist.destroy_process_group()
+    return results
+
+
+def lose_rank_3(agreed: Agreement, rank: int) -> dict[str, object]:
+    """It is the first of no host: its own notices first, then the other host's."""
+    if rank == 3:
+        agreed.close()
+        return {}
+    started = time.monotonic()
+    return {"lost": outcome_of(lambda: agreed.conclude("fill")), "seconds": time.monotonic() - started}
+
+
+@pytest.fixture(scope="module")
+def found(ranks: Ranks) -> list[dict[str, object]]:
+    return ranks.launch(meet_on_two_hosts, 4, timeout=200)
+
+
+def test_a_maximum_over_a_host_and_over_all(found: list[dict[str, object]]) -> None:
+    assert [own["host"] for own in found] == [[2, 0], [3, -1]] * 2
+    assert [own["all"] for own in found] == [[3, 0]] * 4
+
+
+def test_no_ring_of_all_ranks_where_all_is_well(found: list[dict[str, object]]) -> None:
+    for own in found:
+        assert own["well"] == own["well again"] == "returned None"
+        assert own["flags"] == [True, True, False]
+
+
+def test_all_ranks_raise_when_one_fails(found: list[dict[str, object]]) -> None:
+    for rank, own in enumerate(found):
+        for name, failing, text in [("rank 0 fails", 0, "not now"), ("rank 3 fails", 3, "not now")]:
+            kind = "StateError" if rank == failing else "RemoteError"
+            assert own[name].startswith(kind), (rank, own[name])
+            assert text in own[name]
+        assert "not built" in own["building"]
+
+
+def test_a_lost_rank_is_noticed_on_all_hosts(found: list[dict[str, object]]) -> None:
+    for own in found[:3]:
+        assert own["lost"].startswith("LostRankError: fill: "), own["lost"]
+        assert own["seconds"] < LOST_SECONDS / 2

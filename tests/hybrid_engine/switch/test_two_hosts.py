@@ -1,0 +1,48 @@
+"""Four real ranks on two hosts, by their own account, with fakes of their engines: one fails, all raise and go on."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch.distributed as dist
+
+from hybrid_engine.ranks import agreement
+from tests.harness.launch import Ranks
+from tests.hybrid_engine.switch.fakes import INFER, TRAIN, Rig
+
+HOSTS = "aabb"
+CALLS = ("prepare", "allocate first", "commit first", "allocate second", "commit second", "wake")
+
+
+def fail_in_turn() -> dict[str, str]:
+    """The last rank fails; what every rank raised, by call."""
+    dist.init_process_group("gloo")
+    rank, errors = int(os.environ["RANK"]), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "LARGEST_RING", 2)
+        rig = Rig(host=HOSTS[rank], elastic=True)
+    for call in CALLS:
+        rig.training.step()
+        if rank == 3:
+            rig.script.arm(call, MemoryError("no memory on rank 3"))
+        try:
+            rig.manager.enter(INFER)
+            errors[call] = ""
+        except Exception as error:
+            errors[call] = f"{type(error).__name__}: {error}"
+        rig.assert_is(TRAIN)
+        for state in (INFER, TRAIN):
+            rig.manager.enter(state)
+            rig.assert_is(state)
+    rig.close()
+    dist.destroy_process_group()
+    return errors
+
+
+def test_a_failure_on_one_host_is_undone_on_both(ranks: Ranks) -> None:
+    *others, own = ranks.launch(fail_in_turn, 4, timeout=200)
+    for call in CALLS:
+        assert own[call].startswith("ReshardError: "), own[call]
+        for of_rank in others:
+            assert "no memory on rank 3" in of_rank[call], (call, of_rank[call])
