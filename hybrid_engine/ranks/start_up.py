@@ -54,8 +54,12 @@ def own_device() -> torch.device:
 
 
 def default_backend() -> str:
-    """Of the job's process group."""
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    """Of the job's process group. On GPUs NCCL alone, as Megatron's own scripts have it.
+
+    Megatron's groups, dozens on each rank, take the backends of this one, and gloo connects every rank with every other
+    of each group. What needs the CPU has groups of its own.
+    """
+    return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 def _meet(store: dist.Store, rank: int, world_size: int, seconds: float) -> None:

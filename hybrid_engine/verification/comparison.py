@@ -121,7 +121,9 @@ class Comparison:
         with self.worker.job.agreement.phase("logits by transformers"):
             if self.rank == 0:
                 expected.copy_(self.reference.log_probs(checkpoint, tokens))
-        dist.broadcast(expected, src=0)
+        on_device = expected.to(self.worker.job.device)
+        dist.broadcast(on_device, src=0)
+        expected = on_device.cpu()
         self.verdict.spread = float(expected.max() - expected.min())
         return expected
 

@@ -113,9 +113,10 @@ class FsdpTrainEngine(ShardedModel):
 
     def gather_over_data_parallel(self, tensor: torch.Tensor) -> torch.Tensor:
         """Join the shares [B, …] of all ranks along dim 0, in order of rank."""
-        shares = [torch.empty_like(tensor) for _ in range(self.dp_size)]
-        dist.all_gather(shares, tensor.contiguous())
-        return torch.cat(shares)
+        own = tensor.to(self._job.device).contiguous()
+        shares = [torch.empty_like(own) for _ in range(self.dp_size)]
+        dist.all_gather(shares, own)
+        return torch.cat(shares).to(tensor.device)
 
     @torch.no_grad()
     def copy_weights_from(self, other: FsdpTrainEngine) -> None:
@@ -176,5 +177,6 @@ class FsdpTrainEngine(ShardedModel):
     def _average(self, reports: Sequence[Report]) -> dict[str, float]:
         """Mean over micro batches and ranks."""
         values = torch.stack([torch.stack([report[name] for report in reports]).mean() for name in reports[0]])
+        values = values.to(self._job.device)
         dist.all_reduce(values)
         return dict(zip(reports[0], (values / self.dp_size).tolist(), strict=True))

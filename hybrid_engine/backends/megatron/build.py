@@ -185,6 +185,7 @@ def _freeze(
         for parameter in (parameter for name, parameter in parameters if fnmatch.fnmatchcase(name, pattern)):
             parameter.requires_grad_(False)
             num_found[index] += 1
+    num_found = num_found.to("cuda" if torch.cuda.is_available() else "cpu")
     torch.distributed.all_reduce(num_found)
     unknown = [pattern for pattern, count in zip(patterns, num_found, strict=True) if not count]
     if unknown:

@@ -113,9 +113,10 @@ class TrainEngine(LiveModel):
 
     def gather_over_data_parallel(self, tensor: torch.Tensor) -> torch.Tensor:
         """Join the shares [B, …] of all data parallel ranks along dim 0, in order of rank."""
-        shares = [torch.empty_like(tensor) for _ in range(self.dp_size)]
-        torch.distributed.all_gather(shares, tensor.contiguous(), group=parallel_state.get_data_parallel_group())
-        return torch.cat(shares)
+        own = tensor.to(_device()).contiguous()
+        shares = [torch.empty_like(own) for _ in range(self.dp_size)]
+        torch.distributed.all_gather(shares, own, group=parallel_state.get_data_parallel_group())
+        return torch.cat(shares).to(tensor.device)
 
     def copy_weights_from(self, other: TrainEngine) -> None:
         """Copy another engine's weights (same layout), LoRA added, e.g. to freeze a reference. Collective."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import LostRankError
 from hybrid_engine.ranks.agreement import SECONDS_TO_BUILD
-from hybrid_engine.ranks.start_up import _meet, join_process_group, own_device
+from hybrid_engine.ranks.start_up import _meet, default_backend, join_process_group, own_device
 
 
 def test_missing_ranks_are_named() -> None:
@@ -61,3 +61,10 @@ def test_each_rank_takes_its_gpu(
         monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert own_device() == torch.device("cuda", expected)
     assert taken == [expected]
+
+
+@pytest.mark.parametrize(("has_gpus", "expected"), [(True, "nccl"), (False, "gloo")])
+def test_on_gpus_no_group_has_gloo_beside_nccl(monkeypatch: pytest.MonkeyPatch, has_gpus: bool, expected: str) -> None:
+    """Megatron's groups take the backends of the default one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpus)
+    assert default_backend() == expected
