@@ -58,7 +58,7 @@ def is_accepted(version: str) -> bool:
 
 def _compare(name: str, version: str) -> None:
     """Read an installed vLLM that is unknown; what is not there would fail later, deep inside of an engine."""
-    result = compare_installed(name, public(version))
+    result = compare_installed(public(version))
     if result.faults:
         lines = "\n".join(f"  - {fault}" for fault in result.faults)
         raise DependencyError(

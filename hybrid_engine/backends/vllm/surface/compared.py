@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from packaging.version import Version
@@ -12,6 +12,7 @@ from packaging.version import Version
 from hybrid_engine.backends.vllm.surface.behaviours import BEHAVIOURS, Behaviour
 from hybrid_engine.backends.vllm.surface.source_reader import Source, digest
 from hybrid_engine.backends.vllm.surface.uses import Use, uses
+from hybrid_engine.errors import DependencyError
 
 
 @dataclass(frozen=True)
@@ -36,28 +37,34 @@ def compare(source: Source, version: str, behaviours: Iterable[Behaviour] = BEHA
     return Comparison(len(names), tuple(faults), tuple(unread(source, behaviours)))
 
 
-def compare_installed(distribution: str, version: str) -> Comparison:
-    """The same of an installed vLLM, which is not imported."""
-    return compare(Source(Path(str(metadata.distribution(distribution).locate_file(""))), "vllm"), version)
+def compare_installed(version: str) -> Comparison:
+    """The same of the vLLM that an import would find; it is not imported. `version`: what is installed.
+
+    Raises DependencyError when there is none.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        raise DependencyError(f"vLLM {version} is installed, but its module vllm is not found: install it again")
+    return compare(Source(Path(spec.origin).parents[1], "vllm"), version)
 
 
 def faults_of(source: Source, use: Use) -> Iterator[str]:
     """What is wrong with one name, in words."""
     found = source.find(use.target)
     if found is None:
-        yield f"{use.target} is missing: it {use.reason}"
+        yield f"{use.target} is missing ({use.reason})"
         return
     signature = source.signature(found)
     if signature is None:
         if use.call is not None or use.parameters is not None:
-            yield f"{use.target} is no function whose parameters can be read: it {use.reason}"
+            yield f"{use.target} is no function whose parameters can be read ({use.reason})"
         return
     if use.call is not None:
         for fault in signature.faults(use.call.num_positional, use.call.keywords):
-            yield f"{use.target} {fault}: it {use.reason}"
+            yield f"{use.target} {fault} ({use.reason})"
     if use.parameters is not None and signature.positional != use.parameters:
         have, expected = ", ".join(signature.positional), ", ".join(use.parameters)
-        yield f"{use.target} has the parameters ({have}), not ({expected}): it {use.reason}"
+        yield f"{use.target} has the parameters [{have}], not [{expected}] ({use.reason})"
 
 
 def unread(source: Source, behaviours: Iterable[Behaviour]) -> Iterator[str]:
@@ -65,6 +72,6 @@ def unread(source: Source, behaviours: Iterable[Behaviour]) -> Iterator[str]:
     for each in behaviours:
         found = source.find(each.target)
         if found is None or found.node is None:
-            yield f"{each.target} is missing: {each.reason}"
+            yield f"{each.target} is missing ({each.reason})"
         elif (now := digest(found.node)) not in each.read:
-            yield f"{each.target} is {now}, which nobody has read: {each.reason}"
+            yield f"{each.target} is {now}, which nobody has read ({each.reason})"

@@ -103,6 +103,8 @@ EXPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
         },
         "hangs on a parameter, and loads it": {"vllm.model_executor.parameter:BasevLLMParameter": ("weight_loader",)},
         "processes a layer's weights": {f"{_LAYERS}.linear:LinearBase": ("quant_method",)},
+        "computes with a layer's weights": {internals.LINEAR_METHOD.target: ("apply",)},
+        "ends the worker": {f"{_V1}.executor.uniproc_executor:UniProcExecutor": ("shutdown",)},
     }
 )
 """What they are for -> owner, a module or a class -> its names. What vLLM hands out has the class named here."""
@@ -184,7 +186,7 @@ CALLS: Mapping[str, Call] = MappingProxyType(
         "vllm.lora.worker_manager:WorkerLoRAManager.remove_all_adapters": Call(),
     }
 )
-"""Name -> how it is called. Also names that are reached through others, as an executor's `shutdown`."""
+"""Name -> how it is called."""
 
 OVERRIDDEN: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -210,7 +212,6 @@ def uses() -> Iterator[Use]:
             for owner, names in owners.items():
                 targets = (f"{owner}{'.' if ':' in owner else ':'}{name}" for name in names)
                 reasons |= {each: (reason, "") for each in (owner, *targets) if each not in reasons and _is_vllm(each)}
-    reasons |= {each: ("is reached through another", "") for each in (*CALLS, *OVERRIDDEN) if each not in reasons}
     for target, (reason, since) in sorted(reasons.items()):
         yield Use(target, reason, CALLS.get(target), OVERRIDDEN.get(target), since)
 

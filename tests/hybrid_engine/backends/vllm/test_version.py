@@ -65,7 +65,7 @@ def test_an_allowed_version_is_compared_and_stays_allowed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _installed(monkeypatch, {"vllm": "0.34.0"})
-    monkeypatch.setattr(acceptance, "compare_installed", lambda name, found: Comparison(1, (), ("f is new",)))
+    monkeypatch.setattr(acceptance, "compare_installed", lambda found: Comparison(1, (), ("f is new",)))
     assert [require_vllm(allow_version=True), require_vllm()] == ["0.34.0"] * 2
     unknown = "vllm 0.34.0 is unknown, and allowed: 0.32.0 was tested"
     assert caplog.messages == ["vllm 0.34.0: f is new", unknown]
@@ -73,7 +73,7 @@ def test_an_allowed_version_is_compared_and_stays_allowed(
 
 def test_an_allowed_version_that_lacks_what_is_used_is_refused_with_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     _installed(monkeypatch, {"vllm": "0.34.0"})
-    monkeypatch.setattr(acceptance, "compare_installed", lambda name, found: Comparison(2, ("f is gone", "g too"), ()))
+    monkeypatch.setattr(acceptance, "compare_installed", lambda found: Comparison(2, ("f is gone", "g too"), ()))
     for _ in range(2):
         with pytest.raises(
             DependencyError, match=r"used of it \(2\):\n  - f is gone\n  - g too\nInstall vLLM 0\.32\.0"
