@@ -127,7 +127,7 @@ format: $(ENV_READY) ## Fix style and formatting in place
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-docs: $(ENV_READY) ## Make configuration.md, constraints.md and seventy_billion.md in docs/ from their sources
+docs: $(ENV_READY) ## Make the pages of docs/ that have a source
 	$(PY) docs/make_configuration.py
 	$(PY) docs/make_seventy_billion.py
 

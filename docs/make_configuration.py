@@ -1,4 +1,5 @@
-"""Makes docs/configuration.md from the configuration models and docs/constraints.md from the rules.
+"""Makes docs/configuration.md from the configuration models, docs/constraints.md from the rules, and
+docs/megatron_fields.md from the list of reviewed fields.
 
 Run `make docs` after a change; a test compares.
 """
@@ -13,6 +14,7 @@ import pydantic
 
 from hybrid_engine.config import ActorConfig, FsdpConfig, GenerateConfig, HybridConfig, LoraConfig, OptimizerConfig
 from hybrid_engine.config.constraints import CONSTRAINTS
+from megatron_patches.review.verdicts import FieldReview, review_of, reviewed_versions
 
 
 def page() -> str:
@@ -32,6 +34,59 @@ def constraints_page() -> str:
         "(`tests/hybrid_engine/config/test_constraints.py`). Where the training model only holds weights, as for "
         "`python -m hybrid_engine verify`, the marked rules do not apply.\n\n" + "\n".join(rows) + "\n"
     )
+
+
+def fields_page() -> str:
+    """What of Megatron's configuration is refused, and how the next version is reviewed."""
+    first_refusal: dict[tuple[str, str], tuple[str, FieldReview]] = {}
+    for version in reviewed_versions():
+        for section, fields in review_of(version).sections.items():
+            for field, found in fields.items():
+                if found.verdict == "refused":
+                    first_refusal.setdefault((section, field), (version, found))
+    rows = ["| field | since | may be | because |", "|---|---|---|---|"]
+    rows += [
+        f"| `{section}.{field}` | {version} | {', '.join(f'`{value}`' for value in found.accepted)} | {found.reason} |"
+        for (section, field), (version, found) in first_refusal.items()
+    ]
+    return _FIELDS.format(versions=", ".join(reviewed_versions()), table="\n".join(rows))
+
+
+_FIELDS = """# Megatron's configuration fields
+
+Every version of megatron-core brings fields that may lay weights out otherwise, keep them elsewhere, or change them at
+other times. Those of {versions} were read in the sources: each is harmless, handled or refused, with the reason, in
+[reviewed.yaml](../megatron_patches/review/reviewed.yaml). It covers TransformerConfig and its subclasses, the
+configurations of DDP and the optimizer, and the arguments of GPTModel and HybridModel.
+
+A field that is refused, or that is in no review and not at Megatron's default, is an error before any collective, on
+every rank, all of them at once. With `--enable-resharding` it comes with Megatron's arguments; otherwise when a
+`LiveModel` or `TrainEngine` is made. For a field that is in no review `generate_config.allow_unreviewed: [name]`, or
+the argument of that name, goes on and logs a warning: do that if you know that the field leaves weights where they are.
+Refused fields cannot be allowed.
+
+## Refused
+
+{table}
+
+## Reviewing a new version
+
+1. Get its wheel, without installing it, and print what is new, gone or of another default:
+
+       pip download --no-deps --ignore-requires-python --python-version 3.12 --only-binary :all: megatron-core==VERSION
+       python -m megatron_patches review megatron_core-VERSION-*.whl
+
+   A folder with `megatron/core` and the number of the installed version will do, too. The command exits with 1 as long
+   as something is left to review.
+2. Read each new field where it is used; the files and lines are printed. Ask: does a weight get another name, shape,
+   order of rows or dtype? Does it lie elsewhere than in DDP's buffers, twice, or for some time only? Does anything but
+   an optimizer step write to it? Is an address kept that a switch gives back? Of a new default: does the old verdict
+   still hold?
+3. Add the version to reviewed.yaml: `python -m megatron_patches review --yaml …` prints what to fill in. A verdict that
+   is no longer right is given again under the new version.
+4. The tests in `tests/megatron_patches/review` compare the list with the installed version;
+   `make core-tests MEGATRON=VERSION` does so for another one. Run `make docs`.
+"""
 
 
 def _section(section: type) -> str:
@@ -59,3 +114,4 @@ if __name__ == "__main__":
     docs = Path(__file__).parent
     (docs / "configuration.md").write_text(page())
     (docs / "constraints.md").write_text(constraints_page())
+    (docs / "megatron_fields.md").write_text(fields_page())

@@ -15,6 +15,8 @@
              ├── arguments          the command line, which is kept out of Megatron's Namespace
              └── engines            the protocol of an engine, and how one is found
 
+    review/      which configurations a switch was reviewed for; ``python -m megatron_patches review`` for new versions
+
 A patch is a record (`patch.Patch`); ``python -m megatron_patches list`` prints them all. errors.py has the exceptions.
 Only attributes of ``megatron.*`` are ever replaced, never torch's. Knows nothing of hybrid_engine.
 """

@@ -1,33 +1,32 @@
 """The command line:
 
 python -m megatron_patches list                            every patch and whether it is applied here
+python -m megatron_patches review 0.19.2                   configuration fields that nobody has reviewed yet
 python -m megatron_patches pretrain_gpt.py [arguments]     a Megatron-LM script, which then knows --enable-resharding
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from megatron_patches.applying import apply, default_groups, states
-from megatron_patches.errors import MegatronPatchError
+from megatron_patches.errors import MegatronPatchError, ReviewError
 from megatron_patches.launcher import run_script
 from megatron_patches.registry import PatchState
+from megatron_patches.review.comparison import compare, report, skeleton
+from megatron_patches.review.sources import find_sources
 
 app = typer.Typer(
-    help="The patches that this package applies to Megatron. With a script in place of a command: run that script of "
+    help="The patches that this package applies to Megatron, and which of Megatron's configuration fields it knows. "
+    "With a script in place of a command: run that script of "
     "Megatron-LM, which then knows --enable-resharding.",
     no_args_is_help=True,
 )
-
-
-@app.callback()
-def _main() -> None:
-    """Keeps `list` a subcommand."""
 
 
 @app.command("list")
@@ -39,8 +38,7 @@ def list_patches(
         try:
             apply()
         except MegatronPatchError as error:
-            Console(stderr=True).print(f"{type(error).__name__}: {error}", style="red", markup=False, soft_wrap=True)
-            raise typer.Exit(1) from error
+            _fail(error)
     console = Console(highlight=False)
     for state in states():
         patch = state.patch
@@ -51,6 +49,32 @@ def list_patches(
             f"    {patch.reason}",
         )
         console.print(line, soft_wrap=True)
+
+
+@app.command("review")
+def review_version(
+    source: Annotated[str, typer.Argument(help="The installed version, a wheel, or a folder with megatron/core.")],
+    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print what to add to reviewed.yaml.")] = False,
+) -> None:
+    """Print the configuration fields of a megatron-core that are new, gone or of another default since its last review.
+
+    Exits with 1 when there are any.
+    """
+    try:
+        sources = find_sources(source)
+    except ReviewError as error:
+        _fail(error)
+    comparison = compare(sources)
+    if as_yaml:
+        print(skeleton(comparison), end="")
+    else:
+        print(*report(comparison, sources), sep="\n")
+    raise typer.Exit(0 if comparison.is_reviewed else 1)
+
+
+def _fail(error: MegatronPatchError) -> NoReturn:
+    Console(stderr=True).print(f"{type(error).__name__}: {error}", style="red", markup=False, soft_wrap=True)
+    raise typer.Exit(1) from error
 
 
 def _describe(state: PatchState) -> str:
@@ -64,7 +88,7 @@ def _describe(state: PatchState) -> str:
 def main() -> None:
     """Run a script, or a command of ours."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if command == "list" or command.startswith("-"):
+    if command in ("list", "review") or command.startswith("-"):
         app(prog_name="python -m megatron_patches")
     else:
         run_script(command, sys.argv[2:])

@@ -137,7 +137,9 @@ class Reference:
     def __init__(self, args: Any, config: Path) -> None:
         """`config`: the file of --resharding-config, which names the model."""
         self._args = args
-        self._model = Path(yaml.safe_load(config.read_text())["model"])
+        content = yaml.safe_load(config.read_text())
+        self._model = Path(content["model"])
+        self._allow_unreviewed = (content.get("generate_config") or {}).get("allow_unreviewed", ())
         self._engine: TrainEngine | None = None
 
     @torch.no_grad()
@@ -160,7 +162,8 @@ class Reference:
                 tensor.copy_(found[name])
         table = table_for(json.loads((self._model / "config.json").read_text()))
         actor = Actor(chunks, None, unwrap_model(chunks)[0].config)
-        return TrainEngine(actor, table, self._args.micro_batch_size)
+        size = self._args.micro_batch_size
+        return TrainEngine(actor, table, size, allow_unreviewed=self._allow_unreviewed)
 
     def _weights(self, policy: Sequence[torch.nn.Module]) -> list[dict[str, torch.Tensor]]:
         """Of an earlier start, or of the policy, which has learnt nothing yet; by chunk and name. Collective."""

@@ -98,7 +98,8 @@ class ScriptEngine:
         keep_expert_bias_in_float32(model_chunks)
         move_published_buffers(model_chunks, self.settings.table)
         set_weight_version(optimizer, num_steps)
-        return LiveModel(model_chunks, optimizer, self.settings.table)
+        allowed = self.settings.config.generate_config.allow_unreviewed
+        return LiveModel(model_chunks, optimizer, self.settings.table, allow_unreviewed=allowed)
 
     def switch(self, iteration: int) -> None:
         """To inference, completions, callback, and back. Raises WeightError when --resharding-verify finds a bit.

@@ -28,6 +28,7 @@ from hybrid_engine.models.families import read_model
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.arguments import ReshardingOptions
 from megatron_patches.engines import MegatronScript
+from megatron_patches.review import ALLOW, argument_settings, refusals
 
 _Value = TypeVar("_Value")
 Prompt = str | tuple[int, ...]
@@ -44,21 +45,23 @@ _SAME_NAME = (
 _REFUSED = {
     "use_legacy_models": "parameters have other names",
     "use_torch_fsdp2": "there are no flat buffers to read",
-    "use_megatron_fsdp": "there are no flat buffers to read",
-    "use_precision_aware_optimizer": "its state has forms of its own",
-    "optimizer_cpu_offload": "optimizer state is on the host already; --offload-train-optimizer does that",
     "fp8": "weights are switched in 16 or 32 bits",
     "fp4": "weights are switched in 16 or 32 bits",
-    "nccl_ub": "it registers Megatron's own allocation of the buffers, which are ours here",
-    "init_model_with_meta_device": "parameters have no memory yet when they are moved into shared buffers",
     "perform_rl_step": "Megatron's RL loop brings an inference engine of its own",
     "async_save": "its worker process maps parameters by CUDA IPC, which cannot export the memory they lie in here",
     "skip_train": "switches happen between training steps",
     "inprocess_restart": "an inference engine cannot be restarted inside its process",
 }
-"""Arguments of Megatron that do not go with a switch, and why."""
+"""Arguments of Megatron's loop that do not go with a switch, and why; `megatron_patches.review` has megatron-core's."""
 
-_REFUSED_FLAGS = {"nccl_ub": "--use-nccl-ub", "fp8": "--fp8-format", "fp4": "--fp4-format"}
+_FLAGS = {
+    "nccl_ub": "--use-nccl-ub",
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "fp8_param": "--fp8-param-gather",
+    "fp4_param": "--fp4-param-gather",
+}
+"""Flags that are not named as what they set."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,10 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
         values.of(lambda: _require_writable(options.output), None)
     config = values.of(lambda: _read_config(content, options, args), None)
     table = _table_of(content)
+    transformer_config = script.transformer_config()
+    found += _refused_by_core(args, transformer_config, config)
     if table is not None:
-        found += model_mismatches(table, args, script.transformer_config())
+        found += model_mismatches(table, args, transformer_config)
     if found:
         raise ConfigError(found)
     assert config is not None, "whatever kept them from being read was reported"
@@ -139,11 +144,25 @@ def actor_values(args: Namespace) -> dict[str, Any]:
 def _refused(args: Namespace) -> Iterator[Violation]:
     for name, reason in _REFUSED.items():
         if getattr(args, name, None):
-            flag = _REFUSED_FLAGS.get(name, "--" + name.replace("_", "-"))
-            yield Violation(flag, reason, "Leave it out, or leave out --enable-resharding")
-    if args.optimizer == "dist_muon":
-        problem = "dist_muon: which tensors Megatron's layer-wise optimizer holds is not known"
-        yield Violation("--optimizer", problem, "Use another one, or leave out --enable-resharding")
+            yield Violation(_flag(name), reason, "Leave it out, or leave out --enable-resharding")
+
+
+def _refused_by_core(args: Namespace, transformer_config: Any, config: HybridConfig | None) -> list[Violation]:
+    """What of megatron-core's configuration does not go with a switch, or was not reviewed."""
+    allowed = () if config is None else config.generate_config.allow_unreviewed
+    violations = [
+        Violation(
+            "generate_config.allow_unreviewed" if found.section == ALLOW else _flag(found.field),
+            found.problem,
+            f"{found.remedy}, or leave out --enable-resharding",
+        )
+        for found in refusals(argument_settings(args, transformer_config), allowed)
+    ]
+    return list(dict.fromkeys(violations))  # one flag can set fields of several configurations
+
+
+def _flag(name: str) -> str:
+    return _FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
 def _read_yaml(path: Path | None) -> dict[str, Any]:

@@ -24,7 +24,8 @@ class MegatronActor(TrainEngine):
 
     def __init__(self, actor: build.Actor, config: HybridConfig, table: ModelTable, job: Job) -> None:
         separate_lora = config.generate_config.lora_delivery == "adapter"
-        super().__init__(actor, table, config.actor_config.micro_batch_size, separate_lora)
+        allowed = config.generate_config.allow_unreviewed
+        super().__init__(actor, table, config.actor_config.micro_batch_size, separate_lora, allowed)
         self.actor = actor
         self._config, self._table, self._job = config, table, job
 
@@ -41,7 +42,8 @@ class MegatronActor(TrainEngine):
         """A copy of the present weights, adapters added, that is only read. Collective."""
         actor_config = self._config.actor_config
         model = build.build_reference(actor_config, self._table, self._config.hf_config(), self._job.world_size)
-        copy = TrainEngine(model, self._table, actor_config.micro_batch_size)
+        allowed = self._config.generate_config.allow_unreviewed
+        copy = TrainEngine(model, self._table, actor_config.micro_batch_size, allow_unreviewed=allowed)
         copy.copy_weights_from(self)
         return copy
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -12,12 +12,13 @@ from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 from hybrid_engine.backends.megatron.training_state import TrainingState
 from hybrid_engine.backends.megatron.weight_versions import WeightVersions
-from hybrid_engine.errors import StateError
+from hybrid_engine.errors import ConfigError, StateError, Violation
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Version
-from megatron_patches.applying import hooks_applied
+from megatron_patches.applying import hooks_applied, require_supported_version
 from megatron_patches.optimizers import weight_version
+from megatron_patches.review import live_settings, refusals
 
 
 class LiveModel:
@@ -29,6 +30,7 @@ class LiveModel:
         table: the model's name table.
         noop_layers: positions of layers that pass their input on.
         separate_lora: reshard LoRA beside the weights instead of added to them.
+        allow_unreviewed: configuration fields of Megatron that may have any value though they were not reviewed.
 
     Attributes:
         weights: what is resharded.
@@ -37,6 +39,8 @@ class LiveModel:
 
     Raises:
         StateError: for a trained model while the hooks of `megatron_patches` are not applied.
+        ConfigError: for every field of Megatron's configuration that does not go with a switch, or that was not
+            reviewed and is not at its default.
         UnsupportedVersionError: for a megatron-core that was not tested.
     """
 
@@ -47,9 +51,14 @@ class LiveModel:
         table: ModelTable,
         noop_layers: Sequence[int] = (),
         separate_lora: bool = False,
+        allow_unreviewed: Collection[str] = (),
     ) -> None:
         if optimizer is not None and not hooks_applied():
             raise StateError("call megatron_patches.apply() first: without its hooks no optimizer steps are counted")
+        require_supported_version()
+        found = refusals(live_settings(chunks, optimizer), allow_unreviewed)
+        if found:
+            raise ConfigError([Violation(f"{one.section}.{one.field}", one.problem, one.remedy) for one in found])
         self.chunks = list(chunks)
         self.optimizer = optimizer
         self.weights = MegatronAdaptor(

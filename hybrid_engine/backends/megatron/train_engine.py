@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class TrainEngine(LiveModel):
         table: the model's name table.
         micro_batch_size: sequences per micro batch.
         separate_lora: reshard LoRA beside the weights instead of added to them.
+        allow_unreviewed: as in `LiveModel`.
 
     A batch is a dict of tensors whose dim 0 is this data parallel rank's sequences: `tokens` and `labels` [B, S]
     int64 (`labels[i, t]` is the token after `tokens[i, t]`), and whatever the loss function reads.
@@ -44,8 +45,15 @@ class TrainEngine(LiveModel):
     Training and scoring raise StateError while a `HybridEngine` has the memory that they need off the device.
     """
 
-    def __init__(self, actor: Actor, table: ModelTable, micro_batch_size: int, separate_lora: bool = False) -> None:
-        super().__init__(actor.chunks, actor.optimizer, table, actor.noop_layers, separate_lora)
+    def __init__(
+        self,
+        actor: Actor,
+        table: ModelTable,
+        micro_batch_size: int,
+        separate_lora: bool = False,
+        allow_unreviewed: Collection[str] = (),
+    ) -> None:
+        super().__init__(actor.chunks, actor.optimizer, table, actor.noop_layers, separate_lora, allow_unreviewed)
         self.transformer_config = actor.transformer_config
         self.micro_batch_size = micro_batch_size
         self.vocab_size = table.dims.vocab_size

@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from megatron.core.transformer import TransformerConfig
 
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.errors import ConfigError
@@ -67,15 +68,30 @@ def test_everything_wrong_is_reported_at_once(files: dict[str, Path]) -> None:
         infer_tensor_parallel_size=3,
         callback="json:nothing",
     )
-    refused = {"use_torch_fsdp2": True, "nccl_ub": True, "optimizer": "dist_muon"}
+    refused = {"use_torch_fsdp2": True, "nccl_ub": True, "optimizer": "dist_muon", "optimizer_cpu_offload": True}
     with pytest.raises(ConfigError) as caught:
         read_settings(script_of(options, transformer_config(hidden_size=1), **refused))
     keys = [finding.key for finding in caught.value.findings]
     assert {"--use-torch-fsdp2", "--use-nccl-ub", "--optimizer", "--resharding-output"} <= set(keys)
+    assert "--optimizer-cpu-offload" in keys
     assert "--resharding-prompts" in keys
     assert {"--resharding-callback", "--hidden-size"} <= set(keys)
     assert "generate_config.infer_tensor_parallel_size" in keys
     assert "lines 2, 3 are not prompts" in str(caught.value)
+
+
+def test_megatron_cores_own_configuration_is_refused_and_allowed_by_name(files: dict[str, Path]) -> None:
+    files["config"].write_text(f"model: {files['model']}\ngenerate_config: {{allow_unreviewed: [fp9_param]}}\n")
+    core = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4)
+    core.fp8_param = True
+    with pytest.raises(ConfigError) as caught:
+        options = ReshardingOptions(enabled=True, config=files["config"])
+        read_settings(script_of(options, core, fp8_param_gather=True))
+    found = [str(finding) for finding in caught.value.findings]
+    message = "--fp8-param-gather: weights are switched in 16 or 32 bits. Leave it at False"
+    assert found.count(f"{message}, or leave out --enable-resharding") == 1
+    (unknown,) = [one for one in found if one.startswith("generate_config.allow_unreviewed")]
+    assert "Did you mean fp8_param" in unknown
 
 
 @pytest.mark.parametrize(
