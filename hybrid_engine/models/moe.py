@@ -20,7 +20,7 @@ from hybrid_engine.models.blocks import (
     model_shapes,
 )
 from hybrid_engine.models.llama import Traits, family_table, layer_shapes, qwen_windows
-from hybrid_engine.models.packing import Over, Replicated
+from hybrid_engine.models.packing import GateUp, Over, Replicated
 from hybrid_engine.models.table import ModelTable, Rule, Serving, in_layer
 from hybrid_engine.models.variants import Extras
 
@@ -190,3 +190,18 @@ def expert_settings(experts: Experts, sparse: Sequence[bool]) -> dict[str, Any]:
         # set only where needed: megatron-core 0.15 does not have it
         **({"moe_shared_expert_gate": True} if experts.shared_gate else {}),
     }
+
+
+def interleave_experts(table: ModelTable, block: int) -> ModelTable:
+    """The table where Transformer Engine's experts have the rows of gate and up projection in alternating blocks.
+
+    megatron-core's own experts ignore `moe_mlp_glu_interleave_size`, and shared experts have a setting of their own.
+    """
+    rules = []
+    for rule in table.rules:
+        grouped = tuple(name for name in rule.names if ".mlp.experts.linear_fc1." in name)
+        if grouped and isinstance(rule.packing, GateUp):
+            rules.append(Rule(grouped, replace(rule.packing, block=block)))
+            rule = replace(rule, names=tuple(name for name in rule.names if name not in grouped))
+        rules.append(rule)
+    return replace(table, rules=tuple(rules))

@@ -6,6 +6,7 @@ are fused on disk and fewer KV heads than ranks differ only in that list.
 
 Sources: Megatron-LM `megatron/core/transformer/attention.py` (per query group: its query heads, key, value),
 `megatron/core/transformer/mlp.py` (gated linear unit: gate rows, then up rows, per rank),
+`megatron/core/transformer/moe/experts.py` (`_remove_glu_interleaving`: the same in blocks of rows),
 `megatron/core/tensor_parallel/layers.py` (even split along the partition dim).
 """
 
@@ -146,16 +147,26 @@ class InterleavedQKV(Packing):
 
 @dataclass(frozen=True, slots=True)
 class GateUp(Packing):
-    """Each rank holds its rows of the gate projection followed by its rows of the up projection."""
+    """Each rank holds its rows of the gate projection followed by its rows of the up projection.
+
+    Attributes:
+        block: the two alternate in blocks of so many rows (Megatron's `moe_mlp_glu_interleave_size`); None: they do
+            not, each rank's rows are one block.
+    """
 
     gate: Span
     up: Span
+    block: int | None = None
 
     def segments(self, num_parts: int, packed_size: int) -> Sequence[Segment]:
         rows = packed_size // 2 // num_parts  # of each projection on one rank
+        block = self.block or max(rows, 1)
+        if rows % block:
+            raise ValueError(f"{rows} rows of each projection on a rank are not whole blocks of {block}")
         return [
-            Segment(span.tensor, span.start + part * rows, rows)
+            Segment(span.tensor, span.start + part * rows + first, block)
             for part in range(num_parts)
+            for first in range(0, rows, block)
             for span in (self.gate, self.up)
         ]
 

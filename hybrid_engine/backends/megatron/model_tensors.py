@@ -13,6 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.lora_layers import LORA, WRAPPED
+from hybrid_engine.models.moe import interleave_experts
 from hybrid_engine.models.packing import Over
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.applying import require_supported_version
@@ -36,6 +37,7 @@ class ModelTensors:
         noop_layers: positions (from 0) of layers that pass their input on; a checkpoint does not count them.
 
     Attributes:
+        table: the name table, packed as Megatron is configured to.
         rank: of this process in the job.
         parts: which part of how many this rank holds of a tensor that is split over each kind of ranks. Read once:
             another model's parallel state may be Megatron's present one later.
@@ -52,7 +54,7 @@ class ModelTensors:
     def __init__(self, chunks: Sequence[torch.nn.Module], table: ModelTable, noop_layers: Sequence[int] = ()) -> None:
         require_supported_version()
         self.chunks = list(chunks)
-        self.table = table
+        self.table = _as_laid_out(table, self.chunks)
         self.noop_layers = frozenset(noop_layers)
         self.rank = torch.distributed.get_rank()
         tensor_group = parallel_state.get_tensor_model_parallel_group()
@@ -153,6 +155,12 @@ class _GlobalNames:
 
 # Of megatron-core's own experts `local_experts.N.`, of Transformer Engine's `linear_fc1.weightN`.
 _EXPERT = re.compile(r"(?<=^local_experts\.)\d+(?=\.)|(?<=^linear_fc[12]\.weight)\d+$|(?<=^linear_fc[12]\.bias)\d+$")
+
+
+def _as_laid_out(table: ModelTable, chunks: Sequence[torch.nn.Module]) -> ModelTable:
+    sizes = {getattr(unwrap_model(chunk).config, "moe_mlp_glu_interleave_size", None) for chunk in chunks}
+    block = sizes.pop() if sizes else None  # all chunks have the same configuration
+    return interleave_experts(table, block) if block else table
 
 
 def _in_checkpoint(position: int, noop_layers: frozenset[int]) -> int:

@@ -77,6 +77,18 @@ def test_gate_and_up(tp_size: int, rows_per_rank: int, on_disk: bool) -> None:
     assert_packs(fused, {"both": np.concatenate([gate, up])}, ranks)
 
 
+@given(st.sampled_from([1, 2, 3]), st.integers(1, 4), st.integers(1, 3))
+def test_gate_and_up_in_alternating_blocks(tp_size: int, blocks_per_rank: int, block: int) -> None:
+    """Megatron undoes it on the outputs of the layer, which lie as its rows do: blocks, gate or up, within a block."""
+    ffn = tp_size * blocks_per_rank * block
+    gate, up = numbered(ffn, WIDTH, 1), numbered(ffn, WIDTH, 2)
+    ranks = []
+    for pair in zip(np.split(gate, tp_size), np.split(up, tp_size), strict=True):
+        halves = np.concatenate(pair).reshape(2, blocks_per_rank, block, WIDTH)
+        ranks.append(halves.swapaxes(0, 1).reshape(-1, WIDTH))
+    assert_packs(GateUp(Span("gate"), Span("up"), block), {"gate": gate, "up": up}, ranks)
+
+
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 40), st.integers(1, 9))
 def test_padded_vocabulary(tp_size: int, vocab: int, multiple: int) -> None:
     embedding = numbered(vocab, WIDTH, 1)
@@ -112,6 +124,7 @@ SHAPES = {"q": (16, 3), "k": (8, 3), "v": (8, 3), "e": (10, 3), "gate": (6, 3), 
         (QKV, (16, 5), r"holds q in shape \(16, 5\), but its shape is \(16, 3\)"),
         (Vocabulary("e", 10), (4, 3), "8 packed in Megatron, 10 by"),
         (GateUp(Span("gate"), Span("up")), (3, 3), "6 packed in Megatron, 4 by"),
+        (GateUp(Span("gate"), Span("up"), 2), (6, 3), "3 rows of each projection on a rank are not whole blocks of 2"),
         (GateUp(Span("gate"), Span("up")), (4, 3), r"shape \(4, 3\), but its shape is \(6, 3\)"),
         (Replicated("norm"), (3,), "no tensor norm"),
     ],

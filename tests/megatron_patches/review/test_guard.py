@@ -111,7 +111,7 @@ def test_a_field_that_nobody_has_seen_is_refused_unless_it_has_its_default(caplo
 
 
 def test_an_unseen_version_is_held_against_the_last_review_before_it() -> None:
-    setting = Setting("TransformerConfig", "moe_mlp_glu_interleave_size", 32, None)
+    setting = Setting("TransformerConfig", "use_grouped_gemm_for_dense_mlp", True, False)
     assert "was not reviewed (last reviewed: 0.17.1)" in refusals([setting], version="0.17.3")[0].problem
     assert "interleaved" in refusals([setting], version="9.0.0")[0].problem
 
