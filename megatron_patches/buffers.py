@@ -107,6 +107,15 @@ def _buffer_record(
     return BufferRecord(chunk_index, kind, index, buffer.param_data, buffer.grad_data, tuple(slots))
 
 
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory holds the data: `tensor` itself, but for Transformer Engine's `GroupedTensor`.
+
+    That is the weights of several experts as one parameter; it has no memory of its own and wraps a flat tensor.
+    """
+    held = getattr(tensor, "rowwise_data", None)
+    return tensor if held is None else held
+
+
 class BufferAllocator(Protocol):
     """Makes the flat tensors of Megatron's buffers.
 

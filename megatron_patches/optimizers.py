@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from megatron_patches.buffers import data_of
 from megatron_patches.errors import UnsupportedOptimizerError
 from megatron_patches.patch import CORE_VERSIONS, Patch
 
@@ -182,7 +183,7 @@ def gradient_of(param: torch.Tensor, key: str = "grad") -> torch.Tensor | None:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return data_of(tensor).untyped_storage().data_ptr()
 
 
 _versions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

@@ -240,8 +240,8 @@ class GenerateConfig(Section):
     """With prefetch, most MiB that come back to a rank during a rollout, whatever the peak of the switches; on GPU no
     more than is free there beside gpu_memory_utilization."""
     allow_unreviewed: Names = ()
-    """Fields of Megatron's configuration that may have any value though nobody has reviewed what they mean for a
-    switch. Others are refused unless they have Megatron's default; see megatron_fields.md."""
+    """Where Megatron trains, fields of its configuration that may have any value though nobody has reviewed what they
+    mean for a switch. Others are refused unless they have Megatron's default; see megatron_fields.md."""
     check_nan: bool = True
     """Read every weight once before a switch and refuse NaN and infinities."""
     verify: Literal["off", "sample", "full"] = "off"

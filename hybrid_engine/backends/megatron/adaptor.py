@@ -70,7 +70,8 @@ class MegatronAdaptor:
         held = {shard.region.tensor for shard in shards}
         shapes = {name: shape for name, shape in self.model.table.shapes.items() if name in held}
         for matrix in self._lora_matrices() if self.lora == "separate" else ():
-            shards += self._records(matrix.held, self.model.homes[matrix.parameter], matrix.parameter)
+            home = self.model.homes[matrix.parameter]
+            shards += self._records(matrix.held, home, matrix.parameter.stride())
             shapes |= {part.region.tensor: matrix.shapes[part.region.tensor] for part in matrix.held}
         runs = runs_by_buffer(shards)
         buffers = {
@@ -166,18 +167,23 @@ class MegatronAdaptor:
 
     def _shards_of(self, name: str, tensor: torch.Tensor) -> list[Shard]:
         """Raises ValueError when the name has no rule or the shape does not fit the rule."""
-        match = self.model.table.match(name)
-        if match is None:
-            raise ValueError("the model's name table has no such parameter")
         home = self.model.homes[tensor]
         if self._sums is not None and tensor in self._sums.offsets:
             home = Home(SUMS, self._sums.offsets[tensor])
-        held = self._held(match.packing, match, self.model.table.shapes, tensor)
-        return self._records(held, home, tensor, transposed=match.packing.transposed)
+        shards = []
+        for member in self.model.members(name, tensor):
+            match = self.model.table.match(member.name)
+            if match is None:
+                raise ValueError("the model's name table has no such parameter")
+            held = self._held(match.packing, match, self.model.table.shapes, member.shape)
+            place = Home(home.buffer, home.offset + member.start)
+            shards += self._records(held, place, member.strides, transposed=match.packing.transposed)
+        return shards
 
-    def _records(self, held: Sequence[Held], home: Home, tensor: torch.Tensor, transposed: bool = False) -> list[Shard]:
-        """Records of the parts of one tensor, which starts at `home`."""
-        strides = tensor.stride()
+    def _records(
+        self, held: Sequence[Held], home: Home, strides: tuple[int, ...], transposed: bool = False
+    ) -> list[Shard]:
+        """Records of the parts of one weight, which starts at `home`."""
         canonical = strides[::-1] if transposed else strides
         buffer = BufferId(self.rank, home.buffer)
         return [
@@ -201,14 +207,17 @@ class MegatronAdaptor:
             packings = adapter_packings(match.packing)
             for packing in packings.a if is_a else (packings.b,):
                 if all(tensor.format(**match.indices) in shapes for tensor in packing.tensors()):
-                    yield _LoraMatrix(parameter, self._held(packing, match, shapes, parameter), shapes)
+                    yield _LoraMatrix(parameter, self._held(packing, match, shapes, tuple(parameter.shape)), shapes)
 
-    def _held(self, packing: Packing, match: Match, shapes: Mapping[str, Shape], tensor: torch.Tensor) -> list[Held]:
-        """The parts of canonical tensors that a local one holds."""
+    def _held(self, packing: Packing, match: Match, shapes: Mapping[str, Shape], local_shape: Shape) -> list[Held]:
+        """The parts of canonical tensors that a local one of this shape holds."""
         part, num_parts = self.model.parts[packing.over]
-        return held_regions(packing, match.indices, shapes, tuple(tensor.shape), part, num_parts)
+        return held_regions(packing, match.indices, shapes, local_shape, part, num_parts)
 
     def _tensors_of(self, name: str, tensor: torch.Tensor) -> list[str]:
-        match = self.model.table.match(name)
-        held = self._held(match.packing, match, self.model.table.shapes, tensor) if match else ()
-        return sorted({part.region.tensor for part in held})
+        found: set[str] = set()
+        for member in self.model.members(name, tensor):
+            match = self.model.table.match(member.name)
+            held = self._held(match.packing, match, self.model.table.shapes, member.shape) if match else ()
+            found |= {part.region.tensor for part in held}
+        return sorted(found)

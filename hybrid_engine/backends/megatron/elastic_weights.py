@@ -12,9 +12,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.internals import restore_float32_bias
+from hybrid_engine.errors import ModelError
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.models.table import ModelTable
-from megatron_patches.buffers import iter_buffers
+from megatron_patches.buffers import data_of, iter_buffers
 
 
 def keep_expert_bias_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
@@ -26,11 +27,21 @@ def keep_expert_bias_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def move_loose_parameters(chunks: Sequence[torch.nn.Module]) -> None:
-    """Move the parameters outside of DDP's buffers: frozen ones and, without the distributed optimizer, all."""
+    """Move the parameters outside of DDP's buffers: frozen ones and, without the distributed optimizer, all.
+
+    Raises:
+        ModelError: when experts that are one parameter are among them: only Megatron's DDP can move their data.
+    """
     records = [record for record in iter_buffers(chunks) if record.param_data is not None]
     in_buffers = {slot.param for record in records for slot in record.slots}
-    for chunk in chunks:
-        _move_together([parameter for parameter in chunk.parameters() if parameter not in in_buffers])
+    loose = [[parameter for parameter in chunk.parameters() if parameter not in in_buffers] for chunk in chunks]
+    if grouped := sum(data_of(parameter) is not parameter for parameters in loose for parameter in parameters):
+        raise ModelError(
+            f"{grouped} weights that hold several experts each are outside of DDP's buffers and cannot be moved: use "
+            "the distributed optimizer and freeze none of them, or turn moe_single_grouped_weight off"
+        )
+    for parameters in loose:
+        _move_together(parameters)
 
 
 def move_published_buffers(chunks: Sequence[torch.nn.Module], table: ModelTable) -> None:

@@ -17,7 +17,7 @@ from hybrid_engine.models.moe import interleave_experts
 from hybrid_engine.models.packing import Over
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.applying import require_supported_version
-from megatron_patches.buffers import iter_buffers
+from megatron_patches.buffers import data_of, iter_buffers
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,22 @@ class Home:
 
     buffer: str
     offset: int
+
+
+@dataclass(frozen=True)
+class Member:
+    """One weight in a parameter, which is all of it unless Transformer Engine keeps several experts as one.
+
+    Attributes:
+        name: with global numbers, as if the weight was a parameter.
+        start: its first element, counted from the parameter's first.
+        shape, strides: of the weight.
+    """
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 class ModelTensors:
@@ -66,6 +82,12 @@ class ModelTensors:
         }
         self.flat_buffers: dict[str, torch.Tensor] = {}
         self.homes: dict[torch.Tensor, Home] = {}
+        self._grouped = {
+            names.of(name): experts
+            for model, names in self._models()
+            for name, _ in model.named_parameters()
+            if _GROUPED.search(name) and (experts := names.experts_of(name))
+        }
         self._find_storage()
 
     @property
@@ -97,6 +119,18 @@ class ModelTensors:
         """Those of `named_parameters` that are LoRA matrices."""
         return ((name, parameter) for name, parameter in self.named_parameters() if LORA in name)
 
+    def members(self, name: str, tensor: torch.Tensor) -> list[Member]:
+        """The weights that one of `named_weights` holds."""
+        experts = self._grouped.get(name)
+        if experts is None:
+            return [Member(name, 0, tuple(tensor.shape), tensor.stride())]
+        _, *shape = tensor.shape
+        step, *strides = tensor.stride()
+        return [
+            Member(f"{name}{expert}", index * step, tuple(shape), tuple(strides))
+            for index, expert in enumerate(experts)
+        ]
+
     def moved(self) -> list[str]:
         """Names of the weights that no longer lie where `homes` says."""
         return [name for name, tensor in self.named_weights() if not self._is_home(tensor)]
@@ -114,7 +148,7 @@ class ModelTensors:
                 self.homes.update({slot.param: Home(buffer, slot.start) for slot in record.slots})
         for name, tensor in [*self.named_weights(), *self.named_lora()]:
             if tensor not in self.homes:
-                self.flat_buffers[name] = _flat(tensor.data)
+                self.flat_buffers[name] = _flat(data_of(tensor).data)
                 self.homes[tensor] = Home(name, 0)
 
     def _is_home(self, tensor: torch.Tensor) -> bool:
@@ -122,7 +156,7 @@ class ModelTensors:
         if home is None:
             return False
         flat = self.flat_buffers[home.buffer]
-        return tensor.data_ptr() == flat.data_ptr() + home.offset * flat.element_size()
+        return data_of(tensor).data_ptr() == flat.data_ptr() + home.offset * flat.element_size()
 
 
 class _GlobalNames:
@@ -143,15 +177,26 @@ class _GlobalNames:
             if hasattr(module, "local_expert_indices")
         }
 
+    def experts_of(self, name: str) -> Sequence[int]:
+        """The global numbers of the experts that a parameter holds."""
+        return self._experts.get(self._prefix_of(name) or "", ())
+
+    def _prefix_of(self, name: str) -> str | None:
+        """Of the experts that a parameter belongs to."""
+        return next((prefix for prefix in self._experts if name.startswith(prefix)), None)
+
     def of(self, name: str) -> str:
         """The global name of a local one."""
-        prefix = next((prefix for prefix in self._experts if name.startswith(prefix)), None)
+        prefix = self._prefix_of(name)
         if prefix is not None:
             numbers = self._experts[prefix]
             name = prefix + _EXPERT.sub(lambda local: str(numbers[int(local[0])]), name.removeprefix(prefix))
         layer = ".".join(name.split(".")[:3]) + "."
         return self._layers[layer] + name.removeprefix(layer) if layer in self._layers else name
 
+
+_GROUPED = re.compile(r"\.experts\.linear_fc[12]\.weight$")
+"""All experts of a rank as one parameter: `moe_single_grouped_weight`."""
 
 # Of megatron-core's own experts `local_experts.N.`, of Transformer Engine's `linear_fc1.weightN`.
 _EXPERT = re.compile(r"(?<=^local_experts\.)\d+(?=\.)|(?<=^linear_fc[12]\.weight)\d+$|(?<=^linear_fc[12]\.bias)\d+$")

@@ -34,7 +34,7 @@ from hybrid_engine.backends.megatron.internals import cached_embeddings, holders
 from hybrid_engine.memory.elastic import reserve_elastic, restore_elastic
 from hybrid_engine.memory.offload_items import OffloadItem, Reached
 from hybrid_engine.ranks.torch_internals import wrapped_tensors
-from megatron_patches.buffers import iter_buffers
+from megatron_patches.buffers import data_of, iter_buffers
 from megatron_patches.optimizer_state import gather_state
 from megatron_patches.optimizers import gradient_of
 
@@ -134,6 +134,8 @@ class _Walk:
             if isinstance(value, torch.Tensor):
                 if wrapped := wrapped_tensors(value):
                     pending += [(f"{path}.{name}", inner, stays) for name, inner in wrapped.items()]
+                elif (held := data_of(value)) is not value:
+                    pending.append((f"{path}'s data", held, stays))
                 else:
                     yield Reached(path, value, stays if value.nbytes <= SMALL else None)
             pending += reversed([(f"{path}{step}", found, why) for step, found, why in _below(value)])

@@ -16,7 +16,7 @@ from megatron_patches.errors import ReviewError
 from megatron_patches.patch import CORE_VERSIONS
 from megatron_patches.review.comparison import compare
 from megatron_patches.review.sources import SECTIONS, find_sources, installed_sources
-from megatron_patches.review.verdicts import review_of, reviewed_versions
+from megatron_patches.review.verdicts import LIST, review_of, reviewed_versions
 from tests.harness.launch import REPO_ROOT
 
 INSTALLED = megatron.core.__version__
@@ -35,6 +35,16 @@ def test_every_supported_version_is_reviewed_and_later_ones_build_on_earlier() -
     counts = [sum(map(len, review_of(version).sections.values())) for version in reviewed_versions()]
     assert counts == sorted(counts)
     assert all(set(review_of(version).sections) <= set(SECTIONS) for version in reviewed_versions())
+
+
+def test_a_version_gives_each_field_one_verdict() -> None:
+    for version, sections in yaml.safe_load(LIST.read_text()).items():
+        for section, changes in sections.items():
+            assert changes.keys() <= {"harmless", "handled", "refused", "defaults", "gone"}, (version, section)
+            fields = [*changes.get("refused", {}), *changes.get("gone", ())]
+            for verdict in ("harmless", "handled"):
+                fields += [field for reasons in changes.get(verdict, {}).values() for field in reasons]
+            assert len(fields) == len(set(fields)), (version, section)
 
 
 def later_tree(root: Path) -> Path:

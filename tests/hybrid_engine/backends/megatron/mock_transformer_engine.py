@@ -5,8 +5,9 @@
 Transformer Engine needs a GPU to be installed and imported. megatron-core's wrappers (`extensions/transformer_engine`)
 derive from its classes and leave to them what the parameters are called and how large they are. The mock repeats that
 much of `transformer_engine.pytorch` 2.x: `Linear` has weight and bias; `LayerNormLinear` has layer_norm_weight and
-layer_norm_bias beside them; `GroupedLinear` has weight0, weight1, ... and bias0, bias1, ...; norms have weight and
-bias. A column parallel layer has its rows over `tp_size` ranks, a row parallel one its columns.
+layer_norm_bias beside them; `GroupedLinear` has weight0, weight1, ... and bias0, bias1, ... or, after `group_weights`,
+one `GroupedTensor` for all weights, as it has from 2.14 on with `single_grouped_weight`; norms have weight and bias. A
+column parallel layer has its rows over `tp_size` ranks, a row parallel one its columns.
 """
 
 from __future__ import annotations
@@ -79,6 +80,34 @@ class GroupedLinear(_Layer):
             self._add(f"weight{gemm}", rows, columns, dtype=params_dtype)
             if bias:
                 self._add(f"bias{gemm}", rows, dtype=params_dtype)
+
+    def group_weights(self) -> None:
+        """Put one parameter in place of all weights."""
+        names = [name for name, _ in self.named_parameters() if name.startswith("weight")]
+        weights = [self.get_parameter(name).detach() for name in names]
+        for name in names:
+            delattr(self, name)
+        self.weight = torch.nn.Parameter(GroupedTensor(torch.stack(weights)))
+
+
+class GroupedTensor(torch.Tensor):
+    """Wraps the flat tensor `rowwise_data` without memory of its own; [experts, rows, columns]."""
+
+    rowwise_data: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, stacked: torch.Tensor) -> GroupedTensor:
+        wrapper = torch.Tensor._make_wrapper_subclass(
+            cls, stacked.shape, strides=stacked.stride(), dtype=stacked.dtype, device=stacked.device
+        )
+        wrapper.rowwise_data = stacked.reshape(-1)
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, _types: Any, args: Any = (), _kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].rowwise_data.view(args[0].shape))
+        raise NotImplementedError(f"{function} of a mock")
 
 
 class RMSNorm(_Layer):

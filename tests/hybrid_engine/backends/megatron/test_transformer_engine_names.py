@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from hybrid_engine.config import ActorConfig
+from hybrid_engine.memory.offload_items import storage_of
 from hybrid_engine.models import TABLES, ModelTable, table_for
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.validation import layout_faults
@@ -44,6 +45,8 @@ class Case:
     names: tuple[str, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
     """Of Megatron's configuration, set once the model is built, for this megatron-core may be too old for them."""
+    grouped: bool = False
+    """All experts of a rank are one parameter."""
 
 
 DENSE_NAMES = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
@@ -67,6 +70,7 @@ CASES = {
     "qwen3_moe ep2": Case("qwen3_moe", actor=EP2, names=EXPERT_NAMES),
     "qwen3_moe tp2 etp2": Case("qwen3_moe", actor=TP2, names=EXPERT_NAMES),
     "qwen3_moe tp2 etp2 interleaved": Case("qwen3_moe", actor=TP2, settings={"moe_mlp_glu_interleave_size": 2}),
+    "qwen3_moe ep2 one parameter": Case("qwen3_moe", actor=EP2, grouped=True),
     "qwen2_moe tp2 ep2 etp1": Case(
         "qwen2_moe", actor={**TP2, **EP2, **ETP1}, names=(*EXPERT_NAMES, "mlp.shared_experts.gate_weight")
     ),
@@ -85,10 +89,19 @@ CASES = {
 
 @dataclass(frozen=True)
 class RankView:
-    """What a rank has: the adaptor's records, and all names with the numbers of the whole model."""
+    """What a rank has.
+
+    Attributes:
+        layout: the adaptor's records.
+        shapes: of all parameters, by names with the numbers of the whole model.
+        unlisted: what the model refers to and the adaptor's buffers do not have.
+        moved: parameters that `moved` names once the experts of the first layer have other memory.
+    """
 
     layout: Layout
     shapes: dict[str, tuple[int, ...]]
+    unlisted: list[str]
+    moved: list[str]
 
 
 NUM_RANKS = 2
@@ -106,15 +119,31 @@ def view_of(case: Case, path: Path, rank: int) -> RankView:
         from hybrid_engine.backends.megatron import build, megatron_config
         from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
         from hybrid_engine.backends.megatron.model_tensors import ModelTensors
+        from hybrid_engine.backends.megatron.training_state import TrainingState
 
         # which is otherwise said of GPUs only
         build.has_transformer_engine = megatron_config.has_transformer_engine = lambda: True
         table = table_for(read_config(path))
         chunks, _ = build.build_model(config, table, read_config(path), NUM_RANKS, weights_only=True)
         vars(chunks[0].config).update(case.settings)
+        grouped = [
+            module for module in chunks[0].modules() if isinstance(module, mock_transformer_engine.GroupedLinear)
+        ]
+        for module in grouped if case.grouped else ():
+            module.group_weights()
         adaptor = MegatronAdaptor(ModelTensors(chunks, table))
         assert any(isinstance(module, mock_transformer_engine.Linear) for module in chunks[0].modules())
-        return RankView(adaptor.layout(), {name: tuple(tensor.shape) for name, tensor in adaptor.model.named_weights()})
+        layout = adaptor.layout()
+        shapes = {name: tuple(tensor.shape) for name, tensor in adaptor.model.named_weights()}
+        listed = {storage_of(name, flat)[1] for name, flat in adaptor.buffers().items()}
+        unlisted = [
+            found.owner
+            for found in TrainingState(adaptor, None).reachable()
+            if not found.stays and storage_of(found.owner, found.tensor)[1] not in listed
+        ]
+        if case.grouped:
+            grouped[0].weight.rowwise_data = grouped[0].weight.rowwise_data.clone()
+        return RankView(layout, shapes, unlisted, adaptor.model.moved())
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +198,28 @@ def test_rows_of_interleaved_experts_lie_in_alternating_blocks(views: Views) -> 
         blocks = [(first + row, part) for row in range(0, rows // 2, 2) for part in ("gate_proj", "up_proj")]
         assert [held[block] for block in blocks] == list(range(0, rows, 2))
         assert len(held) == len(blocks) > 2
+
+
+def test_experts_that_are_one_parameter_are_read_one_by_one(views: Views) -> None:
+    _, apart = views["qwen3_moe ep2"]
+    table, together = views["qwen3_moe ep2 one parameter"]
+    num_experts = table.dims.num_experts // NUM_RANKS
+    for rank, (view, other) in enumerate(zip(together, apart, strict=True)):
+        fc1 = "decoder.layers.0.mlp.experts.linear_fc1.weight"
+        _, rows, columns = view.shapes[fc1]
+        assert (num_experts, rows, columns) == view.shapes[fc1]
+        places = {
+            shard.region.tensor: (shard.place.buffer.name, shard.place.offset)
+            for shard in view.layout.shards
+            if shard.region.tensor.startswith("model.layers.0.mlp.experts.") and "gate_proj" in shard.region.tensor
+        }
+        assert places == {
+            f"model.layers.0.mlp.experts.{rank * num_experts + index}.gate_proj.weight": (fc1, index * rows * columns)
+            for index in range(num_experts)
+        }
+        assert {shard.region for shard in view.layout.shards} == {shard.region for shard in other.layout.shards}
+        assert view.unlisted == other.unlisted
+        assert (view.moved, other.moved) == ([fc1], [])
 
 
 def test_projections_to_latent_vectors_are_whole(views: Views) -> None:
