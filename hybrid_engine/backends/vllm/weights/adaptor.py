@@ -93,7 +93,7 @@ class VllmAdaptor:
         self._memory.complete()
         if self._memory.frees_all_at_once:
             with torch.no_grad():
-                self._processed.restore_constants(self._processed.constants)
+                self._processed.restore_constants(self._processed.lasting_constants())
         if not self._keeps_memory:
             self._memory.trim()
 

@@ -75,6 +75,22 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Constant:
+    """A tensor that no loader fills, and its value on the host."""
+
+    tensor: torch.Tensor
+    value: torch.Tensor
+
+    def restore(self) -> None:
+        """Give the tensor this value."""
+        _copy(self.tensor, self.value)
+
+    def is_as_it_was(self) -> bool:
+        """Whether the tensor has this value."""
+        return same_bytes(self.tensor.cpu(), self.value)
+
+
+@dataclass(frozen=True)
 class Derivation:
     """Of one group.
 
@@ -133,7 +149,7 @@ class Derivation:
         faults += [
             f"{display(path)} is a number that depends on the weights ({number}, then {numbers[path]})"
             for path, number in self.numbers.items()
-            if numbers.get(path, number) != number
+            if not same_number(numbers.get(path, number), number)
         ]
         return sorted(faults)
 
@@ -170,3 +186,8 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     return torch.equal(*(each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
+
+
+def same_number(one: object, other: object) -> bool:
+    """Whether two numbers are the same, or both none."""
+    return one == other or (one != one and other != other)

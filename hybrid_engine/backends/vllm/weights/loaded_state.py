@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid_engine.backends.vllm.weights.derivation import ABSENT, Change, LoaderView
+from hybrid_engine.backends.vllm.weights import postload
+from hybrid_engine.backends.vllm.weights.derivation import ABSENT, Change, Constant, LoaderView, same_number
 from hybrid_engine.backends.vllm.weights.groups import CommitGroup
 from hybrid_engine.backends.vllm.weights.held import Held, Table, held_by
 from hybrid_engine.backends.vllm.weights.marks import Mark, is_marked_dtype
@@ -32,10 +33,15 @@ class _Constant:
 
 @dataclass(frozen=True)
 class _Before:
-    """What one module held: its tables and what was in each, and what could not be looked into."""
+    """What one module held: its tables and what was in each, its numbers, and what could not be looked into.
+
+    `values`: by path, those of its tensors that are no weights, where the processing may write them.
+    """
 
     tables: tuple[tuple[Table, Table], ...]
+    numbers: Mapping[str, float]
     sealed: frozenset[str]
+    values: Mapping[str, Constant]
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,21 @@ class LoadedState:
         before = {path for name in modules for path in self._before[name].sealed}
         return {path: kind for path, kind in held.sealed.items() if path not in before}
 
+    def has_new_numbers(self, modules: Iterable[str], held: Held) -> bool:
+        """Whether these modules hold numbers that they did not hold before."""
+        before = {path: number for name in modules for path, number in self._before[name].numbers.items()}
+        return not all(same_number(before.get(path), number) for path, number in held.numbers.items())
+
+    def written(self) -> dict[str, dict[str, Constant]]:
+        """Module -> its tensors, by path, that are no weights and were written in place, with their former values."""
+        constants = [each for before in self._before.values() for each in before.values.values()]
+        kept = {id(each.value) for each in {id(each.value): each for each in constants}.values() if each.is_as_it_was()}
+        found = {
+            name: {path: each for path, each in before.values.items() if id(each.value) not in kept}
+            for name, before in self._before.items()
+        }
+        return {name: constants for name, constants in found.items() if constants}
+
     def changes(self, modules: Collection[str], live: Collection[str]) -> Iterator[Change]:
         """What the processing wrote in tables of these modules, and references to weights that are not live."""
         for table, contents in (pair for name in modules for pair in self._before[name].tables):
@@ -99,11 +120,33 @@ def capture(
         tensor = storages[name].bindings[0].find(modules)
         assert tensor is not None, name
         Mark.LOADED.write(flat_view(tensor.detach()))
-    before = {name: _remembered(each, owners) for name, each in held.items()}
+    values = _values(modules, groups, held, owners)
+    before = {name: _remembered(each, owners, values.get(name, {})) for name, each in held.items()}
     return LoadedState(storages, marked, frozenset(keys - owners.keys()), before)
 
 
-def _remembered(held: Held, owners: Mapping[int, WeightStorage]) -> _Before:
+def _values(
+    modules: Mapping[str, torch.nn.Module],
+    groups: Mapping[str, CommitGroup],
+    held: Mapping[str, Held],
+    owners: Mapping[int, WeightStorage],
+) -> dict[str, dict[str, Constant]]:
+    """Module that the processing of weights reaches -> its tensors that are no weights, by path; one copy of each."""
+    roots = (name for group in groups.values() for name in (*group.methods, *group.attention))
+    copies: dict[tuple[int, StridedView, torch.dtype], torch.Tensor] = {}
+    found: dict[str, dict[str, Constant]] = {}
+    for name in dict.fromkeys(each for root in roots for each in postload.modules_processed(modules, root)):
+        for path, tensor in held[name].tensors.items():
+            if (key := storage_key(tensor)) in owners or tensor.is_meta or not tensor.numel():
+                continue
+            place = (key, view_of(tensor), tensor.dtype)
+            if place not in copies:
+                copies[place] = tensor.detach().cpu().clone()
+            found.setdefault(name, {})[path] = Constant(tensor.detach(), copies[place])
+    return found
+
+
+def _remembered(held: Held, owners: Mapping[int, WeightStorage], values: Mapping[str, Constant]) -> _Before:
     def remember(value: object) -> object:
         if not isinstance(value, torch.Tensor):
             return value
@@ -115,7 +158,8 @@ def _remembered(held: Held, owners: Mapping[int, WeightStorage]) -> _Before:
             return [remember(value) for value in table]
         return {key: remember(value) for key, value in table.items()}
 
-    return _Before(tuple((table, copied(table)) for table in held.tables.values()), frozenset(held.sealed))
+    tables = tuple((table, copied(table)) for table in held.tables.values())
+    return _Before(tables, held.numbers, frozenset(held.sealed), values)
 
 
 def _differs(loaded: object, present: object, live: Collection[str]) -> bool:

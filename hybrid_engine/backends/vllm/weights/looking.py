@@ -2,8 +2,8 @@
 
 A storage that the loader fills is *live* where every module still holds it in the same form, and with the values that
 were there: new weights are written into it, and views of it (MLA's `W_UV`) need nothing. What a module holds beside
-live storages, and did not hold before, was *derived* from weights: derivation.py makes it anew. No class of vLLM's
-decides.
+live storages, and did not hold before, was *derived* from weights: derivation.py makes it anew. So may have been what
+it writes into tensors that were there before, and numbers. No class of vLLM's decides.
 
 Where addresses must stay, every derivation is rehearsed once with other values. What does not come back in the same
 form, or cannot be copied, is an error here, before any switch.
@@ -17,12 +17,12 @@ from dataclasses import replace
 import torch
 
 from hybrid_engine.backends.vllm.weights import postload
-from hybrid_engine.backends.vllm.weights.derivation import Change, Derivation, same_bytes
+from hybrid_engine.backends.vllm.weights.derivation import Change, Constant, Derivation, same_bytes
 from hybrid_engine.backends.vllm.weights.groups import CommitGroup
 from hybrid_engine.backends.vllm.weights.held import display, held_by, held_by_all
 from hybrid_engine.backends.vllm.weights.marks import Mark, is_marked_dtype
 from hybrid_engine.backends.vllm.weights.storages import flat_view
-from hybrid_engine.backends.vllm.weights.traced_model import Constant, Context, ProcessedModel, TracedModel
+from hybrid_engine.backends.vllm.weights.traced_model import Context, ProcessedModel, TracedModel
 from hybrid_engine.backends.vllm.weights.tracing import storage_key
 from hybrid_engine.errors import ModelError
 
@@ -38,10 +38,17 @@ def look(traced: TracedModel, context: Context, act_dtype: torch.dtype, keeps_ad
 
     Raises ModelError with everything that cannot be renewed; the model cannot be used then.
     """
+    model = _looked_at(traced, context, act_dtype, keeps_addresses)
+    for name in traced.loaded.marked & model.live.keys():
+        flat_view(model.live[name].detach()).zero_()
+    return model
+
+
+def _looked_at(traced: TracedModel, context: Context, act_dtype: torch.dtype, keeps_addresses: bool) -> ProcessedModel:
     modules = dict(traced.model.named_modules())
-    live = traced.loaded.live(modules)
+    live, written = traced.loaded.live(modules), traced.loaded.written()
     known = traced.loaded.constants | {storage_key(tensor) for tensor in live.values()}
-    found = {name: _derivation(traced, modules, group, live, known) for name, group in traced.groups.items()}
+    found = {name: _derivation(traced, modules, group, live, known, written) for name, group in traced.groups.items()}
     derivations = {name: derivation for name, derivation in found.items() if derivation is not None}
     computed_with = {storage_key(tensor) for each in derivations.values() for tensor in each.results.values()}
     storages = traced.storages.values()
@@ -52,18 +59,19 @@ def look(traced: TracedModel, context: Context, act_dtype: torch.dtype, keeps_ad
             derivations[name] = replace(each, changes=(*each.changes, *methods))
         else:  # results would keep the memory of these weights
             derivations[name] = replace(each, results={}, numbers={})
-    constants = _constants(traced, modules) if keeps_addresses else {}
+    constants = _constants(traced, modules, derivations, written, keeps_addresses)
     model = ProcessedModel(traced, modules, live, derivations, in_place, constants, keeps_addresses, context, act_dtype)
     faults = _lost(model)
     if keeps_addresses:
         faults += _out_of_reach(model, known)
         with torch.no_grad(), context():
-            faults += [fault for name in derivations for fault in _rehearse(model, name)]
+            idle = _rehearse_all(model, faults)
+        derivations = {name: each for name, each in derivations.items() if name not in idle}
+        constants = _constants(traced, modules, derivations, written, keeps_addresses)
+        model = replace(model, derivations=derivations, constants=constants)
     if faults:
         lines = "\n".join(f"  - {fault}" for fault in faults)
         raise ModelError(f"vLLM computes with weights that cannot be renewed ({len(faults)}):\n{lines}")
-    for name in traced.loaded.marked & live.keys():
-        flat_view(live[name].detach()).zero_()
     return model
 
 
@@ -73,14 +81,20 @@ def _derivation(
     group: CommitGroup,
     live: Mapping[str, torch.Tensor],
     known: Collection[int],
+    written: Mapping[str, object],
 ) -> Derivation | None:
-    """What was derived from one group's weights, if anything was."""
+    """What was derived from one group's weights, if anything was, or may have been: numbers, what is written in place.
+
+    `written`: the modules whose constants were.
+    """
     loaded, again = traced.loaded, dict[str, tuple[str, ...]]()
     gone = {binding.module for name in group.storages if name not in live for binding in traced.storages[name].bindings}
     for name in (*group.methods, *group.attention):
         reached = postload.modules_processed(modules, name)
         held = held_by_all(modules, reached)
-        if gone.intersection(reached) or held.owned(known) or loaded.new_sealed(reached, held):
+        has_changed = not gone.isdisjoint(reached) or not written.keys().isdisjoint(reached)
+        has_changed = has_changed or loaded.has_new_numbers(reached, held)
+        if has_changed or held.owned(known) or loaded.new_sealed(reached, held):
             again[name] = reached
     if not again:
         return None
@@ -102,11 +116,21 @@ def _reference_to_method(module: torch.nn.Module) -> Change:
     return Change(table, "quant_method", table["quant_method"])
 
 
-def _constants(traced: TracedModel, modules: Mapping[str, torch.nn.Module]) -> dict[str, dict[str, Constant]]:
-    """By module and path, tensors that were there before the processing and are no buffers, which vLLM saves."""
+def _constants(
+    traced: TracedModel,
+    modules: Mapping[str, torch.nn.Module],
+    derivations: Mapping[str, Derivation],
+    written: Mapping[str, Mapping[str, Constant]],
+    keeps_addresses: bool,
+) -> dict[str, dict[str, Constant]]:
+    """By module and path, as `ProcessedModel.constants`; of those in `written`, the ones that a derivation renews."""
+    renewed = {module for derivation in derivations.values() for module in derivation.reached}
+    found = {name: dict(constants) for name, constants in written.items() if name in renewed}
+    if not keeps_addresses:
+        return found
     device = next(iter(traced.storages.values())).device
-    others = traced.loaded.constants - {storage_key(buffer) for buffer in traced.model.buffers()}
-    found: dict[str, dict[str, Constant]] = {}
+    apart = {storage_key(each.tensor) for constants in found.values() for each in constants.values()}
+    others = traced.loaded.constants - apart - {storage_key(buffer) for buffer in traced.model.buffers()}
     for name, module in modules.items():
         for path, tensor in held_by(module, name).tensors.items():
             if tensor.device == device and tensor.numel() and storage_key(tensor) in others:
@@ -128,14 +152,14 @@ def _lost(model: ProcessedModel) -> list[str]:
 def _out_of_reach(model: ProcessedModel, known: frozenset[int]) -> list[str]:
     """What was derived and cannot be written, or nobody can make again."""
     faults = []
-    for derivation in model.derivations.values():
+    for name, derivation in model.derivations.items():
         known = known | {storage_key(tensor) for tensor in derivation.results.values()}
         held = held_by_all(model.modules, derivation.reached)
         sealed = model.traced.loaded.new_sealed(derivation.reached, held).items()
         faults += [
             _fault(model, derivation.first, f"{display(path)} is a {kind}, which hides memory") for path, kind in sealed
         ]
-        if not derivation.results and not sealed:
+        if not (derivation.results or sealed or _is_suspected(model, name)):
             faults.append(_fault(model, derivation.first, "nothing that it computes with can be found"))
     lost = {binding.name for storage in model.traced.storages.values() for binding in storage.bindings}
     for name, module in model.modules.items():
@@ -143,6 +167,28 @@ def _out_of_reach(model: ProcessedModel, known: frozenset[int]) -> list[str]:
         strays = (path for path in made if path not in lost)
         faults += [_fault(model, name, f"{path} was made after loading, by something else") for path in strays]
     return faults
+
+
+def _is_suspected(model: ProcessedModel, name: str) -> bool:
+    """Whether a group's weights are computed with as they are, and all that its processing wrote may not depend on
+    them: numbers, and what was there before."""
+    is_live = all(each in model.live for each in model.traced.groups[name].storages)
+    return is_live and not model.derivations[name].results
+
+
+def _rehearse_all(model: ProcessedModel, faults: list[str]) -> set[str]:
+    """Rehearse every derivation, and add to `faults`; returns the groups in which nothing depends on the weights."""
+    idle = set()
+    for name, derivation in model.derivations.items():
+        is_suspected = _is_suspected(model, name)
+        constants = model.constants_of(derivation.reached) if is_suspected else []
+        before = [each.tensor.clone() for each in constants]
+        found = _rehearse(model, name)
+        faults += found
+        same = (same_bytes(each.tensor, value) for each, value in zip(constants, before, strict=True))
+        if is_suspected and not found and all(same):
+            idle.add(name)
+    return idle
 
 
 def _rehearse(model: ProcessedModel, group_name: str) -> list[str]:
@@ -158,6 +204,7 @@ def _rehearse(model: ProcessedModel, group_name: str) -> list[str]:
         tensors[storage.name] = storage.create(flat)
     try:
         with model.as_loaded(group_name, tensors):
+            model.restore_constants(derivation.reached)
             model.process(derivation)
             held = held_by_all(model.modules, derivation.reached)
             made = held.owned(derivation.known)

@@ -111,7 +111,7 @@ class GroupProof:
         storages = model.traced.storages
         # others over the same memory: the processing may let a parameter have another shape
         bound = {each: storages[each].create(flat_view(tensor)) for each, tensor in self._given.items()}
-        with model.as_loaded(name, bound) as derivation:
+        with model.as_loaded(name, bound) as derivation, model.constants_restored(derivation.reached):
             copies = _Copies(model.modules)
             model.process(derivation, copies)
             anew = {each: _state(copies[each], each, given[each]) for each in given}

@@ -11,14 +11,14 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
 import torch
 
 from hybrid_engine.backends.vllm.weights import postload
-from hybrid_engine.backends.vllm.weights.derivation import Derivation
+from hybrid_engine.backends.vllm.weights.derivation import Constant, Derivation
 from hybrid_engine.backends.vllm.weights.groups import CommitGroup, find_groups
 from hybrid_engine.backends.vllm.weights.loaded_state import LoadedState, capture
 from hybrid_engine.backends.vllm.weights.quantization import materialize
@@ -67,14 +67,6 @@ class TracedModel:
 
 
 @dataclass(frozen=True)
-class Constant:
-    """A tensor on the device, and its value on the host."""
-
-    tensor: torch.Tensor
-    value: torch.Tensor
-
-
-@dataclass(frozen=True)
 class ProcessedModel:
     """What is known once vLLM has processed the weights.
 
@@ -85,8 +77,9 @@ class ProcessedModel:
             for others may refer to it.
         derivations: group -> what vLLM derived from its weights, where it did.
         in_place: storages in whose memory the processing leaves other values; vLLM goes on to compute with that memory.
-        constants: module -> its tensors, by path, that are neither weights nor made of them, nor buffers: vLLM's sleep
-            mode loses their values. None where addresses need not stay.
+        constants: module -> its tensors, by path, that are neither weights nor made anew of them, with what they hold
+            before the processing: those that it writes in place, and, where addresses must stay, all others but
+            buffers, for vLLM's sleep mode loses their values.
         keeps_addresses: whether that stays where it is when it is made anew.
         context: see `Context`.
         act_dtype: of the model's activations.
@@ -106,6 +99,8 @@ class ProcessedModel:
     def resident(self) -> Mapping[str, torch.Tensor]:
         """All that has memory wherever weights have it: what is live, derived or constant, by name or path."""
         tensors = dict(self.live)
+        if not self.keeps_addresses:  # what is derived is new each time, and constants keep their memory
+            return tensors
         for derivation in self.derivations.values():
             tensors |= derivation.results
         for constants in self.constants.values():
@@ -146,9 +141,30 @@ class ProcessedModel:
                     binding.put(self.modules, self.live[storage.name])
 
     def restore_constants(self, names: Iterable[str]) -> None:
-        """Give the constants of these modules their values again."""
-        for constant in (each for name in names for each in self.constants.get(name, {}).values()):
-            constant.tensor.copy_(constant.value)
+        """Give the constants of these modules the values that they had before the processing."""
+        for constant in self.constants_of(names):
+            constant.restore()
+
+    def constants_of(self, names: Iterable[str]) -> list[Constant]:
+        """Those of these modules."""
+        return [each for name in names for each in self.constants.get(name, {}).values()]
+
+    def lasting_constants(self) -> list[str]:
+        """The modules whose constants no commit restores."""
+        return sorted(self.constants.keys() - {name for each in self.derivations.values() for name in each.reached})
+
+    @contextlib.contextmanager
+    def constants_restored(self, names: Iterable[str]) -> Iterator[None]:
+        """Within this context the constants of these modules are as before the processing, and then as they were."""
+        constants = self.constants_of(names)
+        present = [each.tensor.clone() for each in constants]
+        try:
+            for each in constants:
+                each.restore()
+            yield
+        finally:
+            for each, value in zip(constants, present, strict=True):
+                replace(each, value=value).restore()
 
     def process(self, derivation: Derivation, modules: Mapping[str, torch.nn.Module] | None = None) -> None:
         """Run vLLM's own post-load processing of the weights that are bound; default: in the model itself."""

@@ -3,8 +3,6 @@ fresh load gives, bit by bit, and at the old addresses where these must stay."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -13,262 +11,42 @@ import pytest
 import torch
 
 from hybrid_engine.backends.vllm.weights import derivation as derivations
-from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
-from hybrid_engine.backends.vllm.weights.held import held_by_all
-from hybrid_engine.backends.vllm.weights.looking import look
-from hybrid_engine.backends.vllm.weights.storages import flat_view
-from hybrid_engine.backends.vllm.weights.traced_model import trace_model
-from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory, WeightMemory
 from hybrid_engine.errors import ModelError
+from tests.hybrid_engine.backends.vllm.made_up_methods import (
+    DERIVED,
+    LIVE,
+    REFUSED,
+    ROWS,
+    WRITTEN,
+    Model,
+    addresses,
+    built,
+    different,
+    fill,
+    layer_of,
+    loaded,
+    quantised,
+    replace,
+    transposed,
+    untouched,
+    with_a_number,
+    with_a_number_beside_the_weight,
+    with_added_tensors,
+    with_as_many_as_there_are,
+)
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
-ROWS, COLUMNS, BLOCK = 12, 8, 4
-
-
-# -- what is done to a layer's weight, of shape [ROWS, COLUMNS] --------------------------------------------------------
-
-
-def transposed(layer: Any, method: Any) -> None:
-    replace(layer, weight=layer.weight.t().contiguous())
-
-
-def shuffled_in_place(layer: Any, method: Any) -> None:
-    """As experts for FlashInfer's TRTLLM kernels: same storage, same shape, other order."""
-    layer.weight.data.copy_(layer.weight.data.view(ROWS // BLOCK, BLOCK, COLUMNS).flip(0, 1).reshape(ROWS, COLUMNS))
-
-
-def padded(layer: Any, method: Any) -> None:
-    wide = torch.nn.functional.pad(layer.weight.data, (0, 3, 0, 1))
-    replace(layer, weight=wide[:, :-1])
-
-
-def quantised(layer: Any, method: Any) -> None:
-    """Blocks with scales, once; the kernel's object refers to the layer's scales."""
-    if getattr(layer, "_already_called_process_weights_after_loading", False):
-        return
-    blocks = layer.weight.data.view(ROWS // BLOCK, BLOCK, COLUMNS)
-    scales = blocks.abs().amax((1, 2)) / 127
-    replace(layer, weight=(blocks / scales[:, None, None]).round().to(torch.int8).view(ROWS, COLUMNS), scales=scales)
-    method.kernel = SimpleNamespace(scales=layer.scales, config={"block": BLOCK})
-    layer._already_called_process_weights_after_loading = True
-
-
-def with_added_tensors(layer: Any, method: Any) -> None:
-    """The weight stays; what is made of it is where no parameter is."""
-    layer.sums = layer.weight.data.sum(1)
-    method.tables = [{"squares": layer.weight.data**2}, (layer.weight.data.amax(0),)]
-
-
-def with_data_rebound(layer: Any, method: Any) -> None:
-    layer.weight.data = layer.weight.data.flip(0).contiguous()
-
-
-def with_a_closure(layer: Any, method: Any) -> None:
-    packed = layer.weight.data.t().contiguous()
-    layer.compute = lambda x: x @ packed
-    del layer.weight
-
-
-def with_repeated_elements(layer: Any, method: Any) -> None:
-    layer.largest = layer.weight.data.abs().amax().expand(3, ROWS)
-
-
-def with_aliases(layer: Any, method: Any) -> None:
-    """As MLA: views of the weight in other shapes."""
-    replace(layer, upper=layer.weight.data[: ROWS // 2].t(), lower=layer.weight.data[ROWS // 2 :])
-
-
-def untouched(layer: Any, method: Any) -> None:
-    """A new parameter over the same storage, a padding that pads nothing, a kernel without weights."""
-    layer.weight.data.copy_(layer.weight.data)
-    replace(layer, weight=layer.weight.data.contiguous())
-    method.kernel = SimpleNamespace(layout="row-major", weight=layer.weight)
-    layer.dispatch = torch.nn.functional.linear
-
-
-def with_halves_swapped(layer: Any, method: Any) -> None:
-    """vLLM's own, of experts for FlashInfer's CUTLASS kernels."""
-    from vllm.model_executor.layers.quantization.utils.flashinfer_utils import swap_w13_to_w31
-
-    replace(layer, weight=swap_w13_to_w31(layer.weight.data[None])[0])
-
-
-def in_an_order(layer: Any, method: Any) -> None:
-    """By a tensor that is there before the weights are, and that no buffer is."""
-    replace(layer, weight=layer.weight.data[method.order])
-
-
-DERIVED = [
-    in_an_order,
-    transposed,
-    shuffled_in_place,
-    padded,
-    quantised,
-    with_added_tensors,
-    with_data_rebound,
-    with_a_closure,
-    with_repeated_elements,
-    with_halves_swapped,
-]
-LIVE = [with_aliases, untouched]
-AS_MODULES = [with_added_tensors, untouched]
-
-
-def with_as_many_as_there_are(layer: Any, method: Any) -> None:
-    layer.positive = layer.weight.data[layer.weight.data > 0]
-
-
-def with_a_number(layer: Any, method: Any) -> None:
-    layer.scale_float = layer.weight.data.abs().max().item()
-    layer.scaled = layer.weight.data / layer.scale_float
-
-
-def with_hidden_memory(layer: Any, method: Any) -> None:
-    new = ctypes.pythonapi.PyCapsule_New
-    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    method.packed = new(id(layer), None, None)
-
-
-def once_only(layer: Any, method: Any) -> None:
-    _processed.append(layer)
-    if _processed.count(layer) > 1:
-        raise NotImplementedError("in-place reloads are not supported yet")
-    transposed(layer, method)
-
-
-_processed: list[torch.nn.Module] = []
-REFUSED = {
-    with_as_many_as_there_are: "layer.positive is float32",
-    with_a_number: "layer.scale_float is a number that depends on the weights",
-    with_hidden_memory: "layer.quant_method.packed is a PyCapsule, which hides memory",
-    once_only: "its processing cannot run again: NotImplementedError: in-place reloads are not supported yet",
-}
-
-
-# -- the model ---------------------------------------------------------------------------------------------------------
-
-
-def replace(layer: torch.nn.Module, **tensors: torch.Tensor) -> None:
-    from vllm.model_executor import utils
-
-    for name, tensor in tensors.items():
-        utils.replace_parameter(layer, name, tensor)
-
-
-def layer_of(processing: Callable[[Any, Any], None]) -> torch.nn.Module:
-    """A layer with such a method; as vLLM's methods of experts are, those in `AS_MODULES` are modules."""
-    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-
-    bases = (QuantizeMethodBase, torch.nn.Module) if processing in AS_MODULES else (QuantizeMethodBase,)
-
-    class Method(*bases):
-        def __init__(self) -> None:
-            super().__init__()
-            self.order = torch.arange(ROWS).roll(5)
-
-        def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None: ...
-
-        def apply(self, layer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            raise NotImplementedError
-
-        def process_weights_after_loading(self, layer: Any) -> None:
-            processing(layer, self)
-
-    layer = torch.nn.Module()
-    layer.weight = torch.nn.Parameter(torch.empty(ROWS, COLUMNS), requires_grad=False)
-    layer.quant_method = Method()
-    return layer
-
-
-class Model(torch.nn.Module):
-    def __init__(self, **processing: Callable[[Any, Any], None]) -> None:
-        super().__init__()
-        for name, each in processing.items():
-            self.add_module(name, layer_of(each))
-
-    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in weights:
-            getattr(self, name).weight.data.copy_(tensor)
-
-    def process(self) -> None:
-        """As vLLM does."""
-        for layer in self.children():
-            layer.quant_method.process_weights_after_loading(layer)
-
-    def held(self) -> dict[str, torch.Tensor]:
-        """All tensors in it, by path."""
-        modules = dict(self.named_modules())
-        return {path: each for path, each in held_by_all(modules, modules).tensors.items() if each.numel()}
-
-    def weights(self, seed: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        return {name: torch.randn(ROWS, COLUMNS, generator=generator) for name, _ in self.named_children()}
-
-
-class Forgetful(WeightMemory):
-    """As vLLM's sleep mode of level 2: all that a model holds is garbage once it was freed, but for buffers."""
-
-    frees_all_at_once = True
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-
-    def free(self, live: Any) -> None:
-        for tensor in self._model.held().values():
-            flat_view(tensor.detach()).fill_(3)
-
-
-def built(model: Model, keeps_addresses: bool) -> VllmAdaptor:
-    """As vLLM's start-up makes one."""
-    shapes = {name: tuple(weight.shape) for name, weight in model.weights(0).items()}
-    traced = trace_model(model, shapes, dict.fromkeys(shapes, torch.float32), rank=0)
-    model.process()
-    processed = look(traced, contextlib.nullcontext, torch.float32, keeps_addresses)
-    return VllmAdaptor(processed, Forgetful(model) if keeps_addresses else HostMemory())
-
-
-def fill(adaptor: VllmAdaptor, model: Model, seed: int) -> None:
-    adaptor.release()
-    for name, weight in model.weights(seed).items():
-        for flat in adaptor.allocate([name]).values():
-            flat.copy_(weight.flatten())
-        adaptor.commit([name])
-    adaptor.finish_fill()
-
-
-def loaded(processing: Callable[[Any, Any], None], seed: int) -> dict[str, torch.Tensor]:
-    """What vLLM holds after a load of its own."""
-    model = Model(layer=processing)
-    model.load_weights(model.weights(seed).items())
-    model.process()
-    return model.held()
-
-
-def different(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    return [
-        path
-        for path in sorted({*found, *expected})
-        if path not in found or path not in expected or not derivations.same_bytes(found[path], expected[path])
-    ]
-
-
-def addresses(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, tuple[int, ...]]]:
-    return {path: (tensor.data_ptr(), tensor.stride()) for path, tensor in tensors.items()}
-
-
-# -- tests -------------------------------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("keeps_addresses", [True, False], ids=["in place", "anew"])
-@pytest.mark.parametrize("processing", [*DERIVED, *LIVE], ids=lambda processing: processing.__name__)
+@pytest.mark.parametrize("processing", [*DERIVED, *WRITTEN, *LIVE], ids=lambda processing: processing.__name__)
 def test_a_fill_leaves_what_a_fresh_load_would(processing: Callable[[Any, Any], None], keeps_addresses: bool) -> None:
     model = Model(layer=processing)
     adaptor = built(model, keeps_addresses)
     before = addresses(model.held())
     for seed in range(2):
         fill(adaptor, model, seed)
-        assert different(model.held(), loaded(processing, seed)) == []
+        assert different(model.held(), loaded(processing, seed).held()) == []
         assert not keeps_addresses or addresses(model.held()) == before
 
 
@@ -288,7 +66,9 @@ def test_nothing_of_an_older_load_is_held_where_addresses_may_change() -> None:
     adaptor = built(model, keeps_addresses=False)
     fill(adaptor, model, 0)
     adaptor.release()
-    held = {path: each.untyped_storage().nbytes() for path, each in model.held().items() if not path.endswith("order")}
+    constants = ("order", "scale", "total")
+    tensors = {path: each for path, each in model.held().items() if not path.endswith(constants)}
+    held = {path: each.untyped_storage().nbytes() for path, each in tensors.items()}
     assert adaptor.resident_nbytes() == sum(held.values()) == 0
 
 
@@ -310,11 +90,13 @@ def test_a_reference_that_cannot_follow_is_refused() -> None:
 
 
 def test_where_addresses_may_change_numbers_and_sizes_may_too() -> None:
-    for processing in (with_as_many_as_there_are, with_a_number):
+    for processing in (with_as_many_as_there_are, with_a_number, with_a_number_beside_the_weight):
         model = Model(layer=processing)
         adaptor = built(model, keeps_addresses=False)
         fill(adaptor, model, 3)
-        assert different(model.held(), loaded(processing, 3)) == []
+        fresh = loaded(processing, 3)
+        assert different(model.held(), fresh.held()) == []
+        assert model.numbers() == fresh.numbers()
 
 
 def test_what_nobody_can_do_again_is_refused() -> None:
@@ -406,7 +188,7 @@ def test_a_method_that_was_wrapped_after_loading_stays_wrapped(processing: Calla
     fill(adaptor, model, 2)
     assert model.layer.quant_method is wrapper
     model.layer.quant_method = wrapper.old_quant_method
-    assert different(model.held(), loaded(processing, 2)) == []
+    assert different(model.held(), loaded(processing, 2).held()) == []
 
 
 def test_a_failed_processing_leaves_the_module_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +202,7 @@ def test_a_failed_processing_leaves_the_module_as_it_was(monkeypatch: pytest.Mon
         adaptor.commit(["layer"])
     assert addresses(model.held()) == before
     fill(adaptor, model, 1)
-    assert different(model.held(), loaded(quantised, 1)) == []
+    assert different(model.held(), loaded(quantised, 1).held()) == []
 
 
 def fail(*_: object) -> None:
@@ -429,7 +211,7 @@ def fail(*_: object) -> None:
 
 @pytest.mark.parametrize("keeps_addresses", [True, False], ids=["in place", "anew"])
 def test_a_proof_sees_what_was_not_taken_up(keeps_addresses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Model(**{processing.__name__: processing for processing in [*DERIVED, *LIVE]})
+    model = Model(**{processing.__name__: processing for processing in [*DERIVED, *WRITTEN, *LIVE]})
     adaptor = built(model, keeps_addresses)
     unproven: list[str] = []
     with adaptor.proving(model.weights(0), unproven.append):

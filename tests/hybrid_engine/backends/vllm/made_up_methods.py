@@ -1,0 +1,283 @@
+"""Layers of a small model whose methods do to weights what kernels want done, and an adaptor for it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hybrid_engine.backends.vllm.weights import derivation as derivations
+from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
+from hybrid_engine.backends.vllm.weights.held import held_by_all
+from hybrid_engine.backends.vllm.weights.looking import look
+from hybrid_engine.backends.vllm.weights.storages import flat_view
+from hybrid_engine.backends.vllm.weights.traced_model import trace_model
+from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory, WeightMemory
+
+ROWS, COLUMNS, BLOCK = 12, 8, 4
+
+
+# -- what is done to a layer's weight, of shape [ROWS, COLUMNS] --------------------------------------------------------
+
+
+def transposed(layer: Any, method: Any) -> None:
+    replace(layer, weight=layer.weight.t().contiguous())
+
+
+def shuffled_in_place(layer: Any, method: Any) -> None:
+    """As experts for FlashInfer's TRTLLM kernels: same storage, same shape, other order."""
+    layer.weight.data.copy_(layer.weight.data.view(ROWS // BLOCK, BLOCK, COLUMNS).flip(0, 1).reshape(ROWS, COLUMNS))
+
+
+def padded(layer: Any, method: Any) -> None:
+    wide = torch.nn.functional.pad(layer.weight.data, (0, 3, 0, 1))
+    replace(layer, weight=wide[:, :-1])
+
+
+def quantised(layer: Any, method: Any) -> None:
+    """Blocks with scales, once; the kernel's object refers to the layer's scales."""
+    if getattr(layer, "_already_called_process_weights_after_loading", False):
+        return
+    blocks = layer.weight.data.view(ROWS // BLOCK, BLOCK, COLUMNS)
+    scales = blocks.abs().amax((1, 2)) / 127
+    replace(layer, weight=(blocks / scales[:, None, None]).round().to(torch.int8).view(ROWS, COLUMNS), scales=scales)
+    method.kernel = SimpleNamespace(scales=layer.scales, config={"block": BLOCK})
+    layer._already_called_process_weights_after_loading = True
+
+
+def with_added_tensors(layer: Any, method: Any) -> None:
+    """The weight stays; what is made of it is where no parameter is."""
+    layer.sums = layer.weight.data.sum(1)
+    method.tables = [{"squares": layer.weight.data**2}, (layer.weight.data.amax(0),)]
+
+
+def with_data_rebound(layer: Any, method: Any) -> None:
+    layer.weight.data = layer.weight.data.flip(0).contiguous()
+
+
+def with_a_closure(layer: Any, method: Any) -> None:
+    packed = layer.weight.data.t().contiguous()
+    layer.compute = lambda x: x @ packed
+    del layer.weight
+
+
+def with_repeated_elements(layer: Any, method: Any) -> None:
+    layer.largest = layer.weight.data.abs().amax().expand(3, ROWS)
+
+
+def with_aliases(layer: Any, method: Any) -> None:
+    """As MLA: views of the weight in other shapes."""
+    replace(layer, upper=layer.weight.data[: ROWS // 2].t(), lower=layer.weight.data[ROWS // 2 :])
+
+
+def untouched(layer: Any, method: Any) -> None:
+    """A new parameter over the same storage, a padding that pads nothing, a kernel without weights."""
+    layer.weight.data.copy_(layer.weight.data)
+    replace(layer, weight=layer.weight.data.contiguous())
+    method.kernel = SimpleNamespace(layout="row-major", weight=layer.weight)
+    layer.dispatch = torch.nn.functional.linear
+
+
+def with_halves_swapped(layer: Any, method: Any) -> None:
+    """vLLM's own, of experts for FlashInfer's CUTLASS kernels."""
+    from vllm.model_executor.layers.quantization.utils.flashinfer_utils import swap_w13_to_w31
+
+    replace(layer, weight=swap_w13_to_w31(layer.weight.data[None])[0])
+
+
+def in_an_order(layer: Any, method: Any) -> None:
+    """By a tensor that is there before the weights are, and that no buffer is."""
+    replace(layer, weight=layer.weight.data[method.order])
+
+
+def scaled_in_place(layer: Any, method: Any) -> None:
+    """A tensor that was there before, and is no buffer; what it held counts."""
+    method.scale.mul_(layer.weight.data.abs().amax(1))
+
+
+def added_to_a_buffer(layer: Any, method: Any) -> None:
+    layer.total.add_(layer.weight.data.sum(0))
+
+
+def with_a_constant_filled(layer: Any, method: Any) -> None:
+    """With the same whatever the weights are, as vLLM's default scales; and numbers of the kernel."""
+    method.scale.fill_(0.5)
+    layer.total.zero_()
+    layer.block, method.kernel = BLOCK, SimpleNamespace(clamp=float("nan"), tiles=[BLOCK, 2 * BLOCK])
+
+
+DERIVED = [
+    in_an_order,
+    transposed,
+    shuffled_in_place,
+    padded,
+    quantised,
+    with_added_tensors,
+    with_data_rebound,
+    with_a_closure,
+    with_repeated_elements,
+    with_halves_swapped,
+]
+WRITTEN = [scaled_in_place, added_to_a_buffer]
+LIVE = [with_aliases, untouched, with_a_constant_filled]
+AS_MODULES = [with_added_tensors, untouched]
+
+
+def with_as_many_as_there_are(layer: Any, method: Any) -> None:
+    layer.positive = layer.weight.data[layer.weight.data > 0]
+
+
+def with_a_number(layer: Any, method: Any) -> None:
+    layer.scale_float = layer.weight.data.abs().max().item()
+    layer.scaled = layer.weight.data / layer.scale_float
+
+
+def with_a_number_beside_the_weight(layer: Any, method: Any) -> None:
+    method.kernel = SimpleNamespace(largest=layer.weight.data.abs().max().item())
+
+
+def with_hidden_memory(layer: Any, method: Any) -> None:
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    method.packed = new(id(layer), None, None)
+
+
+def once_only(layer: Any, method: Any) -> None:
+    _processed.append(layer)
+    if _processed.count(layer) > 1:
+        raise NotImplementedError("in-place reloads are not supported yet")
+    transposed(layer, method)
+
+
+_processed: list[torch.nn.Module] = []
+REFUSED = {
+    with_as_many_as_there_are: "layer.positive is float32",
+    with_a_number: "layer.scale_float is a number that depends on the weights",
+    with_a_number_beside_the_weight: "layer.quant_method.kernel.largest is a number that depends on the weights",
+    with_hidden_memory: "layer.quant_method.packed is a PyCapsule, which hides memory",
+    once_only: "its processing cannot run again: NotImplementedError: in-place reloads are not supported yet",
+}
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+def replace(layer: torch.nn.Module, **tensors: torch.Tensor) -> None:
+    from vllm.model_executor import utils
+
+    for name, tensor in tensors.items():
+        utils.replace_parameter(layer, name, tensor)
+
+
+def layer_of(processing: Callable[[Any, Any], None]) -> torch.nn.Module:
+    """A layer with such a method; as vLLM's methods of experts are, those in `AS_MODULES` are modules."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    bases = (QuantizeMethodBase, torch.nn.Module) if processing in AS_MODULES else (QuantizeMethodBase,)
+
+    class Method(*bases):
+        def __init__(self) -> None:
+            super().__init__()
+            self.order = torch.arange(ROWS).roll(5)
+            self.scale = torch.linspace(1, 2, ROWS)
+
+        def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None: ...
+
+        def apply(self, layer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            raise NotImplementedError
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            processing(layer, self)
+
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.empty(ROWS, COLUMNS), requires_grad=False)
+    layer.register_buffer("total", torch.linspace(3, 4, COLUMNS))
+    layer.quant_method = Method()
+    return layer
+
+
+class Model(torch.nn.Module):
+    def __init__(self, **processing: Callable[[Any, Any], None]) -> None:
+        super().__init__()
+        for name, each in processing.items():
+            self.add_module(name, layer_of(each))
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            getattr(self, name).weight.data.copy_(tensor)
+
+    def process(self) -> None:
+        """As vLLM does."""
+        for layer in self.children():
+            layer.quant_method.process_weights_after_loading(layer)
+
+    def held(self) -> dict[str, torch.Tensor]:
+        """All tensors in it, by path."""
+        modules = dict(self.named_modules())
+        return {path: each for path, each in held_by_all(modules, modules).tensors.items() if each.numel()}
+
+    def numbers(self) -> dict[str, float]:
+        """All numbers in it, by path."""
+        modules = dict(self.named_modules())
+        return held_by_all(modules, modules).numbers
+
+    def weights(self, seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return {name: torch.randn(ROWS, COLUMNS, generator=generator) for name, _ in self.named_children()}
+
+
+class Forgetful(WeightMemory):
+    """As vLLM's sleep mode of level 2: all that a model holds is garbage once it was freed, but for buffers."""
+
+    frees_all_at_once = True
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+
+    def free(self, live: Any) -> None:
+        buffers = {buffer.data_ptr() for buffer in self._model.buffers()}
+        for tensor in self._model.held().values():
+            if tensor.data_ptr() not in buffers:
+                flat_view(tensor.detach()).fill_(3)
+
+
+def built(model: Model, keeps_addresses: bool) -> VllmAdaptor:
+    """As vLLM's start-up makes one."""
+    shapes = {name: tuple(weight.shape) for name, weight in model.weights(0).items()}
+    traced = trace_model(model, shapes, dict.fromkeys(shapes, torch.float32), rank=0)
+    model.process()
+    processed = look(traced, contextlib.nullcontext, torch.float32, keeps_addresses)
+    return VllmAdaptor(processed, Forgetful(model) if keeps_addresses else HostMemory())
+
+
+def fill(adaptor: VllmAdaptor, model: Model, seed: int) -> None:
+    adaptor.release()
+    for name, weight in model.weights(seed).items():
+        for flat in adaptor.allocate([name]).values():
+            flat.copy_(weight.flatten())
+        adaptor.commit([name])
+    adaptor.finish_fill()
+
+
+def loaded(processing: Callable[[Any, Any], None], seed: int) -> Model:
+    """After a load of vLLM's own."""
+    model = Model(layer=processing)
+    model.load_weights(model.weights(seed).items())
+    model.process()
+    return model
+
+
+def different(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    return [
+        path
+        for path in sorted({*found, *expected})
+        if path not in found or path not in expected or not derivations.same_bytes(found[path], expected[path])
+    ]
+
+
+def addresses(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[int, tuple[int, ...]]]:
+    return {path: (tensor.data_ptr(), tensor.stride()) for path, tensor in tensors.items()}
