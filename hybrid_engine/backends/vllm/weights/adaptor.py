@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import torch
 
+from hybrid_engine.backends.vllm.process.process_settings import process_settings_kept
 from hybrid_engine.backends.vllm.weights.commit import Observer, commit_group, drop_group
 from hybrid_engine.backends.vllm.weights.group_states import HOLDING, Event, GroupState, GroupStates
 from hybrid_engine.backends.vllm.weights.proof import CommitProof
@@ -77,9 +78,14 @@ class VllmAdaptor:
         return {name: flat_view(tensor) for name, tensor in tensors.items()}
 
     def commit(self, groups: Sequence[str]) -> None:
-        """Make filled groups the live weights. Raises StateError for a group that was not allocated."""
+        """Make filled groups the live weights. Raises StateError for a group that was not allocated.
+
+        The process's settings stay as they are.
+        """
         self._states.require(Event.COMMIT, groups)
-        with torch.no_grad(), self._processed.context():
+        is_processed = not self._processed.derivations.keys().isdisjoint(groups)
+        kept = process_settings_kept() if is_processed else contextlib.nullcontext()  # vLLM's code may set anything
+        with torch.no_grad(), kept, self._processed.context():
             for name in groups:
                 group = self._traced.groups[name]
                 proof = None if self._proof is None else self._proof.of_group(self._traced, group)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings
 from hybrid_engine.backends.vllm.weights import derivation as derivations
 from hybrid_engine.errors import ModelError
 from tests.hybrid_engine.backends.vllm.made_up_methods import (
@@ -207,6 +208,26 @@ def test_a_failed_processing_leaves_the_module_as_it_was(monkeypatch: pytest.Mon
 
 def fail(*_: object) -> None:
     raise MemoryError
+
+
+def test_a_commit_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(layer=transposed)
+    adaptor = built(model, keeps_addresses=True)
+    process = model.layer.quant_method.process_weights_after_loading
+    found = []
+
+    def set_and_process(layer: torch.nn.Module) -> None:
+        torch.set_float32_matmul_precision("medium")
+        monkeypatch.setenv("SET_BY_A_KERNEL", "1")
+        found.append(ProcessSettings.now())
+        process(layer)
+
+    monkeypatch.setattr(model.layer.quant_method, "process_weights_after_loading", set_and_process)
+    before = ProcessSettings.now()
+    fill(adaptor, model, 0)
+    assert ProcessSettings.now() == before
+    assert len(found) == 1
+    assert found[0] != before
 
 
 @pytest.mark.parametrize("keeps_addresses", [True, False], ids=["in place", "anew"])
