@@ -25,7 +25,8 @@ Who calls what, on every rank (switch/sharding_manager.py, switch/weight_contain
 With `generate_config.incremental`, 2 ends with Trainer.versions and InferenceWeights.committed, which say what of 4 is
 left out, and `release` names groups that may stay.
 
-On failure `abandon` (and `drain`) stand in place of `run` and `sent`, so that no rank waits for one that has failed.
+On failure `abandon` (and `drain`) stand in place of `run`, `sent` and `commit`, so that no rank waits for one that has
+failed.
 
 A second trainer implements `Trainer`, a second engine `InferenceWeights` and `InferenceCaches`. A flat buffer is a 1-D
 tensor over a whole storage; offsets and strides of the records count its elements. Nothing here knows Megatron or
@@ -243,6 +244,14 @@ class InferenceWeights(WeightAdaptor, Protocol):
 
     def finish_fill(self) -> None:
         """After the last commit of a fill: free staging memory."""
+        ...
+
+    def abandon(self) -> None:
+        """This rank goes no further with a fill, wherever it failed: no other waits for it in `commit`. Waits for none.
+        Idempotent.
+
+        All ranks release the weights before they are filled again.
+        """
         ...
 
     def release(self, keep: Collection[str] = ()) -> None:

@@ -55,6 +55,9 @@ class MegatronDestination:
     def finish_fill(self) -> None:
         """Nothing: there is no other memory."""
 
+    def abandon(self) -> None:
+        """Nothing: no rank waits for another in `commit`."""
+
     def release(self, keep: Collection[str] = ()) -> None:
         """Nothing: the model keeps its memory."""
 

@@ -11,6 +11,7 @@ Nothing below the entry points asks torch.distributed for a rank or looks for it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -72,12 +73,21 @@ class Job:
         """Number of ranks."""
         return len(self.hosts)
 
-    def new_group(self, backend: str, owner: ExitStack) -> dist.ProcessGroup:
-        """A group of all ranks, for one purpose only: after a timeout it is dead. It ends with `owner`. Collective."""
+    def new_group(
+        self, backend: str, owner: ExitStack, parts: Sequence[Sequence[int]] | None = None
+    ) -> dist.ProcessGroup:
+        """A group for one purpose only: after a timeout it is dead. It ends with `owner`. Collective.
+
+        Of all ranks, or of those in this rank's part; each rank is in one of the `parts`.
+        """
         with self.agreement.phase(f"connecting a {backend} group"):
             # NCCL's watchdog ends the process at a group's timeout: whoever waits for a peer is to say so before
             seconds = self.timeout_seconds * (2 if backend == "nccl" else 1)
-            group = dist.new_group(backend=backend, timeout=timedelta(seconds=seconds))
+            groups = [
+                (ranks, dist.new_group(ranks, backend=backend, timeout=timedelta(seconds=seconds)))
+                for ranks in parts or [range(self.world_size)]
+            ]
+            (group,) = [each for ranks, each in groups if self.rank in ranks]
             owner.callback(end_groups, group)
             # A group's connections are made at first use, NCCL's by all ranks together: they would wait for one that
             # has nothing to send in the first bucket.

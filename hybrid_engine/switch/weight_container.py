@@ -8,6 +8,9 @@
         weights.commit(groups)                      the engine's own post-load processing
     weights.finish_fill()                           staging memory is freed
 
+A rank that fails says so wherever another may wait for it: weights.abandon, follower.abandon, router.abandon for each
+bucket that is left, follower.drain.
+
     EMPTY --fill--> PARTIAL --last bucket--> FILLED --release--> EMPTY
                        └────────failure, then release────────────┘
 
@@ -250,6 +253,7 @@ class WeightContainer:
             for bucket in self._walked[self._router.num_met - self._num_met :]
         ]
         steps = buckets if follower is None else [follower.abandon, *buckets, follower.drain]
+        steps = [self._weights.abandon, *steps]  # first: others may wait there, and so not come to the buckets
         failures = []
         for step in [*steps, self._router.trim]:
             try:

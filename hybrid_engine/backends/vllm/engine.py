@@ -50,6 +50,7 @@ from hybrid_engine.backends.vllm.requests import (
 )
 from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
+from hybrid_engine.backends.vllm.weights.collective_processing import ProcessingGate
 from hybrid_engine.backends.vllm.weights.loader import capturing
 from hybrid_engine.backends.vllm.weights.looking import look
 from hybrid_engine.backends.vllm.weights.traced_model import Context, ProcessedModel, TracedModel, trace_model
@@ -106,7 +107,7 @@ class InferenceEngine:
             check_room(settings, self._device_type, job)
             undo.callback(destroy_groups)
             with random_state_kept():
-                self._llm, model = self._build(tensors, dtypes)
+                self._llm, model = self._build(tensors, dtypes, undo)
                 # At collection or exit vLLM would end the default process group, which is the caller's; see `shutdown`.
                 self._llm.llm_engine.engine_core._finalizer.detach()
                 sleeps = is_sleepy(settings, self._device_type)
@@ -297,9 +298,9 @@ class InferenceEngine:
         return device_type
 
     def _build(
-        self, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str] | None
+        self, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str] | None, owner: contextlib.ExitStack
     ) -> tuple[LLM, ProcessedModel]:
-        """vLLM, and its model as it was before and after its post-load processing."""
+        """vLLM, and its model as it was before and after its post-load processing; `owner` ends groups made here."""
         names = dict.fromkeys(tensors, self.settings.dtype) | dict(dtypes or {})
         torch_dtypes = {name: getattr(torch, dtype) for name, dtype in names.items()}
 
@@ -313,9 +314,13 @@ class InferenceEngine:
                     )
             return traced
 
-        def look_at(traced: TracedModel, context: Context, act_dtype: torch.dtype) -> ProcessedModel:
-            with self._agreement.phase("looking at what vLLM computes with"):
-                return look(traced, context, act_dtype, keeps_addresses=self._device_type != "cpu")
+        def look_at(
+            traced: TracedModel, context: Context, act_dtype: torch.dtype, is_collective: bool
+        ) -> ProcessedModel:
+            gate = self._gate(is_collective, owner)
+            patience = SHORT_PATIENCE if gate.is_collective else None  # the others may be inside vLLM's collective
+            with self._agreement.phase("looking at what vLLM computes with", patience):
+                return look(traced, context, act_dtype, keeps_addresses=self._device_type != "cpu", gate=gate)
 
         with building_groups(self.settings, self.job), self._stance():
             from vllm import LLM
@@ -324,6 +329,14 @@ class InferenceEngine:
                 llm = LLM(**llm_arguments(self.settings, self._device_type))
         assert capture.model is not None, "vLLM loaded no model"
         return llm, capture.model
+
+    def _gate(self, is_collective: bool, owner: contextlib.ExitStack) -> ProcessingGate:
+        """For the processing of weights, which `is_collective` on this rank: a group ended by `owner` if on any."""
+        if not any(self._agreement.any_of([is_collective], "looking for collectives")):
+            return ProcessingGate()
+        instances = self.settings.sizes.ranks.swapaxes(1, 2)  # instance, stage, replica, shard
+        parts = instances.reshape(-1, instances[0, 0].size).tolist()
+        return ProcessingGate(self.rank, self.job.new_group("gloo", owner, parts), self.job.timeout_seconds)
 
     def _stance(self) -> contextlib.AbstractContextManager[Any]:
         """Eager on CPU means eager: vLLM's samplers carry `torch.compile` decorators that cost seconds at first use."""

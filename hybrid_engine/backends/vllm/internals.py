@@ -185,6 +185,8 @@ NOT_ENTERED = (
     ),
     Internal(f"{_LAYERS}.quantization.base_config:QuantizationConfig", "says how, and is shared by all layers"),
 )
+GROUP_CHANNELS = ("cpu_group", "device_group", "device_communicator", "mq_broadcaster")
+"""Attributes of vLLM's groups through which ranks communicate (weights/collective_processing.py)."""
 PACKED_HANDLE = Internal(
     "vllm._custom_ops:CPUDNNLGEMMHandler", "its one tensor is the address of a packed copy, which oneDNN keeps"
 )
@@ -243,6 +245,7 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{PARALLEL_STATE.target}:GroupCoordinator": ("ranks", "rank_in_group", "device_group", "destroy"),
         "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed": ("group_name",),
     },
+    "let ranks communicate": {f"{PARALLEL_STATE.target}:GroupCoordinator": ("world_size", *GROUP_CHANNELS)},
     "hold the LoRAs of a worker, and say which modules can have one": {
         "vllm.lora.worker_manager:WorkerLoRAManager": (
             *("lora_config", "vocab_size", "_adapter_manager", "remove_adapter", "remove_all_adapters"),
@@ -286,6 +289,11 @@ REGISTER_GRAPH_BUFFERS = Patch(
     "vllm.distributed.device_communicators.custom_all_reduce:CustomAllreduce.register_graph_buffers",
     "receives the addresses in captured graphs in the group's own order; vLLM's receives them in that of sorted ranks",
     remove_when="vLLM does not sort the group's ranks there",
+)
+GROUP_ATTRIBUTE = Patch(
+    "vllm.distributed.parallel_state:GroupCoordinator.__getattribute__",
+    "sees whether ranks communicate while weights are processed after loading: they take a channel of their group",
+    remove_when="vLLM says which methods do",
 )
 SHARE_MEMORY = Patch(
     "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed._init_cpu_shm",

@@ -179,6 +179,8 @@ class FakeInference:
 
     def finish_fill(self) -> None: ...
 
+    def abandon(self) -> None: ...
+
     def release(self, keep: Collection[str] = ()) -> None:
         self.script.reach("release")
         self.live = {name: flat for name, flat in self.live.items() if name in keep}

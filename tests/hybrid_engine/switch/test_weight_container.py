@@ -57,6 +57,9 @@ class FakeWeights:
     def finish_fill(self) -> None:
         self._record("finish_fill", ())
 
+    def abandon(self) -> None:
+        self._record("abandon", ())
+
     def release(self, keep: Collection[str] = ()) -> None:
         self._record("release", ())
         self.live = {name: flat for name, flat in self.live.items() if name.removesuffix(".weight") in keep}
@@ -254,6 +257,7 @@ def test_a_fill_that_fails_keeps_nothing_of_peers_mapped(fail_in: str, fail_at: 
             container.fill(source_of(0), follower, skipped={2})
         assert rig.fake.calls.count("map") == 1
         assert rig.fake.mapped() == own
+        assert weights.calls[-1] == "abandon"
         assert follower.calls[-2:] == ["abandon", "drain"]
         assert container.state is ContainerState.PARTIAL
         router.close()
@@ -279,9 +283,15 @@ def test_a_dead_group_keeps_no_other_transport_and_no_bucket_from_being_told():
     dead, other = DeadTransport(), InProcessTransport(0, {})
     dead.name = "dead"
     heard: list[int] = []
-    other.abandon = lambda bucket, transfers, reason: heard.append(bucket)
+    weights = FakeWeights(0, fail_in="allocate", fail_at="group0")
+
+    def abandon(bucket: int, transfers: Sequence[Transfer], reason: str) -> None:
+        assert weights.calls[-1] == "abandon"  # before the buckets: others may wait there, and not come to these
+        heard.append(bucket)
+
+    other.abandon = abandon
     router = TransportSet(0, [dead, other], lambda _: other.name)
-    container = WeightContainer(FakeWeights(0, fail_in="allocate", fail_at="group0"), make_plan(), router)
+    container = WeightContainer(weights, make_plan(), router)
     with pytest.raises(ReshardError, match="no memory for allocate"):
         container.fill({})
     assert dead.abandoned == heard == [0, 1, 2]

@@ -77,6 +77,10 @@ class WeightsWithLora:
         """As the port says."""
         self._weights.finish_fill()
 
+    def abandon(self) -> None:
+        """As the port says."""
+        self._weights.abandon()
+
     def release(self, keep: Collection[str] = ()) -> None:
         """As the port says; vLLM keeps its copy of the LoRA on the host."""
         self._arriving = {}

@@ -106,7 +106,8 @@ class Source:
 
     def _attribute(self, owner: Definition, name: str) -> Definition | None:
         if isinstance(owner.node, ast.ClassDef):
-            return next((found for each in self._classes(owner) if (found := _in_class(each, name))), None)
+            found = next((found for each in self._classes(owner) if (found := _in_class(each, name))), None)
+            return Definition(object.__module__) if found is None and hasattr(object, name) else found
         if owner.node is not None:
             return None
         module = self._module(owner.module)

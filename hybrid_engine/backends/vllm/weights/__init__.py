@@ -16,6 +16,7 @@
       group_states.py   released, filling, committed, void: one state a group, one table
       weight_memory.py  where memory comes from: host pages, vLLM's sleep mode
       sleeping_segments.py  weights that sleep on, in sleep mode, until they are asked for
+  collective_processing.py  ranks whose processing has collectives agree before each run of it
   commit.py         how one group is committed, and dropped
   proof.py          where a switch is verified: whether vLLM computes with what was committed
     postload.py       what of vLLM processes weights after loading, and how to run it again

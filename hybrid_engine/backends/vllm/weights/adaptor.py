@@ -19,7 +19,7 @@ import torch
 from hybrid_engine.backends.vllm.process.process_settings import process_settings_kept
 from hybrid_engine.backends.vllm.weights.commit import Observer, commit_group, drop_group
 from hybrid_engine.backends.vllm.weights.group_states import HOLDING, Event, GroupState, GroupStates
-from hybrid_engine.backends.vllm.weights.proof import CommitProof
+from hybrid_engine.backends.vllm.weights.proof import CommitProof, GroupProof
 from hybrid_engine.backends.vllm.weights.storages import flat_view
 from hybrid_engine.backends.vllm.weights.traced_layout import STAGED
 from hybrid_engine.backends.vllm.weights.traced_model import ProcessedModel, unwritten_extents
@@ -80,22 +80,24 @@ class VllmAdaptor:
     def commit(self, groups: Sequence[str]) -> None:
         """Make filled groups the live weights. Raises StateError for a group that was not allocated.
 
-        The process's settings stay as they are.
+        The process's settings stay as they are. Where vLLM's processing is collective, so is this.
         """
         self._states.require(Event.COMMIT, groups)
         is_processed = not self._processed.derivations.keys().isdisjoint(groups)
         kept = process_settings_kept() if is_processed else contextlib.nullcontext()  # vLLM's code may set anything
         with torch.no_grad(), kept, self._processed.context():
             for name in groups:
-                group = self._traced.groups[name]
-                proof = None if self._proof is None else self._proof.of_group(self._traced, group)
                 with self._failing([name]):
-                    commit_group(self._processed, name, self._filling[name], self._observe, proof)
+                    commit_group(self._processed, name, self._filling[name], self._observe, self._proof_of(name))
                 del self._filling[name]
                 self._states.advance(Event.COMMIT, [name])
 
     def finish_fill(self) -> None:
-        """Free staging memory, unless memory is to be kept; what belongs to no group has memory and values then."""
+        """Free staging memory, unless memory is to be kept; what belongs to no group has memory and values then.
+
+        Where vLLM's processing is collective, so is this.
+        """
+        self._processed.gate.finish()
         self._memory.complete()
         if self._memory.frees_all_at_once:
             with torch.no_grad():
@@ -103,11 +105,16 @@ class VllmAdaptor:
         if not self._keeps_memory:
             self._memory.trim()
 
+    def abandon(self) -> None:
+        """As the port says: ranks that process weights together with this one raise."""
+        self._processed.gate.abandon()
+
     def release(self, keep: Collection[str] = ()) -> None:
         """Free all weights; views of live ones stay valid and become usable with the next allocate. Idempotent.
 
         Committed groups in `keep` stay, unless memory can only be given back as a whole (vLLM's sleep mode).
         """
+        self._processed.gate.reopen()
         stay = set(keep).intersection(self.committed())
         if self._keeps_memory:
             self._void([name for name in self._traced.groups if name not in stay])
@@ -188,9 +195,20 @@ class VllmAdaptor:
         try:
             yield
         except BaseException:
+            self.abandon()
             self._states.advance(Event.FAIL, groups)
             self._drop(groups)
             raise
+
+    def _proof_of(self, name: str) -> GroupProof | None:
+        """Where it has vLLM process once more, and that is collective, it is on all ranks or on none."""
+        if self._proof is None:
+            return None
+        proof = self._proof.of_group(self._traced, self._traced.groups[name])
+        is_wanted = proof.is_wanted
+        if name in self._processed.derivations:
+            is_wanted = self._processed.gate.meet(f"the proof of {name}", wish=is_wanted)
+        return proof if is_wanted else None
 
     def _drop(self, groups: Iterable[str]) -> None:
         for name in groups:

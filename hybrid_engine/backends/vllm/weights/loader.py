@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.weights.collective_processing import channels_taken
 from hybrid_engine.backends.vllm.weights.traced_model import Context, ProcessedModel, TracedModel
 from hybrid_engine.errors import StateError
 
 LOAD_FORMAT = "hybrid_engine"
 
-Look = Callable[[TracedModel, Context, torch.dtype], ProcessedModel]
+Look = Callable[[TracedModel, Context, torch.dtype, bool], ProcessedModel]
 
 
 @dataclass
@@ -29,7 +30,7 @@ class Capture:
 
     Attributes:
         trace: called with the model, whose weights are not processed.
-        look: called once they are, with what `looking.look` takes first.
+        look: called once they are, with what `looking.look` takes first, and whether ranks communicated meanwhile.
         model: once vLLM has loaded it.
     """
 
@@ -78,17 +79,20 @@ def _loader_class() -> type:
             if capture is None:
                 raise StateError(f"load format {LOAD_FORMAT!r} works only inside InferenceEngine")
             self._capture, self._traced = capture, capture.trace(model)
+            self._taken = self._watching.enter_context(channels_taken())
 
         def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> torch.nn.Module:
             """Called by vLLM; the post-load processing is over when the base class returns."""
-            model = super().load_model(vllm_config, model_config, prefix)
+            self._watching = contextlib.ExitStack()
+            with self._watching:
+                model = super().load_model(vllm_config, model_config, prefix)
 
             @contextlib.contextmanager
             def context() -> Iterator[None]:
                 with set_current_vllm_config(vllm_config), default_dtype(model_config.dtype):
                     yield
 
-            self._capture.model = self._capture.look(self._traced, context, model_config.dtype)
+            self._capture.model = self._capture.look(self._traced, context, model_config.dtype, bool(self._taken))
             return model
 
     return CapturingLoader

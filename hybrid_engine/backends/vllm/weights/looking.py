@@ -17,6 +17,7 @@ from dataclasses import replace
 import torch
 
 from hybrid_engine.backends.vllm.weights import postload
+from hybrid_engine.backends.vllm.weights.collective_processing import ProcessingGate
 from hybrid_engine.backends.vllm.weights.derivation import Change, Constant, Derivation, same_bytes
 from hybrid_engine.backends.vllm.weights.groups import CommitGroup
 from hybrid_engine.backends.vllm.weights.held import display, held_by, held_by_all
@@ -24,10 +25,16 @@ from hybrid_engine.backends.vllm.weights.marks import Mark, is_marked_dtype
 from hybrid_engine.backends.vllm.weights.storages import flat_view
 from hybrid_engine.backends.vllm.weights.traced_model import Context, ProcessedModel, TracedModel
 from hybrid_engine.backends.vllm.weights.tracing import storage_key
-from hybrid_engine.errors import ModelError
+from hybrid_engine.errors import ModelError, ReshardError
 
 
-def look(traced: TracedModel, context: Context, act_dtype: torch.dtype, keeps_addresses: bool) -> ProcessedModel:
+def look(
+    traced: TracedModel,
+    context: Context,
+    act_dtype: torch.dtype,
+    keeps_addresses: bool,
+    gate: ProcessingGate | None = None,
+) -> ProcessedModel:
     """See what vLLM's post-load processing, which is over, made of a model.
 
     Args:
@@ -35,16 +42,23 @@ def look(traced: TracedModel, context: Context, act_dtype: torch.dtype, keeps_ad
         context: entered around every later run of it.
         act_dtype: of the model's activations, which attention's processing is told.
         keeps_addresses: whether what vLLM computes with must stay where it is.
+        gate: of the ranks that process these weights together; default: each by itself.
 
-    Raises ModelError with everything that cannot be renewed; the model cannot be used then.
+    Raises ModelError with everything that cannot be renewed, and as `ProcessingGate.meet` where another rank fails; the
+    model cannot be used then.
     """
-    model = _looked_at(traced, context, act_dtype, keeps_addresses)
+    gate = gate or ProcessingGate()
+    with gate.walk():
+        model = _looked_at(traced, context, act_dtype, keeps_addresses, gate)
+    gate.reopen()
     for name in traced.loaded.marked & model.live.keys():
         flat_view(model.live[name].detach()).zero_()
     return model
 
 
-def _looked_at(traced: TracedModel, context: Context, act_dtype: torch.dtype, keeps_addresses: bool) -> ProcessedModel:
+def _looked_at(
+    traced: TracedModel, context: Context, act_dtype: torch.dtype, keeps_addresses: bool, gate: ProcessingGate
+) -> ProcessedModel:
     modules = dict(traced.model.named_modules())
     live, written = traced.loaded.live(modules), traced.loaded.written()
     known = traced.loaded.constants | {storage_key(tensor) for tensor in live.values()}
@@ -60,7 +74,9 @@ def _looked_at(traced: TracedModel, context: Context, act_dtype: torch.dtype, ke
         else:  # results would keep the memory of these weights
             derivations[name] = replace(each, results={}, numbers={})
     constants = _constants(traced, modules, derivations, written, keeps_addresses)
-    model = ProcessedModel(traced, modules, live, derivations, in_place, constants, keeps_addresses, context, act_dtype)
+    model = ProcessedModel(
+        traced, modules, live, derivations, in_place, constants, keeps_addresses, context, act_dtype, gate
+    )
     faults = _lost(model)
     if keeps_addresses:
         faults += _out_of_reach(model, known)
@@ -185,14 +201,20 @@ def _rehearse_all(model: ProcessedModel, faults: list[str]) -> set[str]:
         before = [each.tensor.clone() for each in constants]
         found = _rehearse(model, name)
         faults += found
-        same = (same_bytes(each.tensor, value) for each, value in zip(constants, before, strict=True))
-        if is_suspected and not found and all(same):
-            idle.add(name)
+        if model.gate.is_over:  # in its collectives the others would not be met
+            break
+        if is_suspected and not found:
+            is_renewed = not all(same_bytes(each.tensor, value) for each, value in zip(constants, before, strict=True))
+            if not model.gate.meet(f"what depends on the weights of {name}", wish=is_renewed):
+                idle.add(name)
     return idle
 
 
 def _rehearse(model: ProcessedModel, group_name: str) -> list[str]:
-    """Derive what a group computes with from other values; see whether it can be, and has been, copied into place."""
+    """Derive what a group computes with from other values; see whether it can be, and has been, copied into place.
+
+    Raises as `ProcessingGate.meet`; a failure of its own closes the gate.
+    """
     group, derivation = model.traced.groups[group_name], model.derivations[group_name]
     storages, tensors = [model.traced.storages[each] for each in group.storages], {}
     for storage in storages:
@@ -212,7 +234,10 @@ def _rehearse(model: ProcessedModel, group_name: str) -> list[str]:
             problems = problems or _stale(derivation, made, {storage.key for storage in storages})
             if not problems:
                 derivation.renew(made)
+    except ReshardError:  # another rank's
+        raise
     except Exception as error:  # vLLM's, of any kind: its message goes into one report with the others
+        model.gate.abandon()
         return [_fault(model, derivation.first, f"its processing cannot run again: {type(error).__name__}: {error}")]
     problems = problems or [
         f"{display(path)} cannot be written in place"

@@ -48,21 +48,24 @@ class CommitProof:
     tensors: Collection[str]
     unproven: Callable[[str], None]
 
-    def of_group(self, model: TracedModel, group: CommitGroup) -> GroupProof | None:
-        """For a group that one of the canonical tensors goes into."""
+    def of_group(self, model: TracedModel, group: CommitGroup) -> GroupProof:
+        """Of one group, wanted if one of the canonical tensors goes into it."""
         names = sorted({name for buffer in group.buffers for name in model.sources.get(buffer, ())})
-        if not any(name in self.tensors for name in names):
-            return None
         more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-        return GroupProof(f"{', '.join(names[:_NUM_NAMED])}{more}: on rank {model.rank}", self.unproven)
+        is_wanted = any(name in self.tensors for name in names)
+        return GroupProof(f"{', '.join(names[:_NUM_NAMED])}{more}: on rank {model.rank}", self.unproven, is_wanted)
 
 
 class GroupProof:
-    """Of one group in one commit."""
+    """Of one group in one commit.
 
-    def __init__(self, what: str, unproven: Callable[[str], None]) -> None:
+    Attributes:
+        is_wanted: on this rank.
+    """
+
+    def __init__(self, what: str, unproven: Callable[[str], None], is_wanted: bool) -> None:
         """`what`: the tensors and the rank, for messages."""
-        self._what, self._unproven = what, unproven
+        self._what, self._unproven, self.is_wanted = what, unproven, is_wanted
         self._given: dict[str, torch.Tensor] = {}  # by storage
 
     def remember(self, model: ProcessedModel, name: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 
 from hybrid_engine.backends.vllm.weights import postload
+from hybrid_engine.backends.vllm.weights.collective_processing import ProcessingGate
 from hybrid_engine.backends.vllm.weights.derivation import Constant, Derivation
 from hybrid_engine.backends.vllm.weights.groups import CommitGroup, find_groups
 from hybrid_engine.backends.vllm.weights.loaded_state import LoadedState, capture
@@ -83,6 +84,7 @@ class ProcessedModel:
         keeps_addresses: whether that stays where it is when it is made anew.
         context: see `Context`.
         act_dtype: of the model's activations.
+        gate: which ranks pass together before each run of the processing, where that is collective.
     """
 
     traced: TracedModel
@@ -94,6 +96,7 @@ class ProcessedModel:
     keeps_addresses: bool
     context: Context
     act_dtype: torch.dtype
+    gate: ProcessingGate
 
     @cached_property
     def resident(self) -> Mapping[str, torch.Tensor]:
@@ -167,7 +170,11 @@ class ProcessedModel:
                 replace(each, value=value).restore()
 
     def process(self, derivation: Derivation, modules: Mapping[str, torch.nn.Module] | None = None) -> None:
-        """Run vLLM's own post-load processing of the weights that are bound; default: in the model itself."""
+        """Run vLLM's own post-load processing of the weights that are bound; default: in the model itself.
+
+        Where it is collective, so is this; raises as `ProcessingGate.meet`.
+        """
+        self.gate.meet(f"processing {'' if modules is None else 'a copy of '}{derivation.first}")
         modules = self.modules if modules is None else modules
         for name in derivation.methods:
             postload.process(modules[name])

@@ -12,6 +12,7 @@ import torch
 
 from hybrid_engine.backends.vllm.weights import derivation as derivations
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
+from hybrid_engine.backends.vllm.weights.collective_processing import ProcessingGate
 from hybrid_engine.backends.vllm.weights.held import held_by_all
 from hybrid_engine.backends.vllm.weights.looking import look
 from hybrid_engine.backends.vllm.weights.storages import flat_view
@@ -245,12 +246,12 @@ class Forgetful(WeightMemory):
                 flat_view(tensor.detach()).fill_(3)
 
 
-def built(model: Model, keeps_addresses: bool) -> VllmAdaptor:
+def built(model: Model, keeps_addresses: bool, gate: ProcessingGate | None = None, rank: int = 0) -> VllmAdaptor:
     """As vLLM's start-up makes one."""
     shapes = {name: tuple(weight.shape) for name, weight in model.weights(0).items()}
-    traced = trace_model(model, shapes, dict.fromkeys(shapes, torch.float32), rank=0)
+    traced = trace_model(model, shapes, dict.fromkeys(shapes, torch.float32), rank)
     model.process()
-    processed = look(traced, contextlib.nullcontext, torch.float32, keeps_addresses)
+    processed = look(traced, contextlib.nullcontext, torch.float32, keeps_addresses, gate)
     return VllmAdaptor(processed, Forgetful(model) if keeps_addresses else HostMemory())
 
 

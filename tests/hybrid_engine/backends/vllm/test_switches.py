@@ -53,6 +53,11 @@ def test_all_weights_are_in_memory_after_a_switch_and_none_after_a_release(by_ra
         assert result.memory.released == 0
 
 
+def test_ranks_do_not_wait_for_each_other_in_commits(by_rank: list[Cycles]) -> None:
+    """None of vLLM's processing on CPU communicates; see test_collective_processing.py."""
+    assert not any(result.is_collective for result in by_rank)
+
+
 def test_training_draws_as_if_there_were_no_vllm(by_rank: list[Cycles]) -> None:
     assert all(result.random_state_kept for result in by_rank)
 

@@ -103,6 +103,7 @@ class Cycles:
         empty: completions of no prompts.
         failed: by place.
         random_state_kept, process_as_before: whether training would notice.
+        is_collective: whether ranks wait for each other in commits.
     """
 
     tp_rank: int
@@ -121,6 +122,7 @@ class Cycles:
     shared: Shared
     random_state_kept: bool
     process_as_before: bool
+    is_collective: bool
 
 
 def run(directory: str, num_tp: int) -> Cycles:
@@ -151,6 +153,7 @@ def run(directory: str, num_tp: int) -> Cycles:
     prompts = refusal_of(lambda: engine.generate([[], [1] * 60, [500]], SAMPLING))
 
     resident, tp_rank = engine.adaptor.resident_nbytes(), engine.tp_rank
+    is_collective = engine.adaptor._processed.gate.is_collective
     engine.release()
     memory = Memory(engine.adaptor.nbytes, resident, engine.adaptor.resident_nbytes())
     released = refusal_of(lambda: drawn(engine))
@@ -189,6 +192,7 @@ def run(directory: str, num_tp: int) -> Cycles:
         ),
         random_state_kept=random_state_kept,
         process_as_before=dist.group.WORLD is world and torch.set_num_threads is set_num_threads,
+        is_collective=is_collective,
     )
     dist.barrier()  # before the next function makes an engine
     return result

@@ -68,6 +68,7 @@ def source(tmp_path: Path) -> Source:
         "made.core.engine:Engine.settings",
         "made.core.engine:Engine.kind",
         "made.core.engine:Engine.inherited",
+        "made.core.engine:Engine.__getattribute__",
         "made.core.engine:Settings.names",
     ],
 )

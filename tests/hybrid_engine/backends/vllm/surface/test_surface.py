@@ -36,7 +36,7 @@ PACKAGE = Path(hybrid_engine.__file__).parent
 BACKEND = PACKAGE / "backends" / "vllm"
 USES = {each.target: each for each in uses()}
 
-_OF_TORCH = {"Scalar", "_local_scalar_dense", "_schema", "is_mutable", "pad_sequence", "rnn", "snapshot"}
+_OF_TORCH = {"MAX", "Scalar", "_local_scalar_dense", "_schema", "is_mutable", "pad_sequence", "rnn", "snapshot"}
 _OF_OTHERS = {"Enum", "from_pretrained", "set", "cell_contents", "decode"}
 
 
