@@ -20,8 +20,8 @@ from hybrid_engine.ranks.torch_internals import job_store
 class HostGroup:
     """The ranks of this one's host, over gloo.
 
-    None of torch's own groups, each of which all ranks of the job make together, one after the other: hundreds, for as
-    many hosts.
+    Not one of torch's own groups: each of those is made by all ranks of the job, one after the other, hundreds where
+    there are hundreds of hosts.
     """
 
     def __init__(self, rank: int, hosts: Sequence[str], timeout_seconds: float) -> None:
@@ -54,7 +54,7 @@ class HostLeaders:
 
     def maximum(self, values: torch.Tensor) -> None:
         """Let every element be the largest of all ranks', in place. Raises RuntimeError as torch.distributed does."""
-        # never kept in a variable: an error's traceback would keep its connections open
+        # what is waited for is in no variable: an error's traceback would keep its connections open
         self._host.begin_maximum(values).wait()
         if self._leaders is not None:
             _begin_maximum(self._leaders, values).wait()
