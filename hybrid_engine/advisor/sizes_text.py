@@ -5,6 +5,7 @@ training     tp pp vpp cp dp ep etp     sizes; dp is checked, or taken from the 
              embedding=1 loss=1         count embedding, head as a layer in the split
              layout=Et*2|t|tL           megatron-core's notation of every stage, without commas
              noop=3:7                   positions of no-op layers
+             hybrid=*-*-|*E*E           pattern of a HybridModel
              vocab=128                  make_vocab_size_divisible_by
 or, with FSDP2
              fsdp                       ranks that shard every parameter

@@ -25,6 +25,17 @@ def _model_is_built(context: TrainingContext) -> Iterator[Finding]:
         yield f"{what} is not implemented by build_model()", "Pass your own Megatron model"
 
 
+@constraint(
+    MEGATRON,
+    "actor_config.hybrid_layer_pattern",
+    "A HybridModel is built of Megatron's own layers, without windows, soft caps and post norms.",
+    computing=True,
+)
+def _hybrid_model_is_built(context: TrainingContext) -> Iterator[Finding]:
+    if context.train_sizes.hybrid_layer_pattern is not None and context.table.layer_spec != "default":
+        yield "the model's layers have parts that Megatron's do not have", "Leave it out, or pass your own model"
+
+
 MEGATRON += size_constraints("actor_config", TrainParallelism, TRAIN_RULES, lambda context: context.train_sizes)
 
 

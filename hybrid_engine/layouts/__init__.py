@@ -8,6 +8,7 @@
     parallelism.py  parallel sizes of both sides, with all their names; which rank is at which place
     size_rules.py   what the sizes must satisfy for a model
     stages.py       which layers megatron-core builds on which pipeline stage and virtual chunk
+    hybrid_pattern.py  the same for a HybridModel, whose layers are attention or MLP alone
     parameters.py   every parameter that a name table speaks of
     training.py     Megatron's side
     sharded.py      FSDP2's side, and what a rank holds of a tensor that is packed in a sharded parameter

@@ -99,6 +99,7 @@ class TrainParallelism:
     account_for_loss_in_pipeline_split: Annotated[bool, _megatron("account_for_loss_in_pipeline_split", "loss")] = False
     pipeline_layout: Annotated[str | None, _megatron("pipeline_model_parallel_layout", "layout")] = None
     noop_layers: Annotated[tuple[int, ...], Size("noop_layers", "noop")] = ()
+    hybrid_layer_pattern: Annotated[str | None, _megatron("hybrid_layer_pattern", "hybrid", model=False)] = None
     # What a rank holds does not depend on it, and megatron-core's own attention refuses more than 1: not the model's.
     context: Annotated[int, _megatron("context_parallel_size", "cp", groups=True, model=False)] = 1
     expert: Annotated[int, _megatron("expert_model_parallel_size", "ep", groups=True)] = 1

@@ -16,7 +16,7 @@ class Location(StrEnum):
     EMBEDDING = "embedding."
     DECODER = DECODER_LAYER
     MTP = MTP_LAYER
-    FINAL_NORM = "decoder.final_layernorm."
+    FINAL_NORM = "decoder.final_"
     HEAD = "output_layer."
 
 
@@ -44,6 +44,11 @@ class Parameter:
     def is_expert(self) -> bool:
         """Whether it belongs to one of the routed experts."""
         return "expert" in self.indices
+
+    @property
+    def is_of_mlp(self) -> bool:
+        """Whether it belongs to a layer's MLP or experts, and not to its attention."""
+        return "mlp" in self.name.removeprefix(self.location)
 
 
 def parameters_of(table: ModelTable) -> Iterator[Parameter]:

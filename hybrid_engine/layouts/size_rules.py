@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from hybrid_engine.errors import Violation
+from hybrid_engine.layouts.hybrid_pattern import pattern_violations
 from hybrid_engine.layouts.parallelism import InferenceParallelism, Parallelism, TrainParallelism, sizes_of
 from hybrid_engine.layouts.parameters import Parameter, packed_size, parameters_of
-from hybrid_engine.layouts.stages import split_violations
+from hybrid_engine.layouts.stages import UNEVEN, split_violations
 from hybrid_engine.models.packing import GateUp, Over, Split, Vocabulary
 from hybrid_engine.models.table import ModelTable
 
@@ -92,7 +93,25 @@ def _noop_positions(sizes: TrainParallelism, table: ModelTable) -> Iterator[Viol
         yield Violation("noop_layers", f"{list(sizes.noop_layers)} names a position twice", "Name each once")
 
 
+def _hybrid(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
+    pattern = sizes.hybrid_layer_pattern
+    if pattern is None:
+        return
+    for key in (*UNEVEN, "pipeline_layout", "noop_layers"):
+        if getattr(sizes, key) not in (None, False, ()):
+            yield Violation(key, "set beside a hybrid pattern, which says where stages end", "Use one of the two")
+    if table.dims.num_mtp_layers:
+        problem = "the model has MTP layers, which are known of a GPTModel only"
+        yield Violation("hybrid_layer_pattern", problem, "Use a GPTModel")
+    dims, transformer = table.dims, table.transformer
+    experts = [bool(has) for has in transformer["moe_layer_freq"]] if dims.num_experts else [False] * dims.num_layers
+    is_latent = bool(transformer.get("multi_latent_attention"))
+    yield from pattern_violations(pattern, sizes.pipeline, sizes.virtual_pipeline, experts, is_latent)
+
+
 def _train_stages(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
+    if sizes.hybrid_layer_pattern is not None:
+        return iter(())
     return split_violations(sizes, table.dims.num_layers, table.dims.num_mtp_layers)
 
 
@@ -189,6 +208,11 @@ TRAIN_RULES: tuple[SizeRule[TrainParallelism], ...] = (
     SizeRule("expert", "num_experts % EP == 0; without experts EP and ETP are 1.", _train_experts),
     SizeRule("tensor", "TP, or ETP for experts, divides the dimension along which a parameter is cut.", _train_cuts),
     SizeRule("noop_layers", "No-op layers have distinct positions among all layers.", _noop_positions),
+    SizeRule(
+        "hybrid_layer_pattern",
+        "A hybrid pattern has an attention and an MLP in turn for each layer, of the model's kinds, in stages.",
+        _hybrid,
+    ),
     SizeRule("pipeline", "The layers can be divided among pipeline stages and their virtual chunks.", _train_stages),
 )
 

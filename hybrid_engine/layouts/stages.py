@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hybrid_engine.errors import Violation, clipped, shortened
+from hybrid_engine.layouts.hybrid_pattern import hybrid_chunks
 from hybrid_engine.layouts.parallelism import TrainParallelism
 
 EMBEDDING, LAYER, MTP, LOSS = "E", "t", "m", "L"
@@ -28,7 +29,8 @@ class Chunk:
     Attributes:
         stage, virtual: pipeline stage; number of the chunk among those of the stage.
         positions: of its layers among all that Megatron builds, no-op layers included; from 0.
-        layers: the checkpoint's numbers of those that are not no-op layers.
+        attention, mlp: the checkpoint's numbers of the layers whose attention, whose MLP or experts it has. They differ
+            only for a HybridModel, where each is a layer of its own.
         has_embedding, has_head: it is the model's first, its last chunk.
         has_mtp: the MTP (multi-token prediction) layers, and an embedding for them.
         has_final_norm: the norm after the decoder.
@@ -37,7 +39,8 @@ class Chunk:
     stage: int
     virtual: int
     positions: range
-    layers: tuple[int, ...]
+    attention: tuple[int, ...]
+    mlp: tuple[int, ...]
     has_embedding: bool
     has_head: bool
     has_mtp: bool
@@ -63,18 +66,22 @@ def parse_layout(text: str) -> list[str]:
 
 def chunks_of(sizes: TrainParallelism, num_layers: int, num_mtp_layers: int) -> list[Chunk]:
     """All chunks of a model, in the order in which its layers run. The sizes must be possible."""
+    if sizes.hybrid_layer_pattern is not None:
+        return _hybrid_chunks(sizes, sizes.hybrid_layer_pattern)
     num_positions = num_layers + len(sizes.noop_layers)
     kinds = _contents(sizes, num_positions, num_mtp_layers)
     chunks, position = [], 0
     for number, kind in enumerate(kinds):
         count, is_last = kind.count(LAYER), number == len(kinds) - 1
         positions = range(position, position + count)
+        layers = _numbers_at(positions, sizes.noop_layers)
         chunks.append(
             Chunk(
                 stage=number % sizes.pipeline,
                 virtual=number // sizes.pipeline,
                 positions=positions,
-                layers=_numbers_at(positions, sizes.noop_layers),
+                attention=layers,
+                mlp=layers,
                 has_embedding=number == 0,
                 has_head=is_last,
                 has_mtp=MTP in kind,
@@ -85,6 +92,24 @@ def chunks_of(sizes: TrainParallelism, num_layers: int, num_mtp_layers: int) -> 
     return chunks
 
 
+def _hybrid_chunks(sizes: TrainParallelism, pattern: str) -> list[Chunk]:
+    dealt = hybrid_chunks(pattern, sizes.pipeline)
+    return [
+        Chunk(
+            stage=number % sizes.pipeline,
+            virtual=number // sizes.pipeline,
+            positions=each.positions,
+            attention=each.attention,
+            mlp=each.mlp,
+            has_embedding=number == 0,
+            has_head=number == len(dealt) - 1,
+            has_mtp=False,
+            has_final_norm=number == len(dealt) - 1,
+        )
+        for number, each in enumerate(dealt)
+    ]
+
+
 def _numbers_at(positions: range, noop_layers: Sequence[int]) -> tuple[int, ...]:
     """The checkpoint numbers its layers without the no-op ones."""
     return tuple(
@@ -93,14 +118,14 @@ def _numbers_at(positions: range, noop_layers: Sequence[int]) -> tuple[int, ...]
 
 
 _FIRST, _LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
-_UNEVEN = (_FIRST, _LAST, "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+UNEVEN = (_FIRST, _LAST, "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 """Sizes that make stages of different lengths, those that say how long before those that count more than layers."""
 
 
 def split_violations(sizes: TrainParallelism, num_layers: int, num_mtp_layers: int) -> Iterator[Violation]:
     """Everything that keeps a model's layers from being dealt out; keys are those of `TrainParallelism`."""
     num_positions = num_layers + len(sizes.noop_layers)
-    given = [key for key in _UNEVEN if getattr(sizes, key) not in (None, False)]
+    given = [key for key in UNEVEN if getattr(sizes, key) not in (None, False)]
     if sizes.pipeline_layout is not None:
         yield from (Violation(key, "set beside a layout of every stage", "Use one of the two") for key in given)
         yield from _layout_violations(sizes, num_positions, num_mtp_layers)

@@ -41,7 +41,8 @@ class _TrainingSide:
         self._table = table
         self._sizes = parallelism
         self._chunks = chunks_of(parallelism, table.dims.num_layers, table.dims.num_mtp_layers)
-        self._chunk_of_layer = {layer: chunk for chunk in self._chunks for layer in chunk.layers}
+        self._chunk_with_attention = {layer: chunk for chunk in self._chunks for layer in chunk.attention}
+        self._chunk_with_mlp = {layer: chunk for chunk in self._chunks for layer in chunk.mlp}
         self._side = SideBuilder(parallelism.world_size, table.shapes, dtype, table.dtypes, is_offered_all=False)
         self._ranks: dict[tuple[int, int | None, Over, int], np.ndarray] = {}
         self._pieces: dict[object, _Pieces] = {}
@@ -55,7 +56,8 @@ class _TrainingSide:
     def _chunks_with(self, parameter: Parameter) -> Iterator[Chunk]:
         tied = self._table.dims.tied_embeddings
         if parameter.location is Location.DECODER:
-            yield self._chunk_of_layer[parameter.indices["layer"]]
+            chunk_with = self._chunk_with_mlp if parameter.is_of_mlp else self._chunk_with_attention
+            yield chunk_with[parameter.indices["layer"]]
             return
         for chunk in self._chunks:
             if {

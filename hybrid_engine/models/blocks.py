@@ -23,7 +23,7 @@ def outer_rules(dims: ModelDims) -> tuple[Rule, ...]:
     """Embedding, final norm, output head."""
     return (
         Rule(("embedding.word_embeddings.weight",), Vocabulary(EMBEDDING, dims.vocab_size)),
-        Rule(("decoder.final_layernorm.weight",), Replicated(FINAL_NORM)),
+        Rule(("decoder.final_layernorm.weight", "decoder.final_norm.weight"), Replicated(FINAL_NORM)),
         Rule(("output_layer.weight",), Vocabulary(EMBEDDING if dims.tied_embeddings else HEAD, dims.vocab_size)),
     )
 

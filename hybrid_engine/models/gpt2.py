@@ -78,8 +78,8 @@ def _rules(dims: ModelDims) -> tuple[Rule, ...]:
         Rule(in_layer("mlp.linear_fc1.bias"), Split(LAYER + "mlp.c_fc.bias", dim=0)),
         Rule(in_layer("mlp.linear_fc2.weight"), Split(LAYER + "mlp.c_proj.weight", dim=0, transposed=True)),
         Rule(in_layer("mlp.linear_fc2.bias"), Replicated(LAYER + "mlp.c_proj.bias")),
-        Rule(("decoder.final_layernorm.weight",), Replicated("transformer.ln_f.weight")),
-        Rule(("decoder.final_layernorm.bias",), Replicated("transformer.ln_f.bias")),
+        Rule(("decoder.final_layernorm.weight", "decoder.final_norm.weight"), Replicated("transformer.ln_f.weight")),
+        Rule(("decoder.final_layernorm.bias", "decoder.final_norm.bias"), Replicated("transformer.ln_f.bias")),
         Rule(("output_layer.weight",), Vocabulary(EMBEDDING if dims.tied_embeddings else HEAD, dims.vocab_size)),
     )
 

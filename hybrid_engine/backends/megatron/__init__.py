@@ -5,6 +5,7 @@
              megatron_config.py   Megatron's configuration objects from ours
              fusions.py           Megatron's fused kernels, where they exist
              specs.py             which modules the layers consist of
+             hybrid_layers.py     a HybridModel of the same modules
              model_variants.py    what some architectures compute and megatron-core has no setting for
              routing.py           DeepSeek's ranking of groups of experts
              lora_layers.py       LoRA on parallel linear layers, and its sum with the weights

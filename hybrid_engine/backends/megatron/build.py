@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
@@ -156,9 +157,27 @@ def build_model(
 
 def _build_chunk(
     sizes: TrainParallelism, table: ModelTable, config: TransformerConfig, max_length: int, vp_stage: int | None
-) -> GPTModel:
+) -> LanguageModule:
+    build = _build_gpt_chunk if sizes.hybrid_layer_pattern is None else _build_hybrid_chunk
+    model = build(sizes, table, config, max_length, vp_stage)
+    rank_groups(model, table.extras)
+    return finish_model(model, table.extras)
+
+
+def _build_hybrid_chunk(
+    sizes: TrainParallelism, table: ModelTable, config: TransformerConfig, max_length: int, vp_stage: int | None
+) -> LanguageModule:
+    # here, because megatron-core has it since 0.18 only
+    from hybrid_engine.backends.megatron.hybrid_layers import build_hybrid_model
+
+    return build_hybrid_model(sizes, table, config, max_length, vp_stage)
+
+
+def _build_gpt_chunk(
+    sizes: TrainParallelism, table: ModelTable, config: TransformerConfig, max_length: int, vp_stage: int | None
+) -> LanguageModule:
     with_te = has_transformer_engine()
-    model = GPTModel(
+    return GPTModel(
         config=config,
         transformer_layer_spec=layer_spec_for(table, config, with_te, vp_stage, sizes.noop_layers),
         vocab_size=sizes.padded_vocabulary(table.dims.vocab_size),
@@ -169,8 +188,6 @@ def _build_chunk(
         mtp_block_spec=mtp_spec_for(table, config, with_te, vp_stage),
         vp_stage=vp_stage,
     )
-    rank_groups(model, table.extras)
-    return finish_model(model, table.extras)
 
 
 def _freeze(

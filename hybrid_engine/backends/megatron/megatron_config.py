@@ -18,6 +18,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from hybrid_engine.backends.megatron.fusions import fusion_settings
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.layouts.hybrid_pattern import has_experts, num_hybrid_chunks
 from hybrid_engine.layouts.parallelism import TrainParallelism, named
 from hybrid_engine.models.table import ModelTable
 
@@ -35,16 +36,22 @@ def has_transformer_engine() -> bool:
 
 
 def train_sizes(actor: ActorConfig, world_size: int) -> TrainParallelism:
-    """The parallel sizes, with the virtual stages that an explicit layout implies."""
+    """The parallel sizes, with the virtual stages that an explicit layout or a hybrid pattern implies."""
     sizes = actor.sizes(world_size)
-    if sizes.pipeline_layout is None:
+    if sizes.pipeline_layout is not None:
+        num_chunks = PipelineParallelLayerLayout.get_num_stages_from_str(sizes.pipeline_layout) // sizes.pipeline
+    elif sizes.hybrid_layer_pattern is not None:
+        num_chunks = num_hybrid_chunks(sizes.hybrid_layer_pattern, sizes.pipeline)
+    else:
         return sizes
-    num_chunks = PipelineParallelLayerLayout.get_num_stages_from_str(sizes.pipeline_layout) // sizes.pipeline
     return replace(sizes, virtual_pipeline=num_chunks if num_chunks > 1 else None)
 
 
 def transformer_config(actor: ActorConfig, sizes: TrainParallelism, table: ModelTable) -> TransformerConfig:
     """Of the model in this layout. Raises ConfigError for what the model needs and this megatron-core lacks."""
+    if sizes.hybrid_layer_pattern is not None and not find_spec("megatron.core.models.hybrid"):
+        problem = f"megatron-core {megatron.core.__version__} has no HybridModel"
+        raise ConfigError([Violation("actor_config.hybrid_layer_pattern", problem, "Install 0.18 or later")])
     dtype = getattr(torch, actor.params_dtype)
     settings = {**table.transformer, **_size_settings(sizes, table), **_expert_settings(sizes, table)}
     settings["activation_func"] = ACTIVATIONS[settings["activation_func"]]
@@ -106,7 +113,7 @@ def _size_settings(sizes: TrainParallelism, table: ModelTable) -> dict[str, Any]
     """How the model is spread over ranks."""
     return {
         **named(sizes, "model"),
-        "num_layers": table.dims.num_layers + len(sizes.noop_layers),
+        "num_layers": _num_positions(sizes, table),
         "mtp_num_layers": table.dims.num_mtp_layers or None,
         # with two stages the previous and the next rank are one, and batched sends of interleaved stages would be
         # matched with each other's receives
@@ -115,14 +122,25 @@ def _size_settings(sizes: TrainParallelism, table: ModelTable) -> dict[str, Any]
     }
 
 
+def _num_positions(sizes: TrainParallelism, table: ModelTable) -> int:
+    """Layers as Megatron counts them."""
+    if sizes.hybrid_layer_pattern is not None:
+        return 2 * table.dims.num_layers
+    return table.dims.num_layers + len(sizes.noop_layers)
+
+
 def _expert_settings(sizes: TrainParallelism, table: ModelTable) -> dict[str, Any]:
     """Which layers have experts and how these run; nothing for a dense model."""
     if not table.dims.num_experts:
         return {}
-    has_experts = iter(table.transformer["moe_layer_freq"])  # by layer of the checkpoint; Megatron counts no-op layers
-    num_positions = table.dims.num_layers + len(sizes.noop_layers)
+    if sizes.hybrid_layer_pattern is not None:
+        with_experts = [int(has) for has in has_experts(sizes.hybrid_layer_pattern)]
+    else:
+        by_layer = iter(table.transformer["moe_layer_freq"])  # of the checkpoint; Megatron counts no-op layers
+        positions = range(_num_positions(sizes, table))
+        with_experts = [0 if position in sizes.noop_layers else next(by_layer) for position in positions]
     return {
-        "moe_layer_freq": [0 if p in sizes.noop_layers else next(has_experts) for p in range(num_positions)],
+        "moe_layer_freq": with_experts,
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": has_transformer_engine(),
     }

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.lora_layers import LORA, WRAPPED
+from hybrid_engine.errors import ModelError
+from hybrid_engine.layouts.hybrid_pattern import checkpoint_layers
 from hybrid_engine.models.moe import interleave_experts
 from hybrid_engine.models.packing import Over
 from hybrid_engine.models.table import ModelTable
@@ -65,6 +68,7 @@ class ModelTensors:
 
     Raises:
         UnsupportedVersionError: for a megatron-core that was not tested, unless `megatron_patches.apply` accepted it.
+        ModelError: for a HybridModel of other layers than attention and MLP in turn.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], table: ModelTable, noop_layers: Sequence[int] = ()) -> None:
@@ -135,10 +139,10 @@ class ModelTensors:
         """Names of the weights that no longer lie where `homes` says."""
         return [name for name, tensor in self.named_weights() if not self._is_home(tensor)]
 
-    def _models(self) -> Iterator[tuple[GPTModel, _GlobalNames]]:
+    def _models(self) -> Iterator[tuple[LanguageModule, GlobalNames]]:
         for chunk in self.chunks:
             model = unwrap_model(chunk)
-            yield model, _GlobalNames(model, self.table.dims.num_layers, self.noop_layers)
+            yield model, GlobalNames(model, self.table.dims.num_layers, self.noop_layers)
 
     def _find_storage(self) -> None:
         for record in iter_buffers(self.ddp_chunks):
@@ -159,12 +163,14 @@ class ModelTensors:
         return data_of(tensor).data_ptr() == flat.data_ptr() + home.offset * flat.element_size()
 
 
-class _GlobalNames:
+class GlobalNames:
     """Names of one model chunk with global numbers of layers and experts."""
 
-    def __init__(self, model: GPTModel, num_layers: int, noop_layers: frozenset[int]) -> None:
+    def __init__(self, model: LanguageModule, num_layers: int, noop_layers: frozenset[int]) -> None:
+        pattern = getattr(model, "hybrid_layer_pattern", None)
+        number_at = partial(_in_checkpoint, noop_layers) if pattern is None else _numbers_in(pattern).__getitem__
         self._layers = {
-            f"decoder.layers.{index}.": f"decoder.layers.{_in_checkpoint(layer.layer_number - 1, noop_layers)}."
+            f"decoder.layers.{index}.": f"decoder.layers.{number_at(layer.layer_number - 1)}."
             for index, layer in enumerate(model.decoder.layers)
         }
         mtp = getattr(model, "mtp", None)
@@ -208,7 +214,15 @@ def _as_laid_out(table: ModelTable, chunks: Sequence[torch.nn.Module]) -> ModelT
     return interleave_experts(table, block) if block else table
 
 
-def _in_checkpoint(position: int, noop_layers: frozenset[int]) -> int:
+def _numbers_in(pattern: str) -> list[int]:
+    """The checkpoint's number of the layer at each position of a HybridModel."""
+    try:
+        return checkpoint_layers(pattern)
+    except ValueError as error:
+        raise ModelError(f"a HybridModel with {error}") from error
+
+
+def _in_checkpoint(noop_layers: frozenset[int], position: int) -> int:
     """The checkpoint's number of the layer at `position`."""
     return position - sum(noop < position for noop in noop_layers)
 

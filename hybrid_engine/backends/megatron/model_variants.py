@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -52,7 +52,7 @@ def extend(
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def finish_model(model: GPTModel, extras: Extras) -> GPTModel:
+def finish_model(model: LanguageModule, extras: Extras) -> LanguageModule:
     """Scale rotary frequencies and embeddings, cap logits; returns the model. Called once, on a new model."""
     if extras.rotary_scaling is not None:
         rotary = model.rotary_pos_emb

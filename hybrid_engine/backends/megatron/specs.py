@@ -66,11 +66,11 @@ def mtp_spec_for(
 
 def _default(table: ModelTable, config: TransformerConfig, transformer_engine: bool) -> TransformerBlockSubmodules:
     """Megatron's GPT layers: dense or with experts, with grouped-query or with latent attention."""
-    dense = _gpt_layer(config, None, transformer_engine)
+    dense = gpt_layer(config, None, transformer_engine)
     if config.num_moe_experts is None:
         layers = [dense] * table.dims.num_layers
     else:
-        sparse = _gpt_layer(config, config.num_moe_experts, transformer_engine)
+        sparse = gpt_layer(config, config.num_moe_experts, transformer_engine)
         layers = [sparse if has_experts else dense for has_experts in table.transformer["moe_layer_freq"]]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm(config, transformer_engine))
 
@@ -87,7 +87,8 @@ def final_norm(config: TransformerConfig, transformer_engine: bool) -> type:
     return LocalSpecProvider().layer_norm(rms_norm=config.normalization == "RMSNorm")
 
 
-def _gpt_layer(config: TransformerConfig, num_experts: int | None, transformer_engine: bool) -> ModuleSpec:
+def gpt_layer(config: TransformerConfig, num_experts: int | None, transformer_engine: bool) -> ModuleSpec:
+    """One of Megatron's GPT layers, with experts or (None) without."""
     settings = {
         "num_experts": num_experts,
         "moe_grouped_gemm": config.moe_grouped_gemm,

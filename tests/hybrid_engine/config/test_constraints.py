@@ -100,6 +100,21 @@ BREAKS = (
     Break(STAGES, "set beside a layout", actor={**PP2, **FIRST1, "pipeline_model_parallel_layout": "Et|t*3L"}),
     Break("No-op layers have distinct positions", "[9] of 6 positions", actor={"noop_layers": [2, 9]}),
     Break("No-op layers have distinct positions", "[2, 2] names a position twice", actor={"noop_layers": [2, 2]}),
+    *(
+        Break("A hybrid pattern has", text, actor={**more, "hybrid_layer_pattern": pattern}, model=model or DENSE)
+        for pattern, text, more, model in (
+            ("M-*-*-*-", "Mamba layers (M) in 'M-*-*-*-'", {}, None),
+            ("*-*-*-", "3 pairs of attention and MLP, the model has 4 layers", {}, None),
+            ("*-" * 4, "set beside a hybrid pattern", {"noop_layers": [1]}, None),
+            ("*-" * 4, "layer 0 is E in the model", {}, EXPERTS),
+        )
+    ),
+    Break(
+        "A HybridModel is built of",
+        "parts that Megatron's do not have",
+        actor={"hybrid_layer_pattern": "*-" * 4},
+        model={**DENSE, "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
+    ),
     Break(
         "target_modules are linear layers",
         "q_proj: Megatron has no linear layers",

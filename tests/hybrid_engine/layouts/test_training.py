@@ -220,9 +220,9 @@ def test_written_layouts_are_read_as_megatron_does(text: str, pipeline: int) -> 
 
 def test_what_each_chunk_has() -> None:
     chunks = chunks_of(TrainParallelism(1, pipeline=2, virtual_pipeline=2, noop_layers=(1,)), 3, 1)
-    assert chunks[0] == Chunk(0, 0, range(0, 1), (0,), True, False, False, False)
-    assert [chunk.layers for chunk in chunks] == [(0,), (), (1,), (2,)]
-    assert chunks[-1] == Chunk(1, 1, range(3, 4), (2,), False, True, True, True)
+    assert chunks[0] == Chunk(0, 0, range(0, 1), (0,), (0,), True, False, False, False)
+    assert [chunk.attention for chunk in chunks] == [chunk.mlp for chunk in chunks] == [(0,), (), (1,), (2,)]
+    assert chunks[-1] == Chunk(1, 1, range(3, 4), (2,), (2,), False, True, True, True)
     apart = chunks_of(TrainParallelism(1, pipeline=2, pipeline_layout="Ett||m|L"), 2, 1)
     assert [chunk.has_final_norm for chunk in apart] == [True, False, False, False]
     assert [chunk.has_mtp for chunk in apart] == [False, False, True, False]

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +146,29 @@ def _sharded_cells() -> Iterator[Combination]:
             yield Combination(family, *sides, in_suite, generate=each.generate, model=model, label=label)
 
 
+def _hybrid(
+    family: str, num_ranks: int, train: str, infer: str, pattern: str, generate: dict[str, Any] | None = None
+) -> Combination:
+    label = f"HybridModel {pattern}"
+    actor = {"hybrid_layer_pattern": pattern}
+    return Combination(family, num_ranks, train, infer, actor=actor, generate=generate or {}, label=label)
+
+
+_HYBRID: tuple[Combination, ...] = (
+    _hybrid("llama-3", 2, "tp2", "", "*-*-*-*-"),
+    _hybrid("llama-3", 2, "pp2 bf16", "tp2", "*-*-*-|*-", BY_MESSAGES),
+    _hybrid("qwen3", 2, "pp2", "pp2", "*-*|-*-*-"),
+    _hybrid("qwen2.5", 4, "tp2 pp2 sp", "tp4", "*-|*|-*-|*-"),
+    _hybrid("qwen3-moe", 2, "ep2", "tp2", "*E*E*E*E"),
+    _hybrid("qwen3-moe", 4, "pp2 ep2", "tp2 ep4", "*E*|E*E*E"),
+    _hybrid("mixtral", 4, "tp2 sp ep2 etp1 bf16", "tp4", "*E*E*E*E"),
+    _hybrid("deepseek-v2", 2, "ep2", "tp2", "+-+E+E+E"),
+)
+"""Megatron-core has this model since 0.18."""
+
 MATRIX: tuple[Combination, ...] = (
     *_sharded_cells(),
+    *(_HYBRID if find_spec("megatron.core.models.hybrid") else ()),
     # dense: tensor, pipeline, data parallelism, up and down
     Combination("llama-2", 2, "tp2", ""),
     Combination("llama-2", 2, "", "tp2"),

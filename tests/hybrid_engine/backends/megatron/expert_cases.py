@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,13 @@ CASES: dict[int, dict[str, Case]] = {
         ),
     },
 }
+if find_spec("megatron.core.models.hybrid"):  # since megatron-core 0.18
+    CASES[2] |= {
+        "qwen3 HybridModel pp2": Case("qwen3, three layers", {**PP2, "hybrid_layer_pattern": "*-*|-*-"}),
+        "qwen3 HybridModel pp2 vpp2": Case("qwen3, four layers, tied", {**PP2, "hybrid_layer_pattern": "*-|*|-*-|*-"}),
+        "qwen3_moe HybridModel tp2 ep2 etp1": Case("qwen3_moe", {**TP2, **EP2, **ETP1, "hybrid_layer_pattern": "*E*E"}),
+        "deepseek_v2 HybridModel tp2": Case("deepseek_v2", {**TP2, "hybrid_layer_pattern": "+-+E+E"}),
+    }
 BATCH, LENGTH = 4, 12
 
 

@@ -1,0 +1,118 @@
+"""Patterns of a HybridModel: how they are dealt out, and that the weights are those of a GPTModel."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hybrid_engine.layouts.hybrid_pattern import (
+    checkpoint_layers,
+    has_experts,
+    hybrid_chunks,
+    pattern_problems,
+    pattern_violations,
+)
+from hybrid_engine.layouts.parallelism import TrainParallelism
+from hybrid_engine.layouts.training import training_side
+from hybrid_engine.models import table_for
+from hybrid_engine.models.table import ModelTable
+from tests.hybrid_engine.layouts.cases import regions_by_tensor
+from tests.zoo.families import served_config
+
+
+def table_of(family: str, num_layers: int) -> ModelTable:
+    return table_for({**served_config(family), "num_hidden_layers": num_layers})
+
+
+@given(st.lists(st.tuples(st.sampled_from("*+"), st.sampled_from("-E")), min_size=1, max_size=12), st.data())
+def test_every_half_of_every_layer_is_in_one_chunk(layers: list[tuple[str, str]], data: st.DataObject) -> None:
+    symbols = "".join(attention + mlp for attention, mlp in layers)
+    pipeline = data.draw(st.integers(1, 4))
+    num_segments = pipeline * data.draw(st.integers(1, 2))
+    at, num_ends = st.integers(0, len(symbols)), num_segments - 1
+    ends = sorted(data.draw(st.lists(at, min_size=num_ends, max_size=num_ends)))
+    pattern = "|".join(symbols[start:stop] for start, stop in zip([0, *ends], [*ends, len(symbols)], strict=True))
+    chunks = hybrid_chunks(pattern, pipeline)
+    assert [[symbols[position] for position in chunk.positions] for chunk in chunks] == [*map(list, pattern.split("|"))]
+    assert [layer for chunk in chunks for layer in chunk.attention] == list(range(len(layers)))
+    assert [layer for chunk in chunks for layer in chunk.mlp] == list(range(len(layers)))
+    assert checkpoint_layers(pattern) == [number for number in range(len(layers)) for _ in "am"]
+    assert has_experts(pattern)[1::2] == [mlp == "E" for _, mlp in layers]
+
+
+def test_without_ends_stages_are_equally_long() -> None:
+    halves = [(chunk.attention, chunk.mlp) for chunk in hybrid_chunks("*-*-*-", 2)]
+    assert halves == [((0, 1), (0,)), ((2,), (1, 2))]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "problem"),
+    [
+        ("M*-", "Mamba layers (M)"),
+        ("GDM*-", "Mamba layers (M), gated delta net layers (G), sparse attention (D)"),
+        ("*-*-/*-", "multi-token prediction (/)"),
+        ("*-x", "x in '*-x'; known are"),
+        ("**--", "position 1 of"),
+        ("-*", "position 0 of"),
+        ("*-*", "position 2 of"),
+    ],
+)
+def test_other_layers_are_refused_by_name(pattern: str, problem: str) -> None:
+    (found,) = pattern_problems(pattern)
+    assert problem in found
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        checkpoint_layers(pattern)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "pipeline", "virtual", "key", "problem"),
+    [
+        ("*-*-*-", 1, None, "hybrid_layer_pattern", "3 pairs of attention and MLP, the model has 2 layers"),
+        ("*-*E", 1, None, "hybrid_layer_pattern", "layer 1 is - in the model"),
+        ("*-+-", 1, None, "hybrid_layer_pattern", "the model's attention is *"),
+        ("*-*-", 3, None, "hybrid_layer_pattern", "4 positions do not divide into 3 stages"),
+        ("*-|*-", 3, None, "hybrid_layer_pattern", "2 chunks on 3 stages"),
+        ("*|-|*|-", 2, 4, "virtual_pipeline", "4, but the pattern has 2 chunks for each stage"),
+        ("*-*-", 2, 2, "virtual_pipeline", "2, but the pattern has 1 chunks for each stage"),
+    ],
+)
+def test_patterns_that_do_not_fit(pattern: str, pipeline: int, virtual: int | None, key: str, problem: str) -> None:
+    (found,) = pattern_violations(pattern, pipeline, virtual, [False, False], is_latent=False)
+    assert found.key == key
+    assert problem in found.problem
+    assert found.remedy
+
+
+@pytest.mark.parametrize(
+    ("family", "pattern", "as_gpt"),
+    [
+        ("llama", "*-*-*-*-", {}),
+        ("llama", "*-*-*-|*-", {"num_layers_in_first_pipeline_stage": 3}),
+        ("qwen3_moe", "*E|*E|*E|*E", {"virtual_pipeline": 2}),
+    ],
+)
+def test_stages_of_whole_layers_hold_what_those_of_a_gpt_model_hold(
+    family: str, pattern: str, as_gpt: dict[str, int]
+) -> None:
+    table = table_of(family, 4)
+    pipeline = 2 if "|" in pattern else 1
+    hybrid = training_side(table, TrainParallelism(4, pipeline=pipeline, hybrid_layer_pattern=pattern))
+    gpt = training_side(table, TrainParallelism(4, pipeline=pipeline, **as_gpt))
+    for rank in range(4):
+        assert regions_by_tensor(hybrid.layout_of(rank)) == regions_by_tensor(gpt.layout_of(rank))
+
+
+def test_a_stage_may_end_within_a_layer() -> None:
+    side = training_side(table_of("llama", 2), TrainParallelism(2, pipeline=2, hybrid_layer_pattern="*-*|-"))
+    first, second = (regions_by_tensor(side.layout_of(rank)) for rank in range(2))
+    assert {name.split(".")[3] for name in second if name.startswith("model.layers.1.")} == {
+        "mlp",
+        "post_attention_layernorm",
+    }
+    assert {name.split(".")[3] for name in first if name.startswith("model.layers.1.")} == {
+        "self_attn",
+        "input_layernorm",
+    }
