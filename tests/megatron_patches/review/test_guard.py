@@ -77,7 +77,7 @@ def test_the_newest_version_refuses_by_name_what_lays_weights_out_otherwise() ->
     refused = {field for _, field, _ in refused_fields("0.19.2")}
     assert refused >= {
         *("moe_shared_expert_glu_interleave_size", "use_grouped_gemm_for_dense_mlp", "fp8_param", "fp4_param"),
-        *("gtp_weight_remat_size", "expert_gtp_weight_remat_size", "hybrid_layer_pattern", "is_hybrid_model"),
+        *("gtp_weight_remat_size", "expert_gtp_weight_remat_size", "mtp_hybrid_override_pattern"),
     }
 
 
