@@ -71,13 +71,15 @@ def test_without_torchrun_and_a_process_group_there_is_no_job(monkeypatch: pytes
 
 
 def join_on_two_hosts() -> tuple[object, ...]:
-    """Without a process group: the job makes one, and ends it."""
+    """Without a process group: the job makes one, and ends it. Each rank is alone in its part of a group."""
     job = Job.join(60, host=f"host {os.environ['RANK']}")
-    found = (job.rank, job.hosts, dist.is_initialized())
+    with ExitStack() as owner:
+        part = dist.get_process_group_ranks(job.new_group("gloo", owner, [[1], [0]]))
+    found = (job.rank, job.hosts, part, dist.is_initialized())
     job.close()
     return (*found, dist.is_initialized())
 
 
 def test_hosts_are_exchanged_and_a_process_group_of_its_own_ends_with_the_job(ranks: Ranks) -> None:
     hosts = ("host 0", "host 1")
-    assert ranks.launch(join_on_two_hosts, 2) == [(0, hosts, True, False), (1, hosts, True, False)]
+    assert ranks.launch(join_on_two_hosts, 2) == [(0, hosts, [0], True, False), (1, hosts, [1], True, False)]
