@@ -17,13 +17,17 @@ import torch
 
 from hybrid_engine.backends.vllm import Completion
 from hybrid_engine.config import HybridConfig
+from hybrid_engine.errors import DeviceMemoryError
+from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.host_pages import HostMemory
 from hybrid_engine.memory.offload_items import OffloadItem
 from hybrid_engine.switch.report import ReshardReport, SwitchTally
 from hybrid_engine.switch.states import State
 from hybrid_engine.verification.gpu import engine_checks, fresh_checks
 from hybrid_engine.verification.gpu.checks import CannotCheckError, Check, Colour, read_results, run_checks
-from hybrid_engine.verification.gpu.engine_checks import EngineChecks
+from hybrid_engine.verification.gpu.engine_checks import EngineChecks, Shortage
+from hybrid_engine.verification.gpu.fake_cuda_driver import FakeCudaDriver
+from hybrid_engine.verification.gpu.gpus import GIB
 from hybrid_engine.verification.gpu.small_job import MAX_TOKENS, SmallJob
 
 ALL = (
@@ -181,6 +185,36 @@ def test_a_switch_takes_no_more_than_either_side(peak: int, colour: Colour, job:
     checks._taken = {"train": 2**30, "infer": 2**29}
     checks._peaks = [2**29, peak]
     assert checks._peak().colour is colour
+
+
+def test_on_a_gpu_the_call_that_is_meant_finds_no_memory(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the model of CUDA's driver; the checks are told that they are on a GPU."""
+    fake = FakeCudaDriver(total_nbytes=8 * 65536)
+    driver = CudaDriver(fake, torch.device("cpu"))
+    monkeypatch.setattr(engine_checks, "driver_of", lambda ordinal: driver)
+    checks = EngineChecks(job)
+    checks._on_gpu = True
+
+    def wake(num_units: int) -> None:
+        driver.release(driver.create(num_units * 65536))
+
+    starved = checks._starved(wake, Shortage("weights", None, "", number=1, left=2 * 65536))
+    starved(8)
+    with pytest.raises(DeviceMemoryError, match="OUT_OF_MEMORY"):
+        starved(3)
+    starved(8)
+    within = checks._starved(wake, Shortage("KV cache", None, "", left=2 * 65536))
+    within(2)
+    assert fake.taken_nbytes() == 0
+    monkeypatch.setattr(engine_checks, "driver_of", lambda ordinal: None)
+    with pytest.raises(CannotCheckError, match="cuda-bindings"):
+        next(checks._failed_wake_ups())
+
+
+def test_memory_that_does_not_come_back_is_red(job: SmallJob) -> None:
+    checks = EngineChecks(job)
+    assert checks._memory_back(GIB // 2).colour is Colour.GREEN
+    assert checks._memory_back(GIB).colour is Colour.RED
 
 
 def test_a_fresh_vllm_that_says_something_else_is_red(job: SmallJob, monkeypatch: pytest.MonkeyPatch) -> None:
