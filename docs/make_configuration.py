@@ -55,9 +55,9 @@ def fields_page() -> str:
 _FIELDS = """# Megatron's configuration fields
 
 Every version of megatron-core brings fields that may lay weights out otherwise, keep them elsewhere, or change them at
-other times. Those of {versions} were read in the sources: each is harmless, handled or refused, with the reason, in
-[reviewed.yaml](../megatron_patches/review/reviewed.yaml). It covers TransformerConfig and its subclasses, the
-configurations of DDP and the optimizer, and the arguments of GPTModel and HybridModel.
+other times. They were read in the sources of {versions}: each is harmless, handled
+or refused, with the reason, in [reviewed.yaml](../megatron_patches/review/reviewed.yaml). It covers TransformerConfig
+and its subclasses, the configurations of DDP and the optimizer, and the arguments of GPTModel and HybridModel.
 
 A field that is refused, or that is in no review and not at Megatron's default, is an error before any collective, on
 every rank, all of them at once. With `--enable-resharding` it comes with Megatron's arguments; otherwise when a

@@ -64,12 +64,15 @@ def live_settings(model_chunks: Sequence[Any], optimizer: Any) -> list[Setting]:
 def argument_settings(args: Namespace, transformer_config: Any) -> list[Setting]:
     """Of Megatron-LM's validated arguments, before anything is built.
 
-    Megatron derives `transformer_config` from them, and fills the configurations of DDP and optimizer by name.
+    Megatron derives `transformer_config` from them, and fills the configurations of DDP and optimizer by name. What
+    arguments the model gets shows when it is there: here they have their defaults.
     """
     from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
     from megatron.core.optimizer import OptimizerConfig
 
     settings = list(_settings_of(transformer_config))
+    settings += [Setting(GPTModel.__name__, name, default, default) for name, default in _arguments_of(GPTModel)]
     for config in (DistributedDataParallelConfig, OptimizerConfig):
         settings += [
             Setting(config.__name__, field.name, getattr(args, field.name), _default(field))
@@ -95,9 +98,14 @@ def _settings_of(found: Any) -> Iterator[Setting]:
         for field in dataclasses.fields(core[0]):
             yield Setting(section, field.name, getattr(found, field.name, NOT_KEPT), _default(field))
         return
-    for name, parameter in inspect.signature(named[section]).parameters.items():
-        default = NO_DEFAULT if parameter.default is parameter.empty else parameter.default
+    for name, default in _arguments_of(named[section]):
         yield Setting(section, name, getattr(found, name, NOT_KEPT), default)
+
+
+def _arguments_of(model: type) -> Iterator[tuple[str, object]]:
+    """The arguments of a model's class, with their defaults."""
+    for name, parameter in inspect.signature(model).parameters.items():
+        yield name, NO_DEFAULT if parameter.default is parameter.empty else parameter.default
 
 
 def _default(field: dataclasses.Field[Any]) -> object:

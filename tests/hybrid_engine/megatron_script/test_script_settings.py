@@ -81,7 +81,9 @@ def test_everything_wrong_is_reported_at_once(files: dict[str, Path]) -> None:
 
 
 def test_megatron_cores_own_configuration_is_refused_and_allowed_by_name(files: dict[str, Path]) -> None:
-    files["config"].write_text(f"model: {files['model']}\ngenerate_config: {{allow_unreviewed: [fp9_param]}}\n")
+    files["config"].write_text(
+        f"model: {files['model']}\ngenerate_config: {{allow_unreviewed: [fp9_param, rope_scaling]}}\n"
+    )
     core = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4)
     core.fp8_param = True
     with pytest.raises(ConfigError) as caught:
