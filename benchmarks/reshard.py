@@ -50,6 +50,7 @@ def main() -> int:
         "budget": QUICK_BUDGET if arguments.quick else BUDGET,
         "cycles": arguments.cycles,
         "timeline": arguments.plot_memory is not None,
+        "bridge": arguments.bridge,
     }
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
@@ -76,6 +77,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--cycles", type=int, default=0, help="switch so often after the timing and watch for growth")
     parser.add_argument("--train", action="store_true", help="with gradients and optimizer; needs far more memory")
+    parser.add_argument("--bridge", action="store_true", help="with Megatron-Bridge, which you have installed")
     parser.add_argument("--keep", action="store_true", help="vLLM keeps its weights' memory (release_weights: false)")
     parser.add_argument("--markdown", type=Path, help="write tables here")
     parser.add_argument("--plot", type=Path, help="draw the phases here (SVG)")

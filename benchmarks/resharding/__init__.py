@@ -4,6 +4,7 @@
         workplace.Workplace                               both real engines of one case
         measuring.measure(contender)                      barrier, run, slowest rank, median
             ours, mbridge_export, gather_broadcast        Megatron -> vLLM's parameters
+            megatron_bridge_export                        the same, if asked for
             megatron_core, ours                           Megatron -> a Megatron model in the inference layout
             floor                                         a plain copy of as many bytes
     figures.Figures                                       what is written, one per case; tables and plots

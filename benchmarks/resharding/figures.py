@@ -20,6 +20,7 @@ class Figures:
         ours_copies_seconds: the copies alone, where all parameters have memory that was used before.
         ours_commit_seconds: vLLM's own repacking, not in `ours_seconds` (again the same for all).
         mbridge_seconds: mbridge's export_weights into vLLM's load_weights.
+        megatron_bridge_seconds: Megatron-Bridge's export_hf_weights into vLLM's load_weights; with --bridge.
         megatron_resharding_seconds: megatron-core's resharding over gloo, into a Megatron model.
         ours_to_megatron_seconds: ours into the same model.
         gather_broadcast_seconds: gather and broadcast as MindSpeed-RL describes it, written here, into vLLM.
@@ -47,6 +48,9 @@ class Figures:
     mbridge_seconds: float | None = None
     mbridge_allocate_seconds: float | None = None
     mbridge_commit_seconds: float | None = None
+    megatron_bridge_seconds: float | None = None
+    megatron_bridge_allocate_seconds: float | None = None
+    megatron_bridge_commit_seconds: float | None = None
     megatron_resharding_seconds: float | None = None
     ours_to_megatron_seconds: float | None = None
     gather_broadcast_seconds: float | None = None
@@ -102,6 +106,9 @@ class Figures:
             "peak_over_max_layout_bytes": over,
             "times_ours": {
                 key: self.times_ours(key)
-                for key in ("mbridge_seconds", "megatron_resharding_seconds", "gather_broadcast_seconds")
+                for key in (
+                    *("mbridge_seconds", "megatron_bridge_seconds", "megatron_resharding_seconds"),
+                    "gather_broadcast_seconds",
+                )
             },
         }

@@ -16,6 +16,8 @@ _INTO_VLLM = (
     ("ours: of it allocation", "ours_allocate_seconds"),
     ("apart: vLLM's repacking", "ours_commit_seconds"),
 )
+_BRIDGE = ("Megatron-Bridge", "megatron_bridge_seconds")
+"""A column where it was asked for."""
 _INTO_MEGATRON = (("ours", "ours_to_megatron_seconds"), ("megatron-core", "megatron_resharding_seconds"))
 _GROWTH = (
     ("memory, MiB", "rss_bytes"),
@@ -69,9 +71,10 @@ def _ratio(row: Row, over: str, under: str) -> float | None:
 
 
 def _seconds_table(rows: Sequence[Row]) -> str:
+    columns = [*_INTO_VLLM, *([_BRIDGE] if any(row.get(_BRIDGE[1]) is not None for row in rows) else [])]
     head = [
         "case",
-        *(title for title, _ in _INTO_VLLM),
+        *(title for title, _ in columns),
         "copies / floor",
         "mbridge / ours",
         "gather + broadcast / ours",
@@ -79,7 +82,7 @@ def _seconds_table(rows: Sequence[Row]) -> str:
     lines = [
         [
             name_of(row),
-            *(_seconds(row[key]) for _, key in _INTO_VLLM),
+            *(_seconds(row.get(key)) for _, key in columns),
             _times(_ratio(row, "ours_copies_seconds", "floor_seconds")),
             _times(row["times_ours"]["mbridge_seconds"]),
             _times(row["times_ours"]["gather_broadcast_seconds"]),

@@ -13,6 +13,7 @@ _LABELS = {
     "ours_copies": "ours, copies alone",
     "floor": "floor",
     "mbridge": "mbridge",
+    "megatron_bridge": "Megatron-Bridge",
     "gather_broadcast": "gather + broadcast",
     "ours_to_megatron": "ours, to Megatron",
     "megatron_resharding": "megatron-core",

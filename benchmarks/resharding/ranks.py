@@ -49,18 +49,21 @@ class Entry:
     compared_with: str | None = None
 
 
-def entries() -> list[Entry]:
-    """All contenders, in the order in which they run."""
+def entries(*, bridge: bool = False) -> list[Entry]:
+    """All contenders, in the order in which they run; `bridge`: Megatron-Bridge too."""
     # these import Megatron, which is patched when the worker is built
     from benchmarks.resharding.gather_broadcast import GatherBroadcast
     from benchmarks.resharding.mbridge_export import MbridgeExport
+    from benchmarks.resharding.megatron_bridge_export import MegatronBridgeExport
     from benchmarks.resharding.megatron_core import MegatronResharding, OursToMegatron
 
+    optional = [Entry("megatron_bridge", MegatronBridgeExport, "ours")] if bridge else []
     return [
         Entry("ours", Ours),
         Entry("ours_copies", OursCopies, "ours"),
         Entry("floor", Floor),
         Entry("mbridge", MbridgeExport, "ours"),
+        *optional,
         Entry("gather_broadcast", GatherBroadcast, "ours"),
         Entry("ours_to_megatron", OursToMegatron),
         Entry("megatron_resharding", MegatronResharding, "ours_to_megatron"),
@@ -76,12 +79,14 @@ class Request:
         budget: seconds for the runs of one contender; see `measure`.
         cycles: switches there and back over which growth is watched; 0 for none.
         timeline: trace memory over one cycle.
+        bridge: time Megatron-Bridge too.
     """
 
     runs: int
     budget: float
     cycles: int = 0
     timeline: bool = False
+    bridge: bool = False
 
 
 def main(job: str, out: str) -> None:
@@ -111,7 +116,7 @@ def run_case(case: Case, directory: Path, request: Request, figures: Figures) ->
         _fill_with_values(worker)
         _switch_once(worker, figures)
         results: dict[str, Digests] = {}
-        for entry in entries() if request.runs else ():
+        for entry in entries(bridge=request.bridge) if request.runs else ():
             _time(entry, worker, request, figures, results)
         if request.cycles:
             figures.growth = grow(worker, request.cycles)

@@ -98,7 +98,7 @@ def test_ratios_and_tables_of_what_was_and_was_not_measured() -> None:
     assert row["bytes_over_least"] == 1.5
     assert row["peak_over_max_layout_bytes"] == 2 * 2**20
     ratios = {"mbridge_seconds": 10.0, "megatron_resharding_seconds": 6.0, "gather_broadcast_seconds": None}
-    assert row["times_ours"] == ratios
+    assert row["times_ours"] == ratios | {"megatron_bridge_seconds": None}
     text = page([row, Figures.of(CASE, reasons={"case": "no memory"}).as_json()])
     assert "2.0×" in text
     assert "10.0×" in text
@@ -107,3 +107,5 @@ def test_ratios_and_tables_of_what_was_and_was_not_measured() -> None:
     assert "gather_broadcast_seconds: it may not" in text
     assert "case: no memory" in text
     assert "Growth" not in text
+    assert "Megatron-Bridge" not in text
+    assert "| Megatron-Bridge |" in page([row | {"megatron_bridge_seconds": 9.0}])

@@ -133,7 +133,7 @@ def _check_extra(settings: InferenceSettings, device_type: str) -> None:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             remedy = f"Did you mean {close[0]}?" if close else "See the engine arguments in vLLM's documentation"
-            violations.append(Violation(key, f"vLLM {TESTED_VERSION} has no such argument", remedy))
+            violations.append(Violation(key, "this vLLM has no such argument", remedy))
         elif name in follow:
             problem = f"it follows from other keys: {follow[name]!r}"
             violations.append(Violation(key, problem, "Leave it out; set those of generate_config"))

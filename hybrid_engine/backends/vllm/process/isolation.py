@@ -12,7 +12,6 @@ from typing import Any
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.errors import ConfigError, UnknownModelError, Violation
 from hybrid_engine.ranks.job import Job
 
@@ -64,7 +63,7 @@ def register_model_class(model_dir: str) -> None:
     known = [name for name in architectures if name in ModelRegistry.models]
     if not known:
         raise UnknownModelError(
-            f"{path}: vLLM {TESTED_VERSION} has no model for architectures {architectures}; it names "
+            f"{path}: this vLLM has no model for architectures {architectures}; it names "
             "them as transformers does, e.g. LlamaForCausalLM"
         )
     for name in known:

@@ -1,0 +1,36 @@
+"""What stands in for Transformer Engine while Megatron-Bridge is imported, and what is said where that is missing."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+
+import pytest
+
+from benchmarks.resharding import megatron_bridge_export
+from hybrid_engine.errors import DependencyError
+
+pytestmark = [
+    pytest.mark.slow,  # imports Megatron
+    pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="the real one is installed"),
+]
+
+
+def test_empty_classes_are_there_during_an_import_and_gone_afterwards() -> None:
+    with megatron_bridge_export._importable_transformer_engine():
+        te = importlib.import_module("transformer_engine.pytorch")
+        importlib.import_module("transformer_engine.pytorch.module.grouped_linear")
+
+        class Fused(te.ops.Sequential):  # type: ignore[name-defined]
+            pass
+
+    assert not [name for name in sys.modules if name.startswith("transformer_engine")]
+    assert importlib.util.find_spec("transformer_engine") is None
+    assert issubclass(Fused, megatron_bridge_export.torch.nn.Module)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron.bridge") is not None, reason="Megatron-Bridge is installed")
+def test_where_it_is_not_installed_the_hint_says_what_is() -> None:
+    with pytest.raises(DependencyError, match=r"cannot be imported \(.*megatron.bridge.*\): pip install 'megatron"):
+        megatron_bridge_export._auto_bridge()
