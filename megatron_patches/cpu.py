@@ -114,8 +114,10 @@ def _build_move_to_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
 def _build_keeping_outputs_while_sent(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def deallocate_output_tensor(out: Any, deallocate_pipeline_outputs: bool = False) -> None:
-        if out is not None and deallocate_pipeline_outputs:
-            out.kept_for_sending = out.data  # keeps the memory that `out` drops and gloo still reads
+        # of outputs in a list or a dict the original calls this for each
+        if isinstance(out, torch.Tensor) and deallocate_pipeline_outputs:
+            sent: Any = out
+            sent.kept_for_sending = out.data  # keeps the memory that `out` drops and gloo still reads
         original(out, deallocate_pipeline_outputs)
 
     return deallocate_output_tensor

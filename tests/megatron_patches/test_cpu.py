@@ -10,10 +10,11 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 import megatron_patches
 from megatron_patches import cpu, cpu_torch, errors, gloo
-from tests.harness.core_versions import IS_0_16
+from tests.harness.core_versions import INSTALLED, IS_0_16
 from tests.harness.launch import Ranks
 
 
@@ -36,6 +37,18 @@ def test_an_output_that_is_freed_keeps_its_memory_while_it_may_be_sent() -> None
     assert output.numel() == 1
     assert output.kept_for_sending.data_ptr() == address
     free(None, deallocate_pipeline_outputs=True)
+
+
+@pytest.mark.skipif(Version("0.17.0") > INSTALLED, reason="an older megatron-core takes tensors alone")
+def test_outputs_in_containers_keep_their_memory_too() -> None:
+    from megatron.core.pipeline_parallel import schedules
+
+    megatron_patches.apply(["cpu"])
+    output = torch.arange(4.0)
+    address = output.data_ptr()
+    schedules.deallocate_output_tensor({"hidden": [output]}, deallocate_pipeline_outputs=True)
+    assert output.numel() == 1
+    assert output.kept_for_sending.data_ptr() == address
 
 
 def test_a_namespace_hands_reads_and_writes_to_its_base() -> None:
