@@ -58,8 +58,10 @@ class BufferRecord:
         kind: "dense", or "expert" for parameters that expert parallelism splits (reduced over another group).
         index: position among the buffers of this chunk and kind (one per parameter dtype).
         param_data: 1-D; None without the distributed optimizer, where every parameter owns its storage.
-        grad_data: 1-D of as many elements, padding included; `param.main_grad` are its views.
+        grad_data: 1-D of as many elements, padding included; `param.main_grad` are its views, but for `extra_grads`.
         slots: in buffer order. Gaps between them are padding, never read by the model.
+        extra_grads: gradients that Megatron accumulates in float32 beside `grad_data`, if it was told to (since 0.17:
+            `param_name_patterns_for_fp32_local_accumulation`); then they are what `param.main_grad` is.
     """
 
     chunk_index: int
@@ -68,6 +70,7 @@ class BufferRecord:
     param_data: torch.Tensor | None
     grad_data: torch.Tensor
     slots: tuple[ParamSlot, ...]
+    extra_grads: tuple[torch.Tensor, ...] = ()
 
 
 def iter_buffers(model_chunks: Sequence[DistributedDataParallel]) -> list[BufferRecord]:
@@ -104,7 +107,8 @@ def _buffer_record(
 ) -> BufferRecord:
     slots = [ParamSlot(names[param], param, start, end) for param, (start, end, _) in buffer.param_index_map.items()]
     slots.sort(key=lambda slot: slot.start)
-    return BufferRecord(chunk_index, kind, index, buffer.param_data, buffer.grad_data, tuple(slots))
+    extra_grads = tuple(getattr(buffer, "extra_main_grads", ()))
+    return BufferRecord(chunk_index, kind, index, buffer.param_data, buffer.grad_data, tuple(slots), extra_grads)
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -49,7 +49,7 @@ class GptSpec:
     Layout: `tp`, `pp`, `vpp` (model chunks per pipeline rank), `ep`, `etp` (None: as tp); data
     parallel is what remains of the world size. `sequence_parallel` None: on when megatron demands it
     (MoE with tp > 1). `config_overrides` are further fields of TransformerConfig by name, such as
-    ``num_layers_in_first_pipeline_stage``; they win.
+    ``num_layers_in_first_pipeline_stage``, `ddp_overrides` of DistributedDataParallelConfig; they win.
     """
 
     tp: int = 1
@@ -91,6 +91,7 @@ class GptSpec:
     seed: int = 1234
 
     config_overrides: dict[str, Any] = field(default_factory=dict)
+    ddp_overrides: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -247,6 +248,7 @@ def wrap_ddp(spec: GptSpec, config: TransformerConfig, chunks: list[GPTModel]) -
         overlap_param_gather=spec.overlap_param_gather,
         use_distributed_optimizer=spec.distributed_optimizer,
         bucket_size=spec.bucket_size,
+        **spec.ddp_overrides,
     )
     if spec.dtype != "fp32":
         chunks = [Float16Module(config, chunk) for chunk in chunks]

@@ -7,7 +7,8 @@
     sums of weights and LoRA                    param       drop: computed at every switch
     megatron-core's caches, and what layers     param       rebuild: forgotten, made anew by the next forward pass
     with experts keep of a forward pass
-    DDP's gradient buffers                      grad        drop
+    DDP's gradient buffers, and gradients that  grad        drop
+    it accumulates in float32 beside them
     gradients converted for main params         grad        drop
     main params and moments                     optimizer   copy, one flat tensor per optimizer and dtype
     other module buffers, rotary frequencies,   -           stay: small, listed by `reachable`
@@ -88,8 +89,10 @@ class TrainingState:
 
 def _gradients(chunks: Sequence[torch.nn.Module]) -> Iterator[OffloadItem]:
     for record in iter_buffers(chunks):
-        owner = f"chunk{record.chunk_index}.{record.kind}{record.index}.grad_data"
-        yield OffloadItem(owner=owner, kind="grad", tensor=record.grad_data, action="drop")
+        buffer = f"chunk{record.chunk_index}.{record.kind}{record.index}"
+        yield OffloadItem(owner=f"{buffer}.grad_data", kind="grad", tensor=record.grad_data, action="drop")
+        for number, extra in enumerate(record.extra_grads):
+            yield OffloadItem(owner=f"{buffer}.extra_main_grads[{number}]", kind="grad", tensor=extra, action="drop")
 
 
 def _optimizer_state(optimizer: MegatronOptimizer) -> Iterator[OffloadItem]:
