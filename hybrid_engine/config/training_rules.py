@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import importlib.metadata
+import sys
 from collections.abc import Iterator
 
 from hybrid_engine.config.keys import LoraConfig
@@ -42,14 +44,29 @@ MEGATRON += size_constraints("actor_config", TrainParallelism, TRAIN_RULES, lamb
 @constraint(
     MEGATRON,
     "actor_config.expert_tensor_parallel_size",
-    "ETP is TP where EP is 1: megatron-core 0.16.1 would sum gradients of experts over the wrong ranks.",
+    "ETP is TP where EP is 1: megatron-core before 0.19 would sum gradients of experts over the wrong ranks.",
     computing=True,
 )
 def _expert_tensor_alone(context: TrainingContext) -> Iterator[Finding]:
     sizes = context.train_sizes
     if context.table.dims.num_experts and sizes.expert == 1 and sizes.expert_cut != sizes.tensor:
-        problem = f"{sizes.expert_cut} with TP {sizes.tensor} and EP 1: replicas of the experts would diverge"
-        yield problem, "Leave it out, or raise EP"
+        version = _megatron_core_version()
+        if version and tuple(map(int, version.split(".")[:2])) < (0, 19):
+            problem = (
+                f"{sizes.expert_cut} with TP {sizes.tensor} and EP 1: replicas of the experts would diverge with "
+                f"megatron-core {version}"
+            )
+            yield problem, "Leave it out, raise EP, or install megatron-core 0.19"
+
+
+def _megatron_core_version() -> str:
+    """Of the megatron-core that is imported, else of the one that is installed; empty without one."""
+    if (core := sys.modules.get("megatron.core")) is not None:
+        return core.__version__
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 @constraint(

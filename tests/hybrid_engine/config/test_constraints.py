@@ -11,6 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from hybrid_engine.config import ActorConfig, HybridConfig, find_violations, load_config
+from hybrid_engine.config import training_rules as training_rules_module
 from hybrid_engine.config.constraints import CONSTRAINTS, broken_rules, training_rules
 from hybrid_engine.config.inference_rules import INFERENCE
 from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext
@@ -295,6 +296,15 @@ def test_a_training_model_alone_keeps_the_rules_of_training() -> None:
         ["actor_config.noop_layers", "actor_config.context_parallel_size", "actor_config.sequence_parallel"],
         ["actor_config.noop_layers"],
     ]
+
+
+def test_experts_are_cut_by_themselves_where_megatron_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = TrainingContext(ActorConfig(**TP2, **SP, **ETP1), table_for(EXPERTS), 2)
+    found = {}
+    for version in ("0.18.2", "0.19.0", ""):
+        monkeypatch.setattr(training_rules_module, "_megatron_core_version", lambda version=version: version)
+        found[version] = [one.key for one in broken_rules(context)]
+    assert found == {"0.18.2": ["actor_config.expert_tensor_parallel_size"], "0.19.0": [], "": []}
 
 
 def test_fsdp_and_megatrons_keys_exclude_each_other(tmp_path: Path) -> None:

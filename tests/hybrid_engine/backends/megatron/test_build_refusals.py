@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from packaging.version import Version
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models import table_for
+from tests.harness.core_versions import INSTALLED
 from tests.harness.launch import Outcomes, Ranks
 from tests.zoo.families import read_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
@@ -20,14 +22,13 @@ from tests.zoo.tiny_models import read_canonical, save_model
 TP2 = {"tensor_model_parallel_size": 2}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "experts without sequence parallel": ({**TP2, "sequence_parallel": False}, "sequence_parallel"),
-    "experts cut otherwise": (
-        {**TP2, "sequence_parallel": True, "expert_tensor_parallel_size": 1},
-        "expert_tensor_parallel_size: 1 with TP 2",
-    ),
     "context": ({"context_parallel_size": 2}, "context_parallel_size: 2"),
     "positions": ({"noop_layers": (1, 1)}, "noop_layers: [1, 1] names a position twice"),
 }
 """actor_config of a model with experts on two ranks, and what is said of it."""
+if Version("0.19.0") > INSTALLED:
+    CUT_OTHERWISE = {**TP2, "sequence_parallel": True, "expert_tensor_parallel_size": 1}
+    REFUSED["experts cut otherwise"] = CUT_OTHERWISE, "expert_tensor_parallel_size: 1 with TP 2"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def refuse(path: Path, actor: dict[str, Any], holds_weights: bool) -> Refusal:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"), "deepseek_v3")
+    return save_model(tmp_path_factory.mktemp("model"), "deepseek_v2")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def test_what_is_not_computed_is_refused(outcomes: Outcomes, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "least", "most"), [("experts without sequence parallel", 0.4, 1.0), ("context", 0.99, 1.01)]
+    ("name", "least", "most"), [("experts without sequence parallel", 0.4, 1.0), ("context", 0.99, 1.02)]
 )
 def test_weights_are_held_all_the_same(outcomes: Outcomes, path: Path, name: str, least: float, most: float) -> None:
     """Half of what tensor parallel ranks cut; all of it on context parallel ones."""
