@@ -18,8 +18,10 @@ from typing import Any, Final
 from packaging.version import Version
 
 GROUPS: Final = ("hooks", "cpu", "cpu_training", "script")
-CORE_VERSIONS: Final = ("0.15.3", "0.16.1")
+CORE_VERSIONS: Final = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 """The megatron-core versions that the core tests pass with (`make core-tests-all`)."""
+PYTHON_3_12_SINCE: Final = "0.17.0"
+"""The megatron-core from which on wheels ask for Python 3.12."""
 
 
 class _Missing(enum.Enum):

@@ -30,13 +30,12 @@ from megatron_patches.errors import (
     UnknownGroupError,
     UnsupportedVersionError,
 )
-from megatron_patches.patch import GROUPS, MISSING, Patch, Site, build_replacement, locate, sites
+from megatron_patches.patch import GROUPS, MISSING, PYTHON_3_12_SINCE, Patch, Site, build_replacement, locate, sites
 
 logger = logging.getLogger(__name__)
 
 _ROOT = "megatron"
 _CORE = "megatron.core"
-_INSTALL_HINT = "install it with: pip install megatron-core=="
 
 
 @dataclass(frozen=True)
@@ -197,6 +196,13 @@ def _tested_versions(patches: Sequence[Patch]) -> list[str]:
     return sorted({version for patch in patches for version in patch.versions}, key=Version)
 
 
+def _install_hint(tested: Sequence[str]) -> str:
+    """How to get the newest of these versions, oldest first, that pip installs on this Python."""
+    older = [version for version in tested if Version(version) < Version(PYTHON_3_12_SINCE)]
+    fitting = tested if sys.version_info >= (3, 12) else older or tested
+    return f"install it with: pip install megatron-core=={fitting[-1]}"
+
+
 def _imported_version(patches: Sequence[Patch]) -> str:
     """The version of the megatron.core that is imported, which in a checkout is not the installed one's."""
     try:
@@ -204,8 +210,8 @@ def _imported_version(patches: Sequence[Patch]) -> str:
     except ModuleNotFoundError as error:
         if error.name not in (_ROOT, _CORE):
             raise
-        newest = _tested_versions(patches)[-1]
-        raise MissingMegatronError([f"megatron-core is not installed; {_INSTALL_HINT}{newest}"]) from error
+        hint = _install_hint(_tested_versions(patches))
+        raise MissingMegatronError([f"megatron-core is not installed; {hint}"]) from error
 
 
 def _check_version(version: str, patches: Sequence[Patch], allow_version: bool) -> None:
@@ -215,7 +221,7 @@ def _check_version(version: str, patches: Sequence[Patch], allow_version: bool) 
         tested = _tested_versions(refused)
         message = (
             f"megatron-core {version} is installed, but the patches were tested only with {', '.join(tested)}; "
-            f"{_INSTALL_HINT}{tested[-1]}"
+            f"{_install_hint(tested)}"
         )
         if not allow_version:
             raise UnsupportedVersionError([message])

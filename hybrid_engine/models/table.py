@@ -148,6 +148,10 @@ def _pattern_of(name: str) -> tuple[str, dict[str, int]]:
     return name, indices
 
 
+_LAYERS = (DECODER_LAYER, MTP_LAYER + "transformer_layer.", MTP_LAYER + "mtp_model_layer.")
+"""A decoder layer, and the transformer layer of a multi-token prediction layer before and since megatron-core 0.17."""
+
+
 def in_layer(*names: str) -> tuple[str, ...]:
     """Return names below a decoder layer, and below the transformer layer of a multi-token prediction layer."""
-    return tuple(prefix + name for prefix in (DECODER_LAYER, MTP_LAYER + "transformer_layer.") for name in names)
+    return tuple(prefix + name for prefix in _LAYERS for name in names)

@@ -19,6 +19,9 @@ from tests.megatron_patches import snapshot
 ALL_GROUPS = ("hooks", "cpu")
 """All that need no source tree."""
 
+NEWEST_HERE = CORE_VERSIONS[-1] if sys.version_info >= (3, 12) else "0.16.1"
+"""The newest that pip installs on this Python."""
+
 
 @pytest.fixture(autouse=True)
 def _targets_loaded() -> None:
@@ -122,8 +125,8 @@ def test_an_untested_version_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(errors.UnsupportedVersionError) as caught:
         megatron_patches.apply(ALL_GROUPS)
     assert caught.value.violations == (
-        "megatron-core 0.99.0 is installed, but the patches were tested only with 0.15.3, 0.16.1; install it with: "
-        "pip install megatron-core==0.16.1",
+        f"megatron-core 0.99.0 is installed, but the patches were tested only with {', '.join(CORE_VERSIONS)}; "
+        f"install it with: pip install megatron-core=={NEWEST_HERE}",
     )
     assert snapshot.differences(before, snapshot.of_megatron()) == set()
 
@@ -134,7 +137,7 @@ def test_an_untested_version_can_be_allowed(monkeypatch: pytest.MonkeyPatch, cap
         megatron_patches.apply(ALL_GROUPS, allow_version=True)
     assert megatron_patches.hooks_applied()
     assert f"{megatron.core.__version__} is installed" in caplog.text
-    assert "0.15.3, 0.16.1" in caplog.text
+    assert ", ".join(CORE_VERSIONS) in caplog.text
 
 
 def test_this_version_is_one_that_the_patches_name() -> None:
@@ -143,7 +146,7 @@ def test_this_version_is_one_that_the_patches_name() -> None:
 
 def test_a_missing_megatron_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.core", None)
-    with pytest.raises(errors.MissingMegatronError, match=r"not installed.*pip install megatron-core==0\.16\.1"):
+    with pytest.raises(errors.MissingMegatronError, match=f"not installed.*pip install megatron-core=={NEWEST_HERE}$"):
         megatron_patches.apply(ALL_GROUPS)
 
 

@@ -19,7 +19,6 @@ import megatron_patches
 from megatron_patches import arguments, engines, errors, script
 from megatron_patches.arguments import ReshardingOptions, add_arguments
 from megatron_patches.launcher import run_script
-from tests.harness.core_versions import IS_0_16
 from tests.megatron_patches.script_tree import last_line, python, write_tree
 
 Capture = pytest.CaptureFixture[str]
@@ -30,7 +29,10 @@ pytestmark = [
     pytest.mark.skipif(
         torch.cuda.is_available(), reason="the imitated tree calls .cuda(), which only the CPU patches let pass"
     ),
-    pytest.mark.skipif(not IS_0_16, reason="the patches for Megatron's own scripts name megatron-core 0.16.1 only"),
+    pytest.mark.skipif(
+        megatron.core.__version__ not in script.PATCHES[0].versions,
+        reason="the patches for Megatron's own scripts name megatron-core 0.16.1 only",
+    ),
 ]
 
 

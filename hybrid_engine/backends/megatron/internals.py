@@ -54,6 +54,11 @@ PRIVATE_NAMES = (
         since="0.16.0",
     ),
     PrivateName(
+        "megatron.core.transformer.multi_latent_attention:MLASelfAttention._resolve_qk_norm_config",
+        "chooses other modules than the spec names where queries are not compressed: specs.py overrides it",
+        since="0.19.0",
+    ),
+    PrivateName(
         "megatron.core.transformer.moe.router_replay:RouterReplay.get_replay_topk",
         "is what the router calls of it",
         since="0.16.0",

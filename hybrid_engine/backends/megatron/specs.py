@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention, MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
@@ -96,15 +97,33 @@ def gpt_layer(config: TransformerConfig, num_experts: int | None, transformer_en
         "multi_latent_attention": config.multi_latent_attention,
     }
     if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(**settings)
-    layer = get_gpt_layer_local_spec(**settings, normalization=config.normalization)
+        layer = get_gpt_layer_with_transformer_engine_spec(**settings)
+    else:
+        layer = get_gpt_layer_local_spec(**settings, normalization=config.normalization)
     if config.multi_latent_attention:
-        layer.submodules.self_attention.submodules.core_attention = LatentDotProductAttention
+        attention = layer.submodules.self_attention
+        attention.module = LatentAttention
+        if not transformer_engine:
+            attention.submodules.core_attention = LatentDotProductAttention
     return layer
 
 
+class LatentAttention(MLASelfAttention):
+    """megatron-core's own, of exactly the modules that the spec names.
+
+    Since 0.19 it chooses the norms itself, and where queries are not compressed (`q_lora_rank` None) it puts one before
+    their projection, which no such model has, or refuses the local spec.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
+        return {name: getattr(submodules, name) for name in _CHOSEN_BY_MEGATRON}
+
+
+_CHOSEN_BY_MEGATRON = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+
+
 class LatentDotProductAttention(DotProductAttention):
-    """megatron-core's own attention as latent attention needs it, with two defects of 0.16.1 worked around.
+    """megatron-core's own attention as latent attention needs it, with two defects of 0.15 to 0.19 worked around.
 
     Queries and keys have one head size, values another. megatron-core's class does not accept these sizes, and does not
     need them where `config.kv_channels` is the size of a value.

@@ -37,8 +37,8 @@ class TrainEngine(LiveModel):
     int64 (`labels[i, t]` is the token after `tokens[i, t]`), and whatever the loss function reads.
 
     MTP layers, where a model has them, are trained by every step: Megatron adds their loss to the gradients, over the
-    labels where `mask` [B, S] of the batch is 1 (over all without a mask, and in a micro batch where it is 0
-    everywhere).
+    labels where `mask` [B, S] of the batch is 1 (over all without a mask; megatron-core before 0.17 also takes all in a
+    micro batch where it is 0 everywhere).
 
     Padding of the vocabulary gets probability 0, as in the inference engine: its logits are set to -inf from here on.
 

@@ -111,15 +111,20 @@ class GroupedTensor(torch.Tensor):
 
 
 class RMSNorm(_Layer):
-    def __init__(self, hidden_size: int, *, params_dtype: torch.dtype, **_unused: Any) -> None:
+    """Takes its size by Transformer Engine's present name or, as megatron-core used to give it, by its former one."""
+
+    def __init__(
+        self, normalized_shape: int = 0, *, hidden_size: int = 0, params_dtype: torch.dtype, **_unused: Any
+    ) -> None:
         super().__init__()
-        self._add("weight", hidden_size, dtype=params_dtype)
+        self.size = normalized_shape or hidden_size
+        self._add("weight", self.size, dtype=params_dtype)
 
 
 class LayerNorm(RMSNorm):
-    def __init__(self, hidden_size: int, *, params_dtype: torch.dtype, **_unused: Any) -> None:
-        super().__init__(hidden_size, params_dtype=params_dtype)
-        self._add("bias", hidden_size, dtype=params_dtype)
+    def __init__(self, *sizes: int, params_dtype: torch.dtype, **settings: Any) -> None:
+        super().__init__(*sizes, params_dtype=params_dtype, **settings)
+        self._add("bias", self.size, dtype=params_dtype)
 
 
 class DotProductAttention(_Layer):

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.worker import share_of
+from tests.harness.core_versions import INSTALLED
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.hybrid_engine.backends.megatron.expert_cases import (
     BATCH,
@@ -83,8 +85,9 @@ def _losses_of_step(run: Any, batch: dict[str, torch.Tensor]) -> list[float]:
     run.engine.weights.prepare()
     if not MTPLossLoggingHelper.tracker:
         return []
-    MTPLossLoggingHelper.reduce_loss_in_tracker()
-    return (MTPLossLoggingHelper.tracker["values"] / len(batch["tokens"])).tolist()
+    what, values = ("metrics", "loss_values") if Version("0.19.0") <= INSTALLED else ("loss", "values")
+    getattr(MTPLossLoggingHelper, f"reduce_{what}_in_tracker")()
+    return (MTPLossLoggingHelper.tracker[values] / len(batch["tokens"])).tolist()
 
 
 @dataclass(frozen=True)
