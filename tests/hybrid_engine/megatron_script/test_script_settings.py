@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from megatron.core.transformer import TransformerConfig
 
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.errors import ConfigError
+from hybrid_engine.megatron_script import script_engine
 from hybrid_engine.megatron_script.script_settings import actor_values, read_settings
 from megatron_patches.arguments import ReshardingOptions
 from tests.hybrid_engine.megatron_script.megatron_arguments import ARGS, LLAMA, script_of, transformer_config
@@ -144,3 +146,15 @@ def test_a_written_out_pipeline_layout_stands_for_the_virtual_stages() -> None:
     )
     assert values["pipeline_model_parallel_layout"] == "Et|tL"
     assert values["virtual_pipeline_model_parallel_size"] is None
+
+
+@pytest.mark.parametrize(("flag", "in_file"), [(False, False), (True, False), (False, True)])
+def test_the_flag_or_the_file_allows_an_unknown_vllm(
+    flag: bool, in_file: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    config = SimpleNamespace(generate_config=SimpleNamespace(allow_version=in_file))
+    monkeypatch.setattr(script_engine, "read_settings", lambda script: SimpleNamespace(config=config))
+    monkeypatch.setattr("hybrid_engine.backends.vllm.require_vllm", lambda **given: asked.append(given))
+    script_engine.ScriptEngine(SimpleNamespace(options=ReshardingOptions(enabled=True, allow_version=flag)))
+    assert asked == [{"allow_version": flag or in_file}]

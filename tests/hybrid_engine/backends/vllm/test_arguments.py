@@ -32,6 +32,12 @@ def test_arguments_by_vllms_names_reach_it(model: str) -> None:
     assert (arguments["attention_backend"], arguments["block_size"]) == ("TRITON_ATTN", 32)
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_the_key_for_unknown_versions_reaches_the_engine(model: str, allowed: bool) -> None:
+    config = HybridConfig(model=model, generate_config=GenerateConfig(allow_version=allowed))
+    assert inference_settings(config, 1).allow_version is allowed
+
+
 def test_unknown_ones_and_those_that_follow_from_other_keys_are_refused_at_once(model: str) -> None:
     extra = {"block_siz": 32, "nonsense": 1, "tensor_parallel_size": 4, "load_format": "auto", "block_size": 32}
     with pytest.raises(ConfigError) as caught:
