@@ -267,7 +267,8 @@ def _targets(selected: Sequence[Patch]) -> tuple[list[tuple[Patch, Site]], list[
     """The sites that the patches name, and a message for each target that does not exist."""
     found: list[tuple[Patch, Site]] = []
     missing = []
-    for patch in selected:
+    # package-wide ones last: looking for the others imports modules, in which these have sites too
+    for patch in sorted(selected, key=lambda patch: patch.covers_package):
         try:
             found += [(patch, site) for site in sites(patch)]
         except (ImportError, AttributeError) as error:

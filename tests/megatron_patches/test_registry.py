@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import megatron
 import pytest
 
 from megatron_patches import errors
@@ -117,6 +119,23 @@ def test_an_older_megatron_goes_without_what_it_does_not_have(
     monkeypatch.setattr("megatron.core.__version__", "1.0.0")
     with pytest.raises(errors.MissingTargetError, match="no_such_function"):
         registry.apply(["hooks"])
+
+
+def test_a_package_wide_patch_covers_what_another_target_imports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_for_tests.py").write_text("import only_of_this_test\ndef function(): return 'function'\n")
+    monkeypatch.setitem(sys.modules, "only_of_this_test", types.ModuleType("only_of_this_test"))
+    monkeypatch.setattr(megatron, "__path__", [*megatron.__path__, str(tmp_path)])
+    target = "megatron.imported_for_tests:function"
+    wide = make_patch("only_of_this_test", target="megatron.*:only_of_this_test")
+    registry = PatchRegistry([wide, make_patch("function", target=target)])
+    try:
+        registry.apply(["hooks"])
+        assert [state.num_sites for state in registry.states()] == [1, 1]
+        registry.revert()
+    finally:
+        sys.modules.pop("megatron.imported_for_tests", None)
 
 
 def test_a_claim_on_what_another_group_has_already_patched(toy: types.ModuleType) -> None:
