@@ -1,6 +1,6 @@
 """Which layers megatron-core builds on which pipeline stage and virtual chunk.
 
-Source: megatron-core 0.16.1, `transformer_block.get_num_layers_to_build`, `transformer_layer.
+Source: megatron-core 0.16.1 (and the same to 0.19.2), `transformer_block.get_num_layers_to_build`, `transformer_layer.
 get_transformer_layer_offset`, `pipeline_parallel_layer_layout`, `multi_token_prediction.mtp_on_this_rank`,
 `transformer_block.TransformerBlock.has_final_layernorm_in_this_stage`.
 """
@@ -133,7 +133,7 @@ def split_violations(sizes: TrainParallelism, num_layers: int, num_mtp_layers: i
     if sizes.virtual_pipeline is not None and sizes.pipeline == 1:
         yield Violation("virtual_pipeline", "virtual stages without pipeline parallelism", "Leave it out")
     if sizes.virtual_pipeline is not None and sizes.pipeline == 2 and {_FIRST, _LAST} <= set(given):
-        problem = "virtual stages of a first and a last stage with none between, which megatron-core 0.16 cannot number"
+        problem = "virtual stages of a first and a last stage with none between, which megatron-core cannot number"
         yield Violation("virtual_pipeline", problem, "Give a layout of every stage")
     if sizes.pipeline == 1:
         yield from (Violation(key, "set for a pipeline of one stage", "Leave it out") for key in given)
