@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -143,11 +144,12 @@ class LatentDotProductAttention(DotProductAttention):
         # Megatron first builds one without sizes, and then replaces it
         assert v_channels in (None, config.kv_channels), (v_channels, config.kv_channels)
         super().__init__(config, *args, **kwargs)
+        self._sharing = parallel_state.get_tensor_model_parallel_group()
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """`query` and `key` [sequence, batch, heads, qk_head_dim + qk_pos_emb_head_dim]."""
         own, rotary = key.split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
-        rotary = _SharedByRanks.apply(rotary, self.tp_group)
+        rotary = _SharedByRanks.apply(rotary, self._sharing)
         return super().forward(query, torch.cat([own, rotary], dim=-1), *args, **kwargs)
 
 
