@@ -1,20 +1,22 @@
-"""Fixtures of several packages' tests."""
+"""Fixtures of several packages' tests. They import torch themselves: `make pure-tests` has none."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from hybrid_engine.memory import arena
+if TYPE_CHECKING:
+    import torch
 
 
 @pytest.fixture
 def job() -> Iterator[None]:
     """The process group of a job of one rank."""
+    import torch.distributed as dist
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -23,6 +25,8 @@ def job() -> Iterator[None]:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Background copies wait until it is set."""
+    from hybrid_engine.memory import arena
+
     event, copy = threading.Event(), arena._timed_copy
 
     def waiting(*tensors: torch.Tensor) -> float:

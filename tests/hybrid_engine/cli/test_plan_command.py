@@ -126,6 +126,7 @@ def test_what_the_peak_depends_on_is_said(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_job_with_fsdp(tmp_path: Path) -> None:
     """Llama-3 8B in float32 over 16 ranks: an eighth of the rows of half a model on each; vLLM has bfloat16."""
+    pytest.importorskip("transformers")
     model, page = saved(tmp_path, LLAMA_3_8B), tmp_path / "page.html"
     job = ("--model", model, "--train", "fsdp=8,replicas=2", "--infer", "tp=4,pp=2")
     found = facts(*job, "--html", str(page), "--rank", "3")
@@ -157,6 +158,7 @@ def test_a_job_with_fsdp(tmp_path: Path) -> None:
 
 def test_models_that_transformers_does_not_build(tmp_path: Path) -> None:
     """A checkpoint with code of its own; and one whose config says something else than its table."""
+    pytest.importorskip("transformers")
     job = ("--train", "fsdp=2", "--infer", "tp=2")
     foreign = run("--model", saved(tmp_path, {**LLAMA_3_8B, "model_type": "unheard-of"}), *job)
     assert foreign.exit_code == 2

@@ -22,8 +22,7 @@ from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, 
 
 @given(st.integers(1, 70), st.integers(1, 12))
 def test_stages_are_vllms(num_layers: int, stages: int) -> None:
-    from vllm.distributed.utils import get_pp_indices
-
+    get_pp_indices = pytest.importorskip("vllm.distributed.utils").get_pp_indices
     bounds = stage_bounds(num_layers, stages)
     expected = [get_pp_indices(num_layers, stage, stages) for stage in range(stages)]
     assert list(itertools.pairwise(bounds)) == expected
@@ -31,11 +30,10 @@ def test_stages_are_vllms(num_layers: int, stages: int) -> None:
 
 @given(st.integers(1, 70), st.integers(1, 12))
 def test_blocks_of_experts_are_vllms(num_experts: int, blocks: int) -> None:
-    from vllm.model_executor.layers.fused_moe.expert_map_manager import determine_expert_map
-
+    maps = pytest.importorskip("vllm.model_executor.layers.fused_moe.expert_map_manager")
     bounds = expert_bounds(num_experts, blocks)
     for block in range(blocks):
-        count, own, _ = determine_expert_map(blocks, block, num_experts)
+        count, own, _ = maps.determine_expert_map(blocks, block, num_experts)
         expected = list(range(num_experts)) if own is None else np.flatnonzero(own.numpy() >= 0).tolist()
         assert list(range(bounds[block], bounds[block + 1])) == expected
         assert len(expected) == count
@@ -43,9 +41,8 @@ def test_blocks_of_experts_are_vllms(num_experts: int, blocks: int) -> None:
 
 @given(st.integers(1, 300))
 def test_the_vocabulary_is_padded_as_vllm_does(size: int) -> None:
-    from vllm.model_executor.layers.vocab_parallel_embedding import pad_vocab_size
-
-    assert InferenceParallelism.padded_vocabulary(size) == pad_vocab_size(size)
+    embedding = pytest.importorskip("vllm.model_executor.layers.vocab_parallel_embedding")
+    assert InferenceParallelism.padded_vocabulary(size) == embedding.pad_vocab_size(size)
 
 
 def test_positions() -> None:
