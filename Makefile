@@ -40,6 +40,14 @@ PIP_FLAGS := $(if $(filter requirements-cpu.txt,$(notdir $(REQUIREMENTS))),--no-
 CORE_VERSIONS := $(shell sed -n 's/^CORE_VERSIONS.*= //p' megatron_patches/patch.py | tr -d '(",)')
 CORE_TESTS := tests/megatron_patches tests/hybrid_engine/backends/megatron tests/hybrid_engine/layouts/test_training.py \
     tests/benchmarks/test_megatron_destination.py
+# The tests that need neither torch nor an engine, and the packages that they need.
+PURE_TESTS := $(addprefix tests/hybrid_engine/,planning advisor config cli records/test_layout.py \
+    records/test_validation.py layouts/test_hybrid_pattern.py layouts/test_inference.py layouts/test_sharded.py \
+    models/test_packing.py models/test_tables.py tracing/test_recording.py)
+PURE_PACKAGES := numpy packaging pydantic pyyaml rich safetensors scipy typer setuptools hypothesis pytest pytest-timeout
+PURE_REQUIREMENTS := build/pure/requirements-pure.txt
+# Runs leave a record (compatibility/), unless they are not whole.
+RECORD = -p compatibility.recording $(if $(PYTEST_ARGS),,--record $(1))
 CORE_REQUIREMENTS := build/core-$(MEGATRON)/requirements-cpu.txt
 
 # Modules are found from the checkout, also by subprocesses that run elsewhere.
@@ -61,7 +69,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help env rl test test-fast test-faults lint format docs matrix bench lock clean clean-env force
-.PHONY: vllm-surface core-tests core-tests-all core-tests-here gpu-check offline-bundle
+.PHONY: vllm-surface core-tests core-tests-all core-tests-here pure-tests pure-tests-here compat gpu-check offline-bundle
 
 help: ## Show this help
 	@echo 'make TARGET [VARIABLE=value ...]'; echo
@@ -90,7 +98,7 @@ rl: $(ENV_READY) ## Train a GPT by RL, Megatron or FSDP2 <-> vLLM (TRAINER, NPRO
 	    --shutdown-timeout $(STOP_SECONDS) -m examples.gpt_rl.train --config $(CONFIG) --out $(OUT)
 
 test: lint ## Check style, formatting and types, then run the tests (but for test-faults)
-	$(PY) -m pytest $(BY_FILE) $(PYTEST_ARGS)
+	$(PY) -m pytest $(BY_FILE) $(call RECORD,test) $(PYTEST_ARGS)
 
 test-fast: $(ENV_READY) ## Run the tests that start no ranks and take seconds: the loop while writing code
 	HYPOTHESIS_PROFILE=fast $(PY) -m pytest -q -m 'not ranks and not slow' $(BY_FILE) $(PYTEST_ARGS)
@@ -113,11 +121,23 @@ core-tests-all: ## core-tests with every supported megatron-core, one after the 
 
 core-tests-here: $(ENV_READY)
 	$(PY) -c 'import megatron.core as c; c.__version__ == "$(MEGATRON)" or exit(f"This is {c.__version__}, not $(MEGATRON).")'
-	$(PY) -m pytest $(PYTEST_ARGS) $(CORE_TESTS)
+	$(PY) -m pytest $(call RECORD,core-tests) $(PYTEST_ARGS) $(CORE_TESTS)
+
+pure-tests: ## Run what needs neither torch nor an engine with PYTHON, in an environment of its own
+	@mkdir -p $(dir $(PURE_REQUIREMENTS))
+	@grep -E '^($(subst $() ,|,$(PURE_PACKAGES)))==' requirements-cpu.txt > $(PURE_REQUIREMENTS)
+	$(MAKE) pure-tests-here REQUIREMENTS=$(PURE_REQUIREMENTS) \
+	    VENV=.venv-pure-$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
+pure-tests-here: $(ENV_READY)
+	$(PY) -m pytest $(call RECORD,pure-tests) $(PYTEST_ARGS) $(PURE_TESTS)
+
+compat: $(ENV_READY) ## Print which versions were run together, and write docs/compatibility.md
+	$(PY) -m compatibility
 
 vllm-surface: $(ENV_READY) ## Compare a vLLM of the package index with what is used of it, uninstalled (VERSION=0.33.0)
 	$(if $(VERSION),,$(error Name the version: make vllm-surface VERSION=0.33.0))
-	$(PY) -m hybrid_engine.backends.vllm.surface.wheels '$(VERSION)'
+	$(PY) -m compatibility.surface '$(VERSION)'
 
 lint: $(ENV_READY) ## Check style, formatting and types
 	$(PY) -m ruff check .
@@ -131,6 +151,7 @@ format: $(ENV_READY) ## Fix style and formatting in place
 docs: $(ENV_READY) ## Make the pages of docs/ that have a source
 	$(PY) docs/make_configuration.py
 	$(PY) docs/make_seventy_billion.py
+	$(PY) -m compatibility
 
 matrix: $(ENV_READY) ## Switch every layout and model family with both real engines (ONLY=text, JSON=file)
 	OMP_NUM_THREADS=1 $(PY) -m tests.hybrid_engine.verification.matrix $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json '$(JSON)')

@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 from hybrid_engine.backends.vllm.surface.behaviours import BEHAVIOURS
-from hybrid_engine.backends.vllm.surface.compared import compare
+from hybrid_engine.backends.vllm.surface.compared import Comparison, compare
 from hybrid_engine.backends.vllm.surface.source_reader import Source
 from hybrid_engine.backends.vllm.version import DISTRIBUTIONS
 from hybrid_engine.errors import DependencyError
@@ -60,18 +60,26 @@ def _unzip(wheel: Path, directory: Path) -> None:
         (Path(aside) / "vllm").rename(directory / "vllm")
 
 
-def main(version: str) -> int:
+def compare_wheel(version: str) -> Comparison:
+    """What a version of the package index lacks. Raises DependencyError when there is no such wheel."""
+    return compare(Source(unpack(version, Path("build") / f"vllm-{version}"), "vllm"), version)
+
+
+def report(version: str, result: Comparison) -> int:
     """Print what differs; returns 1 if anything does."""
-    try:
-        directory = unpack(version, Path("build") / f"vllm-{version}")
-    except DependencyError as error:
-        print(error, file=sys.stderr)
-        return 2
-    result = compare(Source(directory, "vllm"), version)
     for title, lines in (("cannot be used", result.faults), ("not read yet", result.unread)):
         print("\n".join([f"{title}: {len(lines)}", *(f"  - {line}" for line in lines)]))
     print(f"vLLM {version}: {result.num_names} names and calls, {len(BEHAVIOURS)} pieces of code")
     return int(bool(result.faults or result.unread))
+
+
+def main(version: str) -> int:
+    """Print what differs; returns 1 if anything does, 2 without a wheel."""
+    try:
+        return report(version, compare_wheel(version))
+    except DependencyError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
