@@ -130,7 +130,7 @@ pure-tests: ## Run what needs neither torch nor an engine with PYTHON, in an env
 	    VENV=.venv-pure-$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 pure-tests-here: $(ENV_READY)
-	$(PY) -m pytest $(call RECORD,pure-tests) $(PYTEST_ARGS) $(PURE_TESTS)
+	HYPOTHESIS_PROFILE=fast $(PY) -m pytest $(call RECORD,pure-tests) $(PYTEST_ARGS) $(PURE_TESTS)
 
 compat: $(ENV_READY) ## Print which versions were run together, and write docs/compatibility.md
 	$(PY) -m compatibility
