@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,7 +119,9 @@ class InferenceEngine:
             self._loras: DeliveredLoras | None = DeliveredLoras(self._llm, undo) if settings.max_loras else None
             self._sleep_mode = SleepMode(lambda: self.llm) if sleeps else None
             memory = self._sleep_mode or (HostMemory() if self._device_type == "cpu" else WeightMemory())
-            self._adaptor: VllmAdaptor | None = VllmAdaptor(model, memory, keeps_memory=not settings.release_weights)
+            # as weights were processed at first, but for the caller's stream, on which they arrive, and its threads
+            own = replace(self._process_settings, stream=None, num_threads=None)
+            self._adaptor: VllmAdaptor | None = VllmAdaptor(model, memory, not settings.release_weights, own)
             self._ends = undo.pop_all()
 
     # -- answers ------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """As they are at one time.
+    """As they are at one time; None for one that is of no concern.
 
     Attributes:
         matmul_precision: of float32 products; a script's "high" becomes vLLM's "highest".
@@ -26,7 +26,7 @@ class ProcessSettings:
     """
 
     matmul_precision: str
-    num_threads: int
+    num_threads: int | None
     cudnn_attention: bool
     stream: torch.cuda.Stream | None
     environment: Mapping[str, str]
@@ -45,10 +45,11 @@ class ProcessSettings:
     def enter(self) -> None:
         """Put them in force; what is as it should be is not touched, since threads would start anew."""
         present = ProcessSettings.now()
-        changed = {each.name for each in fields(self) if getattr(self, each.name) != getattr(present, each.name)}
+        wanted = {each.name: getattr(self, each.name) for each in fields(self)}
+        changed = {name for name, value in wanted.items() if value is not None and value != getattr(present, name)}
         if "matmul_precision" in changed:
             torch.set_float32_matmul_precision(self.matmul_precision)
-        if "num_threads" in changed:
+        if "num_threads" in changed and self.num_threads is not None:
             torch.set_num_threads(self.num_threads)
         if "cudnn_attention" in changed:
             torch.backends.cuda.enable_cudnn_sdp(self.cudnn_attention)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 import torch
 
-from hybrid_engine.backends.vllm.process.process_settings import process_settings_kept
+from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings, process_settings_kept
 from hybrid_engine.backends.vllm.weights.commit import Observer, commit_group, drop_group
 from hybrid_engine.backends.vllm.weights.group_states import HOLDING, Event, GroupState, GroupStates
 from hybrid_engine.backends.vllm.weights.proof import CommitProof, GroupProof
@@ -43,15 +43,25 @@ class VllmAdaptor:
         staged: canonical tensors that go through the model's own loader at every reshard.
     """
 
-    def __init__(self, model: ProcessedModel, memory: WeightMemory, keeps_memory: bool = False) -> None:
-        """`keeps_memory`: `release` only declares the weights void; their memory stays, that for staging too, but the
-        KV cache's goes."""
+    def __init__(
+        self,
+        model: ProcessedModel,
+        memory: WeightMemory,
+        keeps_memory: bool = False,
+        settings: ProcessSettings | None = None,
+    ) -> None:
+        """
+        Args:
+            keeps_memory: `release` only declares the weights void; their memory stays, that for staging too, but the KV
+                cache's goes.
+            settings: in force while vLLM processes weights; None: those of the caller.
+        """
         traced = model.traced
         self.model, self.rank, self.staged = traced.model, traced.rank, traced.staged
         self.device = next(iter(traced.storages.values())).device
         self.nbytes = sum(storage.nbytes for storage in traced.storages.values())
         self._processed, self._traced = model, traced
-        self._memory, self._keeps_memory = memory, keeps_memory
+        self._memory, self._keeps_memory, self._settings = memory, keeps_memory, settings
         self._unwritten = unwritten_extents(traced.layout)
         self._states = GroupStates(traced.groups)
         self._filling: dict[str, dict[str, torch.Tensor]] = {}  # by group and buffer, between allocate and commit
@@ -84,7 +94,8 @@ class VllmAdaptor:
         """
         self._states.require(Event.COMMIT, groups)
         is_processed = not self._processed.derivations.keys().isdisjoint(groups)
-        kept = process_settings_kept() if is_processed else contextlib.nullcontext()  # vLLM's code may set anything
+        # vLLM's code may set anything
+        kept = process_settings_kept(self._settings) if is_processed else contextlib.nullcontext()
         with torch.no_grad(), kept, self._processed.context():
             for name in groups:
                 with self._failing([name]):

@@ -203,9 +203,9 @@ def _rehearse_all(model: ProcessedModel, faults: list[str]) -> set[str]:
         faults += found
         if model.gate.is_over:  # in its collectives the others would not be met
             break
-        if is_suspected and not found:
+        if is_suspected:  # on all ranks alike, whatever was found on this one
             is_renewed = not all(same_bytes(each.tensor, value) for each, value in zip(constants, before, strict=True))
-            if not model.gate.meet(f"what depends on the weights of {name}", wish=is_renewed):
+            if not model.gate.meet(f"what depends on the weights of {name}", wish=bool(found) or is_renewed):
                 idle.add(name)
     return idle
 

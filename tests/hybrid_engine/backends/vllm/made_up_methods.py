@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings
 from hybrid_engine.backends.vllm.weights import derivation as derivations
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.collective_processing import ProcessingGate
@@ -246,13 +247,19 @@ class Forgetful(WeightMemory):
                 flat_view(tensor.detach()).fill_(3)
 
 
-def built(model: Model, keeps_addresses: bool, gate: ProcessingGate | None = None, rank: int = 0) -> VllmAdaptor:
+def built(
+    model: Model,
+    keeps_addresses: bool,
+    gate: ProcessingGate | None = None,
+    rank: int = 0,
+    settings: ProcessSettings | None = None,
+) -> VllmAdaptor:
     """As vLLM's start-up makes one."""
     shapes = {name: tuple(weight.shape) for name, weight in model.weights(0).items()}
     traced = trace_model(model, shapes, dict.fromkeys(shapes, torch.float32), rank)
     model.process()
     processed = look(traced, contextlib.nullcontext, torch.float32, keeps_addresses, gate)
-    return VllmAdaptor(processed, Forgetful(model) if keeps_addresses else HostMemory())
+    return VllmAdaptor(processed, Forgetful(model) if keeps_addresses else HostMemory(), settings=settings)
 
 
 def fill(adaptor: VllmAdaptor, model: Model, seed: int) -> None:

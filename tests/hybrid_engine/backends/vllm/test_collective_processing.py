@@ -24,7 +24,16 @@ from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Call, Ranks
 from tests.harness.launch import Outcomes as Launched
 from tests.hybrid_engine.backends.vllm import support
-from tests.hybrid_engine.backends.vllm.made_up_methods import Model, built, fill, replace, transposed, untouched
+from tests.hybrid_engine.backends.vllm.made_up_methods import (
+    Model,
+    built,
+    fill,
+    replace,
+    transposed,
+    untouched,
+    with_a_constant_filled,
+    with_a_number_beside_the_weight,
+)
 from tests.hybrid_engine.backends.vllm.scenarios.asking import build, job, refusal_of, sizes
 
 NUM_RANKS, TIMEOUT = 2, 60.0
@@ -44,6 +53,7 @@ class Outcomes:
     channels: tuple[set[str], set[str]]
     renewed: dict[str, float]
     rehearsal: str
+    fault: str
     other_kinds: str
     commit: str
     elsewhere: str
@@ -121,6 +131,11 @@ def run_on_rank() -> Outcomes:
         channels(rig),
         {name: renewed(rig, keeps) for name, keeps in (("in place", True), ("anew", False))},
         rehearsal_that_fails(rig),
+        rig.error_of(
+            lambda: rig.adaptor(
+                rig.model(first=with_a_number_beside_the_weight if rig.rank else with_a_constant_filled), True
+            )
+        ),
         rig.error_of(lambda: rig.adaptor(rig.model(**({"first": untouched} if rig.rank else {})), True)),
         *fills_that_fail(rig),
         proofs(rig),
@@ -272,6 +287,14 @@ def test_a_rehearsal_that_fails_on_one_rank_fails_on_all(by_rank: list[Outcomes]
     assert "rank 1: ModelError: " in other
     for text in (other, failed):
         assert "first (Method): its processing cannot run again: MemoryError: no memory for first" in text
+
+
+def test_what_one_rank_alone_cannot_renew_is_the_reason_of_all(by_rank: list[Outcomes]) -> None:
+    other, failed = (rank.fault for rank in by_rank)
+    assert failed.startswith("ModelError: vLLM computes with weights that cannot be renewed (1):")
+    assert other.startswith("RemoteError: rank 1 failed before ")
+    for text in (other, failed):
+        assert "quant_method.kernel.largest is a number that depends on the weights" in text
 
 
 def test_a_commit_that_fails_on_one_rank_fails_on_all(by_rank: list[Outcomes]) -> None:

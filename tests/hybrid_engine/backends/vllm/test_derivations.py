@@ -3,6 +3,7 @@ fresh load gives, bit by bit, and at the old addresses where these must stay."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
@@ -228,6 +229,23 @@ def test_a_commit_leaves_the_process_as_it_was(monkeypatch: pytest.MonkeyPatch) 
     assert ProcessSettings.now() == before
     assert len(found) == 1
     assert found[0] != before
+
+
+def test_weights_are_processed_under_the_settings_of_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, found = Model(layer=transposed), []
+    of_build = dataclasses.replace(ProcessSettings.now(), matmul_precision="high", stream=None, num_threads=None)
+    adaptor = built(model, keeps_addresses=True, settings=of_build)
+    process = model.layer.quant_method.process_weights_after_loading
+
+    def note_and_process(layer: torch.nn.Module) -> None:
+        found.append((torch.get_float32_matmul_precision(), torch.get_num_threads()))
+        process(layer)
+
+    monkeypatch.setattr(model.layer.quant_method, "process_weights_after_loading", note_and_process)
+    num_threads = torch.get_num_threads()
+    fill(adaptor, model, 0)
+    assert found == [("high", num_threads)]
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize("keeps_addresses", [True, False], ids=["in place", "anew"])
