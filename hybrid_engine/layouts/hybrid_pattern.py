@@ -3,7 +3,7 @@
 `*-*E|*-*-` is four layers of a checkpoint on two stages: each is an attention (`*`, latent `+`) and the MLP (`-`) or
 experts (`E`) after it, with a position each. A stage may end between the two.
 
-Source: megatron-core 0.19.2, `models/hybrid/hybrid_layer_allocation.py` (0.18 has the same pattern).
+Source: megatron-core 0.19.2, `models/hybrid/hybrid_layer_allocation.py`; 0.18 has the same pattern, without `+`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,12 @@ def hybrid_chunks(pattern: str, pipeline: int) -> list[HybridChunk]:
 
 def num_hybrid_chunks(pattern: str, pipeline: int) -> int:
     """Chunks of each stage."""
-    return len(_segments(pattern, pipeline)) // pipeline
+    return max(1, (pattern.count(_PIPE) + 1) // pipeline)
+
+
+def is_latent(pattern: str) -> bool:
+    """Whether any attention is latent."""
+    return _LATENT in pattern
 
 
 def has_experts(pattern: str) -> list[bool]:
@@ -83,14 +88,14 @@ def pattern_problems(pattern: str) -> Iterator[str]:
 
 
 def pattern_violations(
-    pattern: str, pipeline: int, virtual: int | None, experts: list[bool], is_latent: bool
+    pattern: str, pipeline: int, virtual: int | None, experts: list[bool], has_latent: bool
 ) -> Iterator[Violation]:
     """Everything for which a pattern does not fit a model and its stages.
 
     Args:
         pipeline, virtual: numbers of stages, and of chunks for each where that is given.
         experts: whether a layer of the checkpoint has experts, by layer.
-        is_latent: the model's attention is latent (MLA).
+        has_latent: the model's attention is latent (MLA).
     """
     if problems := list(pattern_problems(pattern)):
         yield from (Violation(_KEY, problem, "Use a GPTModel, or attention and MLP in turn") for problem in problems)
@@ -105,17 +110,20 @@ def pattern_violations(
         if differing:
             expected = _EXPERTS if experts[differing[0]] else _MLP
             yield Violation(_KEY, f"layer {differing[0]} is {expected} in the model", f"Write {expected} there")
-    attention = _LATENT if is_latent else _ATTENTION
+    attention = _LATENT if has_latent else _ATTENTION
     if set(symbols[::2]) != {attention}:
         yield Violation(_KEY, f"the model's attention is {attention}", f"Write {attention} for every attention")
     num_segments = pattern.count(_PIPE) + 1
     if num_segments == 1 and len(symbols) % pipeline:
         problem = f"{len(symbols)} positions do not divide into {pipeline} stages"
         yield Violation(_KEY, problem, "End every stage but the last with |")
+    elif num_segments > 1 and pipeline == 1:
+        problem = f"{num_segments} chunks without pipeline parallelism"
+        yield Violation(_KEY, problem, "Leave out |, or raise pipeline_model_parallel_size")
     elif num_segments > 1 and num_segments % pipeline:
         yield Violation(_KEY, f"{num_segments} chunks on {pipeline} stages", "Give every stage as many chunks")
-    elif virtual is not None and virtual != max(num_segments // pipeline, 1):
-        problem = f"{virtual}, but the pattern has {max(num_segments // pipeline, 1)} chunks for each stage"
+    elif virtual is not None and virtual != num_hybrid_chunks(pattern, pipeline):
+        problem = f"{virtual}, but the pattern has {num_hybrid_chunks(pattern, pipeline)} chunks for each stage"
         yield Violation("virtual_pipeline", problem, "Leave it out, and end every chunk but the last with |")
 
 

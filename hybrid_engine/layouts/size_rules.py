@@ -105,8 +105,8 @@ def _hybrid(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
         yield Violation("hybrid_layer_pattern", problem, "Use a GPTModel")
     dims, transformer = table.dims, table.transformer
     experts = [bool(has) for has in transformer["moe_layer_freq"]] if dims.num_experts else [False] * dims.num_layers
-    is_latent = bool(transformer.get("multi_latent_attention"))
-    yield from pattern_violations(pattern, sizes.pipeline, sizes.virtual_pipeline, experts, is_latent)
+    has_latent = bool(transformer.get("multi_latent_attention"))
+    yield from pattern_violations(pattern, sizes.pipeline, sizes.virtual_pipeline, experts, has_latent)
 
 
 def _train_stages(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:

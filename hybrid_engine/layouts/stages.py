@@ -207,6 +207,8 @@ def _layout_violations(sizes: TrainParallelism, num_positions: int, num_mtp_laye
         yield Violation(key, f"{len(chunks)} chunks on {sizes.pipeline} stages", "Give every stage as many chunks")
         return
     virtual = len(chunks) // sizes.pipeline
+    if sizes.pipeline == 1 and virtual > 1:
+        yield Violation(key, f"{virtual} chunks without pipeline parallelism", "Leave out |")
     if sizes.virtual_pipeline is not None and sizes.virtual_pipeline != virtual:
         problem = f"{sizes.virtual_pipeline}, but the layout has {virtual} chunks for each stage"
         yield Violation("virtual_pipeline", problem, "Leave it out")

@@ -48,8 +48,8 @@ class _Stack(HybridStack):
 
 def _stack_spec(config: TransformerConfig, transformer_engine: bool) -> ModuleSpec:
     dense = gpt_layer(config, None, transformer_engine)
-    attention = _attention_alone(dense)
-    kinds = {"attention_layer": attention, "mla_layer": attention, "mlp_layer": _mlp_alone(dense)}
+    attention = "mla_layer" if config.multi_latent_attention else "attention_layer"
+    kinds = {attention: _attention_alone(dense), "mlp_layer": _mlp_alone(dense)}
     if config.num_moe_experts is not None:
         kinds["moe_layer"] = _mlp_alone(gpt_layer(config, config.num_moe_experts, transformer_engine))
     norm = final_norm(config, transformer_engine)

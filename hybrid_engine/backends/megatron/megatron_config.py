@@ -14,11 +14,12 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from packaging.version import Version
 
 from hybrid_engine.backends.megatron.fusions import fusion_settings
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, Violation
-from hybrid_engine.layouts.hybrid_pattern import has_experts, num_hybrid_chunks
+from hybrid_engine.layouts.hybrid_pattern import has_experts, is_latent, num_hybrid_chunks
 from hybrid_engine.layouts.parallelism import TrainParallelism, named
 from hybrid_engine.models.table import ModelTable
 
@@ -49,9 +50,8 @@ def train_sizes(actor: ActorConfig, world_size: int) -> TrainParallelism:
 
 def transformer_config(actor: ActorConfig, sizes: TrainParallelism, table: ModelTable) -> TransformerConfig:
     """Of the model in this layout. Raises ConfigError for what the model needs and this megatron-core lacks."""
-    if sizes.hybrid_layer_pattern is not None and not find_spec("megatron.core.models.hybrid"):
-        problem = f"megatron-core {megatron.core.__version__} has no HybridModel"
-        raise ConfigError([Violation("actor_config.hybrid_layer_pattern", problem, "Install 0.18 or later")])
+    if sizes.hybrid_layer_pattern is not None:
+        _require_hybrid_model(sizes.hybrid_layer_pattern)
     dtype = getattr(torch, actor.params_dtype)
     settings = {**table.transformer, **_size_settings(sizes, table), **_expert_settings(sizes, table)}
     settings["activation_func"] = ACTIVATIONS[settings["activation_func"]]
@@ -100,6 +100,14 @@ def optimizer_config(actor: ActorConfig) -> OptimizerConfig:
         use_distributed_optimizer=actor.use_distributed_optimizer,
         overlap_param_gather=actor.overlap_param_gather,
     )
+
+
+def _require_hybrid_model(pattern: str) -> None:
+    since, what = ("0.19", "HybridModel with latent attention") if is_latent(pattern) else ("0.18", "HybridModel")
+    installed = megatron.core.__version__
+    if Version(installed) < Version(since):
+        problem = f"megatron-core {installed} has no {what}"
+        raise ConfigError([Violation("actor_config.hybrid_layer_pattern", problem, f"Install {since} or later")])
 
 
 def _require_known(settings: Mapping[str, Any], config_class: type[TransformerConfig]) -> None:

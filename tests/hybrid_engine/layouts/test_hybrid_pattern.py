@@ -74,13 +74,14 @@ def test_other_layers_are_refused_by_name(pattern: str, problem: str) -> None:
         ("*-*E", 1, None, "hybrid_layer_pattern", "layer 1 is - in the model"),
         ("*-+-", 1, None, "hybrid_layer_pattern", "the model's attention is *"),
         ("*-*-", 3, None, "hybrid_layer_pattern", "4 positions do not divide into 3 stages"),
+        ("*-|*-", 1, None, "hybrid_layer_pattern", "2 chunks without pipeline parallelism"),
         ("*-|*-", 3, None, "hybrid_layer_pattern", "2 chunks on 3 stages"),
         ("*|-|*|-", 2, 4, "virtual_pipeline", "4, but the pattern has 2 chunks for each stage"),
         ("*-*-", 2, 2, "virtual_pipeline", "2, but the pattern has 1 chunks for each stage"),
     ],
 )
 def test_patterns_that_do_not_fit(pattern: str, pipeline: int, virtual: int | None, key: str, problem: str) -> None:
-    (found,) = pattern_violations(pattern, pipeline, virtual, [False, False], is_latent=False)
+    (found,) = pattern_violations(pattern, pipeline, virtual, [False, False], has_latent=False)
     assert found.key == key
     assert problem in found.problem
     assert found.remedy

@@ -11,6 +11,7 @@ float16, bfloat16 by messages, virtual stages, adapters in both ways, vLLM's pip
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import re
 import sys
@@ -18,9 +19,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.verification.cases import Case, case_of
@@ -164,11 +166,17 @@ _HYBRID: tuple[Combination, ...] = (
     _hybrid("mixtral", 4, "tp2 sp ep2 etp1 bf16", "tp4", "*E*E*E*E"),
     _hybrid("deepseek-v2", 2, "ep2", "tp2", "+-+E+E+E"),
 )
-"""Megatron-core has this model since 0.18."""
+_CORE = Version(importlib.metadata.version("megatron-core"))
+
+
+def _hybrid_since(cell: Combination) -> str:
+    """The first megatron-core that has such a model."""
+    return "0.19.0" if "+" in cell.actor["hybrid_layer_pattern"] else "0.18.0"
+
 
 MATRIX: tuple[Combination, ...] = (
     *_sharded_cells(),
-    *(_HYBRID if find_spec("megatron.core.models.hybrid") else ()),
+    *(cell for cell in _HYBRID if Version(_hybrid_since(cell)) <= _CORE),
     # dense: tensor, pipeline, data parallelism, up and down
     Combination("llama-2", 2, "tp2", ""),
     Combination("llama-2", 2, "", "tp2"),

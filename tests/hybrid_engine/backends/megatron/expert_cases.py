@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from hybrid_engine.config import ActorConfig
-from tests.harness.core_versions import without
+from tests.harness.core_versions import INSTALLED, without
 from tests.zoo.families import YARN
 from tests.zoo.megatron_models import DENSE_FLOAT32
 from tests.zoo.tiny_models import build_hf_model, save_model, token_batch
@@ -118,13 +118,14 @@ _ALL: dict[int, dict[str, Case]] = {
         ),
     },
 }
-if find_spec("megatron.core.models.hybrid"):  # since megatron-core 0.18
+if Version("0.18.0") <= INSTALLED:
     _ALL[2] |= {
         "qwen3 HybridModel pp2": Case("qwen3, three layers", {**PP2, "hybrid_layer_pattern": "*-*|-*-"}),
         "qwen3 HybridModel pp2 vpp2": Case("qwen3, four layers, tied", {**PP2, "hybrid_layer_pattern": "*-|*|-*-|*-"}),
         "qwen3_moe HybridModel tp2 ep2 etp1": Case("qwen3_moe", {**TP2, **EP2, **ETP1, "hybrid_layer_pattern": "*E*E"}),
-        "deepseek_v2 HybridModel tp2": Case("deepseek_v2", {**TP2, "hybrid_layer_pattern": "+-+E+E"}),
     }
+if Version("0.19.0") <= INSTALLED:
+    _ALL[2]["deepseek_v2 HybridModel tp2"] = Case("deepseek_v2", {**TP2, "hybrid_layer_pattern": "+-+E+E"})
 _NEED_0_16 = ("qwen2_moe", "deepseek_v3")
 """Gated shared experts; groups of experts."""
 CASES = {

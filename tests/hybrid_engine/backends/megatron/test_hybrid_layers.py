@@ -6,10 +6,10 @@ Live ones are among the cases of `expert_cases.py` and of the matrix, where mega
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
+import megatron.core
 import pytest
 
 from hybrid_engine.backends.megatron.megatron_config import train_sizes, transformer_config
@@ -41,8 +41,17 @@ def test_a_live_model_of_other_layers_is_refused_by_name() -> None:
         GlobalNames(stand_in("M*-", range(3)), 1, frozenset())
 
 
-@pytest.mark.skipif(bool(find_spec("megatron.core.models.hybrid")), reason="this megatron-core has HybridModel")
-def test_before_it_came_it_is_refused_with_the_version() -> None:
-    actor = ActorConfig(**{**DENSE_FLOAT32, "hybrid_layer_pattern": "*-*-"})
-    with pytest.raises(ConfigError, match=r"hybrid_layer_pattern: megatron-core \S+ has no HybridModel"):
-        transformer_config(actor, train_sizes(actor, 1), table_for(served_config("llama")))
+@pytest.mark.parametrize(
+    ("family", "pattern", "version", "what"),
+    [
+        ("llama", "*-*-", "0.17.1", "HybridModel. Install 0.18"),
+        ("deepseek_v2", "+-+E+E", "0.18.2", "HybridModel with latent attention. Install 0.19"),
+    ],
+)
+def test_before_it_came_it_is_refused_with_the_version(
+    family: str, pattern: str, version: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", version)
+    actor = ActorConfig(**{**DENSE_FLOAT32, "hybrid_layer_pattern": pattern})
+    with pytest.raises(ConfigError, match=f"hybrid_layer_pattern: megatron-core {version} has no {what} or later"):
+        transformer_config(actor, train_sizes(actor, 1), table_for(served_config(family)))
