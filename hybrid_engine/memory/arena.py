@@ -25,10 +25,11 @@ class Arena:
     def reserve(self, nbytes: int, *, pinned: bool) -> None:
         """Provide at least `nbytes`, page-locked if `pinned`; what is in it stays. No copy may be under way.
 
+        What a growth that failed left without page-locking is page-locked again, even if it is large enough.
+
         Raises OffloadError; then it is as before, and a later call may succeed.
         """
-        if self.memory.numel() >= nbytes:
-            return
+        nbytes = max(nbytes, self.memory.numel())
         self.memory = torch.empty(0, dtype=torch.uint8)  # it may move
         try:
             self._pages.grow(nbytes, pinned=pinned)

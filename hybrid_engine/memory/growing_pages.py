@@ -76,7 +76,7 @@ class GrowingPages:
         page-locked again, a warning says so.
         """
         size = max(-(-nbytes // _HUGE_PAGE) * _HUGE_PAGE, self._mapping.nbytes)
-        if size > self._mapping.nbytes or (pinned and not self._mapping.is_registered):
+        if size > self._mapping.nbytes or (size and pinned and not self._mapping.is_registered):
             try:
                 _remap(self._mapping, size, pinned=pinned)
             except OSError as error:

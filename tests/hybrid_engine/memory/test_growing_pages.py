@@ -13,6 +13,7 @@ import torch
 
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory import growing_pages
+from hybrid_engine.memory.arena import Arena
 from hybrid_engine.memory.growing_pages import GrowingPages
 
 MIB = 2**20
@@ -200,6 +201,25 @@ def test_what_cannot_be_pinned_again_is_said_and_not_lost(cudart: Cudart, caplog
     cudart.limit = None
     pages.grow(MIB, pinned=True)
     assert_is_as_before(pages, cudart)
+
+
+def test_an_arena_that_is_large_enough_is_pinned_again(cudart: Cudart, caplog: pytest.LogCaptureFixture) -> None:
+    arena = Arena()
+    arena.reserve(0, pinned=True)
+    assert not cudart.registered
+    arena.reserve(MIB, pinned=True)
+    arena.memory.fill_(7)
+    cudart.limit = 0
+    for nbytes in (5 * MIB, MIB, 0):
+        with pytest.raises(OffloadError, match="page-locking"):
+            arena.reserve(nbytes, pinned=True)
+        assert arena.memory.numel() == MIB
+    caplog.clear()  # the error in it holds the pages
+    cudart.limit = None
+    arena.reserve(MIB // 2, pinned=True)
+    assert cudart.registered == {arena.memory.data_ptr(): 2 * MIB}
+    assert arena.memory.numel() == MIB
+    assert bool((arena.memory == 7).all())
 
 
 def test_memory_that_stays_registered_does_not_move(cudart: Cudart) -> None:
