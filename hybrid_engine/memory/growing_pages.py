@@ -186,5 +186,9 @@ def _clear_error() -> None:
 
 
 def _end(mapping: _Mapping) -> None:
-    _unregister(mapping)
-    _unmap(mapping)
+    try:
+        _unregister(mapping)
+    except OSError as error:  # a finalizer has nobody to raise to
+        logger.warning("host memory for offloaded state ends page-locked: %s", error)
+    finally:
+        _unmap(mapping)

@@ -263,3 +263,13 @@ def test_it_ends_with_the_last_tensor(cudart: Cudart) -> None:
     gc.collect()
     assert not is_mapped(address)
     assert not cudart.registered
+
+
+def test_it_ends_though_cuda_does_not_know_it_any_more(cudart: Cudart, caplog: pytest.LogCaptureFixture) -> None:
+    pages = pinned_page()
+    address = pages.tensor().data_ptr()
+    cudart.registered.clear()
+    del pages
+    gc.collect()
+    assert not is_mapped(address)
+    assert "giving up page-locked host memory failed with CUDA error 713" in caplog.text
