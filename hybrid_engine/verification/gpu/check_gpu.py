@@ -20,7 +20,7 @@ from hybrid_engine.files.scratch import scratch_directory
 from hybrid_engine.ranks.launching import run_ranks
 from hybrid_engine.verification.gpu import small_job
 from hybrid_engine.verification.gpu.checks import Check, Colour, read_results, worst
-from hybrid_engine.verification.gpu.gpus import GIB, Gpu, too_little
+from hybrid_engine.verification.gpu.gpus import GIB, Gpu, too_little, unusable
 from hybrid_engine.verification.gpu.machine import Machine, available_host_nbytes
 from hybrid_engine.verification.gpu.small_job import SmallJob
 from hybrid_engine.verification.gpu.targets import SIMULATED
@@ -179,7 +179,9 @@ def _missing_gpus(number: int, machine: Machine) -> Iterator[str]:
         where = f"GPU {index} ({gpu.name})"
         if number > 1 and not gpu.has_bfloat16:
             yield f"{where} has compute capability {gpu.capability}, and 8.0 (Ampere) is needed for bfloat16"
-        if gpu.free_nbytes < (nbytes := _needed_on(gpu, number)):
+        if gpu.problem:
+            yield unusable(where, gpu.problem, gpu.users)
+        elif gpu.free_nbytes < (nbytes := _needed_on(gpu, number)):
             yield too_little(where, gpu.free_nbytes, nbytes, gpu.users)
 
 

@@ -35,6 +35,7 @@ class Gpu:
         free_nbytes: of that, when it was asked.
         uuid: as nvidia-smi prints it.
         users: processes that had memory of it then, as far as nvidia-smi shows them.
+        problem: why it cannot be used; "" where it can. `free_nbytes` is 0 where there is one.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Gpu:
     free_nbytes: int
     uuid: str
     users: tuple[str, ...] = ()
+    problem: str = ""
 
     @property
     def has_bfloat16(self) -> bool:
@@ -51,7 +53,7 @@ class Gpu:
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """All of them, in torch's order. Raises CannotCheckError with what torch says where they cannot be used."""
+    """All of them, in torch's order. Raises CannotCheckError with what torch says where none can be asked."""
     command = [sys.executable, "-m", _MODULE]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER)
@@ -62,7 +64,12 @@ def visible_gpus() -> tuple[Gpu, ...]:
     if ended.returncode != 0:
         last = ended.stderr.strip().rpartition("\n")[2]
         raise CannotCheckError(clipped(last) or f"the process that asked them ended with status {ended.returncode}")
-    found, users = json.loads(ended.stdout.rpartition("\n")[2]), memory_users()
+    answer = ended.stdout.rpartition("\n")[2]
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        raise CannotCheckError(f"the process that asked them wrote no JSON: {clipped(answer) or 'nothing'}") from None
+    users = memory_users()
     return tuple(Gpu(**{**each, "users": users.get(each["uuid"], ())}) for each in found)
 
 
@@ -86,23 +93,39 @@ def memory_users() -> Mapping[str, tuple[str, ...]]:
 
 def too_little(where: str, free: int, needed: int, users: Sequence[str]) -> str:
     """A sentence with the remedy."""
-    shown = "; ".join(users) or "nvidia-smi shows nobody here, nor could it show other containers' processes"
     return (
         f"{free / GIB:.1f} GiB are free on {where}, and {needed / GIB:.1f} are needed: end what else runs there "
-        f"({shown}), or choose another GPU with CUDA_VISIBLE_DEVICES"
+        f"({_shown(users)}), or choose another GPU with CUDA_VISIBLE_DEVICES"
     )
 
 
+def unusable(where: str, problem: str, users: Sequence[str]) -> str:
+    """A sentence with the remedy."""
+    return (
+        f"{where} cannot be used: {problem}. If it is full, or in exclusive mode, end what else runs there "
+        f"({_shown(users)}); otherwise see dmesg for Xid errors, and whether torch is built for it. Or choose another "
+        "GPU with CUDA_VISIBLE_DEVICES"
+    )
+
+
+def _shown(users: Sequence[str]) -> str:
+    return "; ".join(users) or "nvidia-smi shows nobody here, nor could it show other containers' processes"
+
+
 def described() -> Iterator[Gpu]:
-    """Ask each GPU in this process, which makes a context there; one that runs no kernel raises."""
+    """Ask each GPU in this process, which makes a context there. Raises RuntimeError where torch has no driver."""
     import torch
 
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        torch.ones(1, device=torch.device("cuda", index)).add_(1).item()
+        free, total, problem = 0, properties.total_memory, ""
+        try:
+            torch.ones(1, device=torch.device("cuda", index)).add_(1).item()
+            free, total = torch.cuda.mem_get_info(index)
+        except RuntimeError as error:  # full, in another's exclusive use, or without kernels in this torch
+            problem = clipped(str(error).partition("\n")[0]) or type(error).__name__
         capability = f"{properties.major}.{properties.minor}"
-        yield Gpu(properties.name, capability, total, free, f"GPU-{properties.uuid}")
+        yield Gpu(properties.name, capability, total, free, f"GPU-{properties.uuid}", problem=problem)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Machine:
         num_gpus: that this process sees.
         torch_cuda: of torch's build; None for one without CUDA.
         versions: of the packages that are installed, by name.
-        gpus: those that this process sees; none where they cannot be used.
+        gpus: those that this process sees, each with its own problem; none where they cannot be asked.
         gpu_problem: why they cannot; "" where they can.
     """
 
@@ -120,12 +120,14 @@ def _gpus(machine: Machine) -> str:
     shown = [
         f"{gpu.name}, {gpu.total_nbytes / GIB:.0f} GiB, compute capability {gpu.capability}" for gpu in machine.gpus
     ]
-    return "; ".join(f"{shown.count(one)} x {one}" for one in dict.fromkeys(shown))
+    counted = [f"{shown.count(one)} x {one}" for one in dict.fromkeys(shown)]
+    problems = [f"GPU {index} cannot be used: {gpu.problem}" for index, gpu in enumerate(machine.gpus) if gpu.problem]
+    return "; ".join(counted + problems)
 
 
 def _gpu_memory(machine: Machine) -> str:
     """What is free, and who has the rest."""
-    free = ", ".join(f"{gpu.free_nbytes / GIB:.1f}" for gpu in machine.gpus)
+    free = ", ".join("?" if gpu.problem else f"{gpu.free_nbytes / GIB:.1f}" for gpu in machine.gpus)
     users = "; ".join(f"on GPU {index} {user}" for index, gpu in enumerate(machine.gpus) for user in gpu.users)
     return f"{free} GiB; {users or 'nvidia-smi shows nobody who has any'}" if machine.gpus else "not known"
 

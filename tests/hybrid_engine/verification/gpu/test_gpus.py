@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,9 +44,15 @@ def test_gpus_are_asked_in_another_process_and_nvidia_smi_for_their_users(
 
 
 @pytest.mark.parametrize(
-    ("script", "says"), [("echo RuntimeError: no kernel image >&2; exit 1", "no kernel image"), ("exit 3", "status 3")]
+    ("script", "says"),
+    [
+        ("echo RuntimeError: driver too old >&2; exit 1", "driver too old"),
+        ("exit 3", "status 3"),
+        ("echo '[]'; echo a library speaks at the end", "wrote no JSON: nothing"),
+        ("printf '[] and more'", r"wrote no JSON: \[\] and more"),
+    ],
 )
-def test_a_gpu_that_cannot_be_used_is_a_fact(
+def test_gpus_that_cannot_be_asked_are_a_fact(
     script: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", program(tmp_path / "python", script))
@@ -54,7 +61,7 @@ def test_a_gpu_that_cannot_be_used_is_a_fact(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     found = machine.this_machine()
     assert found.gpus == ()
-    assert says in found.gpu_problem
+    assert re.search(says, found.gpu_problem)
 
 
 def test_without_nvidia_smi_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,10 +71,20 @@ def test_without_nvidia_smi_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_torch_says_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.cuda is replaced, and the GPU by the CPU."""
-    properties = SimpleNamespace(name="H100", major=9, minor=0, uuid="1")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    """torch.cuda is replaced, and the GPUs by the CPU: one is full, one runs no kernel, the last is as it should be."""
+
+    def mem_get_info(index: int) -> tuple[int, int]:
+        if index == 0:
+            raise torch.OutOfMemoryError("CUDA error: out of memory\nCUDA kernel errors might be reported elsewhere")
+        return 70 * GIB, 80 * GIB
+
+    properties = SimpleNamespace(name="H100", major=9, minor=0, uuid="1", total_memory=80 * GIB)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (70 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch, "device", lambda kind, index: "cpu")
-    assert list(described()) == [ONE]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    monkeypatch.setattr(torch, "device", lambda kind, index: "no such device" if index == 1 else "cpu")
+    full, broken, last = described()
+    assert full == replace(ONE, free_nbytes=0, problem="CUDA error: out of memory")
+    assert broken.free_nbytes == 0
+    assert "no such device" in broken.problem
+    assert last == ONE
