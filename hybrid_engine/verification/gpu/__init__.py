@@ -2,6 +2,7 @@
 
     check_gpu.py          the stages: what each needs, its processes, what came of them
     machine.py            facts of the machine; gpus.py: its GPUs, and who has their memory
+    needs.py              what a stage needs of each GPU that it runs on
     checks.py             what a check is; running checks, and reading results of a process that died
 
     memory_checks.py      stage 1, one GPU without vLLM, by the figures of

@@ -20,8 +20,9 @@ from hybrid_engine.files.scratch import scratch_directory
 from hybrid_engine.ranks.launching import run_ranks
 from hybrid_engine.verification.gpu import small_job
 from hybrid_engine.verification.gpu.checks import Check, Colour, read_results, worst
-from hybrid_engine.verification.gpu.gpus import GIB, Gpu, too_little, unusable
+from hybrid_engine.verification.gpu.gpus import GIB
 from hybrid_engine.verification.gpu.machine import Machine, available_host_nbytes
+from hybrid_engine.verification.gpu.needs import what_a_gpu_lacks
 from hybrid_engine.verification.gpu.small_job import SmallJob
 from hybrid_engine.verification.gpu.targets import SIMULATED
 
@@ -33,8 +34,6 @@ TITLES = {
 }
 SECONDS_ON_ONE_GPU, SECONDS_ON_SEVERAL = 600.0, 3000.0
 """Budgets of stages 1 and 2, and of stage 3 beside them, unless told otherwise."""
-NEEDED_ON_DEVICE = {1: GIB, 2: 20 * GIB, 3: 8 * GIB}
-"""Bytes that must be free on each GPU of a stage; what stage 1 moves is cut to what is there."""
 _MODULE = "hybrid_engine.verification.gpu"
 _MOST_OUTPUT = 4000  # characters of a job's output that are kept
 
@@ -176,19 +175,7 @@ def _missing_gpus(number: int, machine: Machine) -> Iterator[str]:
             f"({machine.torch_cuda}) or newer"
         )
     for index, gpu in enumerate(machine.gpus[:needed]):
-        where = f"GPU {index} ({gpu.name})"
-        if number > 1 and not gpu.has_bfloat16:
-            yield f"{where} has compute capability {gpu.capability}, and 8.0 (Ampere) is needed for bfloat16"
-        if gpu.problem:
-            yield unusable(where, gpu.problem, gpu.users)
-        elif gpu.free_nbytes < (nbytes := _needed_on(gpu, number)):
-            yield too_little(where, gpu.free_nbytes, nbytes, gpu.users)
-
-
-def _needed_on(gpu: Gpu, number: int) -> int:
-    """Bytes; vLLM refuses to start where its share of the GPU is not free."""
-    own = NEEDED_ON_DEVICE[number]
-    return own if number == 1 else max(own, int(small_job.MEMORY_SHARE * gpu.total_nbytes))
+        yield from what_a_gpu_lacks(number, index, gpu)
 
 
 def _missing_packages(device: str, machine: Machine) -> Iterator[str]:
@@ -209,8 +196,8 @@ def jobs_of(number: int, device: str, machine: Machine, vllm: Mapping[str, Any],
         target = SIMULATED if device == "cpu" else "cuda:0"
         return [Job("memory", (f"{_MODULE}.memory_checks", target))]
     if number == 3:
-        arguments = (f"{_MODULE}.rank_checks", str(machine.num_gpus), json.dumps(dict(vllm)))
-        return [Job("ranks", arguments)]
+        gpus = json.dumps([asdict(gpu) for gpu in machine.gpus])
+        return [Job("ranks", (f"{_MODULE}.rank_checks", gpus, json.dumps(dict(vllm))))]
     eager = SmallJob(str(directory), device, eager=True, vllm=vllm)
     modes = [eager] if device == "cpu" else [eager, replace(eager, eager=False)]
     jobs = []

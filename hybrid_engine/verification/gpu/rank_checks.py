@@ -1,6 +1,6 @@
 """Stage 3, two or more GPUs: layouts, experts, NCCL, the order of ranks, and reads from GPU to GPU.
 
-    python -m hybrid_engine.verification.gpu.rank_checks NUM_GPUS VLLM_ARGUMENTS RESULTS
+    python -m hybrid_engine.verification.gpu.rank_checks GPUS VLLM_ARGUMENTS RESULTS
 
 Each layout is a case of `verify` on ranks of its own: every vLLM parameter bitwise what vLLM's own loader gives, and
 both engines compute what transformers computes.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,9 @@ from hybrid_engine.models.families import read_model
 from hybrid_engine.verification.cases import Case, case_of
 from hybrid_engine.verification.gpu.checks import CannotCheckError, Check, Planned, judged, run_checks
 from hybrid_engine.verification.gpu.flat_models import ModelShape
+from hybrid_engine.verification.gpu.gpus import Gpu
 from hybrid_engine.verification.gpu.memory_checks import BUCKET_NBYTES, REPEAT, pull_checks
+from hybrid_engine.verification.gpu.needs import what_a_gpu_lacks
 from hybrid_engine.verification.gpu.pull_figures import PullTask
 from hybrid_engine.verification.gpu.small_job import KV_CACHE_MB, MEMORY_SHARE
 from hybrid_engine.verification.verify import SCRATCH_PREFIX, run_cases
@@ -116,10 +118,13 @@ LAYOUT_CHECKS = (
 )
 
 
-def checked(layout: LayoutCheck, num_gpus: int, vllm: Mapping[str, Any]) -> Iterator[Check]:
-    """The verdict of `verify`."""
-    if num_gpus < layout.num_ranks:
-        raise CannotCheckError(f"needs {layout.num_ranks} GPUs, and {num_gpus} are seen")
+def checked(layout: LayoutCheck, gpus: Sequence[Gpu], vllm: Mapping[str, Any]) -> Iterator[Check]:
+    """The verdict of `verify`, on the first of these GPUs. Raises CannotCheckError where they are not enough."""
+    if len(gpus) < layout.num_ranks:
+        raise CannotCheckError(f"needs {layout.num_ranks} GPUs, and {len(gpus)} are seen")
+    needed = enumerate(gpus[: layout.num_ranks])
+    if lacking := [text for index, gpu in needed for text in what_a_gpu_lacks(3, index, gpu)]:
+        raise CannotCheckError("; ".join(lacking))
     with scratch_directory(SCRATCH_PREFIX) as directory:
         # check-gpu ends this process, and the ranks with it, when its budget is over
         (verdict,) = run_cases([layout.case(vllm, directory)], layout.num_ranks, math.inf)
@@ -133,15 +138,16 @@ def pulled() -> Iterator[Check]:
     yield from pull_checks(PullTask(("cuda:0", "cuda:1"), ModelShape(2), BUCKET_NBYTES, REPEAT), is_judged=True)
 
 
-def planned(num_gpus: int, vllm: Mapping[str, Any]) -> list[Planned]:
+def planned(gpus: Sequence[Gpu], vllm: Mapping[str, Any]) -> list[Planned]:
     """In order."""
-    layouts = [Planned(layout.name, partial(checked, layout, num_gpus, vllm), layout.needs) for layout in LAYOUT_CHECKS]
+    layouts = [Planned(layout.name, partial(checked, layout, gpus, vllm), layout.needs) for layout in LAYOUT_CHECKS]
     return [Planned(_PULLING, pulled), *layouts]
 
 
-def main(num_gpus: str, vllm: str, results: str) -> None:
+def main(gpus: str, vllm: str, results: str) -> None:
     """Run the stage; each case starts its own ranks."""
-    run_checks(planned(int(num_gpus), json.loads(vllm)), Path(results))
+    seen = [Gpu(**{**gpu, "users": tuple(gpu["users"])}) for gpu in json.loads(gpus)]
+    run_checks(planned(seen, json.loads(vllm)), Path(results))
 
 
 if __name__ == "__main__":

