@@ -46,7 +46,10 @@ class Remark(StrEnum):
         "Wheels of megatron-core since 0.17 ask for Python 3.12. Here they were installed past that check, with "
         "`typing.override`, the one name of 3.12 that they miss, added (tests/harness/typing_override)."
     )
-    UNTRIED = "Nobody has run these yet. `make core-tests`, or `make test PYTHON_ENV=…` with both engines, would tell."
+    UNTRIED = (
+        "Nobody has run these yet. `make pure-tests` would tell without both engines, `make core-tests` with "
+        "megatron-core, `make test PYTHON_ENV=…` with both."
+    )
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ def cell_of(python: str, megatron: str, vllm: str, records: Sequence[Record]) ->
     """What is known of a version of Python, as 3.11, with `NONE`, `OTHER` or a version of each engine."""
     if python not in requires_python() or OTHER in (megatron, vllm):
         return Cell(Status.REFUSED)
+    needs_torch = (megatron, vllm) != (NONE, NONE)
     past_check = (
         megatron not in (NONE, OTHER)
         and Version(python) < Version("3.12")
@@ -82,7 +86,9 @@ def cell_of(python: str, megatron: str, vllm: str, records: Sequence[Record]) ->
         read = [each for each in records if each.run == "vllm-surface" and each.vllm == vllm]
         if read and read[-1].succeeded and not read[-1].skipped:
             return Cell(Status.READ, read[-1])
-    return Cell(Status.NOT_TRIED, None, Remark.TORCH if Version(python) > TORCH_ENDS_WITH else Remark.UNTRIED)
+    return Cell(
+        Status.NOT_TRIED, None, Remark.TORCH if needs_torch and Version(python) > TORCH_ENDS_WITH else Remark.UNTRIED
+    )
 
 
 @cache
