@@ -5,6 +5,7 @@
       hosts.py            which processes can see each other, and whether one still lives
     agreement.py        all ranks leave a phase together: all succeeded, or all raise
       failure_watch.py    what became of the others, known while this rank still waits for them
+      pace.py             hosts keep near each other in a long phase
       host_groups.py      groups by host, and all ranks by way of hosts' first
       process_groups.py   the end of groups, and what their errors say
     launching.py        ranks as subprocesses, for those who have no torchrun (verification/, tests)

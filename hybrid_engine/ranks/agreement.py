@@ -24,6 +24,7 @@ import torch.distributed as dist
 from hybrid_engine.errors import HybridEngineError, LostRankError, RemoteError, ReshardError, StateError
 from hybrid_engine.ranks.failure_watch import FailureWatch
 from hybrid_engine.ranks.host_groups import HostLeaders
+from hybrid_engine.ranks.pace import Pace
 from hybrid_engine.ranks.process_groups import end_groups, is_lost_connection, plain_text
 
 SECONDS_TO_BUILD = 300.0
@@ -67,6 +68,11 @@ class Agreement:
             with self.phase("connecting hosts"):
                 leaders = HostLeaders(self._rank, hosts, self.timeout_seconds)
             self._leaders = leaders  # the phase itself ended without
+
+    def pace(self, hosts: Sequence[str]) -> Pace:
+        """What keeps hosts near each other within a phase of many steps; `hosts` by rank."""
+        is_first = hosts.index(hosts[self._rank]) == self._rank
+        return Pace(self._watch, len(set(hosts)), is_first=is_first, timeout_seconds=self.timeout_seconds)
 
     def close(self) -> None:
         """End the group, when there is nothing more to agree on; idempotent."""

@@ -179,6 +179,17 @@ class FailureWatch:
         place = self._place
         return self._ask(lambda: self._read(self._store, place), [])
 
+    def heard(self) -> list[Failure]:
+        """What the thread knows of failures of the present step, but for those of ranks that may count again."""
+        heard, place = self._heard, self._place
+        failures = list(heard.failures) if heard.step == place.step else []
+        return [failure for failure in failures if failure.entry >= place.entry and failure.beat is None]
+
+    def num_at(self, mark: str, *, arriving: bool = False) -> int | None:
+        """How many ranks are at a mark of the present step, with this one if it is `arriving`; None without a store."""
+        key = f"{self._place.step}/{mark}"
+        return self._ask(lambda: self._store.add(key, int(arriving)), None)
+
     def have_arrived(self, ranks: Collection[int] | None, patience: float) -> bool:
         """Having told of a failure, wait at most `patience` seconds until these ranks (default: all) are at the end of
         the step."""

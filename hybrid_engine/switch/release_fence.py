@@ -6,11 +6,11 @@
 A fence ends when every rank of the host has read all it needs of a bucket; it runs while the next bucket is on its way.
 So a rank never holds more than its training weights, less those of the buckets before the last, and the inference
 weights so far. Ranks of other hosts have no part in it: what they need of this rank's memory it has copied into
-messages by itself.
+messages by itself. That they are no more than a few buckets apart is up to `ranks/pace.py`.
 
 When a rank fails, all ranks of its host must still start the same fences, or the next switch would meet the leftovers.
 They start those up to the one after the first that tells of a failure: none can observe the failure later than that.
-Those of other hosts hear of it by messages that they wait for, or when the fill is over.
+Those of other hosts hear of it by messages that they wait for, or at the next bucket, from the watch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
 from hybrid_engine.ranks.host_groups import HostGroup
+from hybrid_engine.ranks.pace import Pace
 from hybrid_engine.ranks.process_groups import plain_text
 from hybrid_engine.tracing.recording import span
 
@@ -36,6 +37,7 @@ class ReleaseFence:
     Args:
         rank: global rank of this process.
         group: of the ranks of its host, used for nothing else.
+        pace: of the switch's phase.
         buckets: the indices of those that are filled, in order.
         save: called with the position in `buckets` of one that this rank has sent; reading is all it may do.
         give_back: called with the position in `buckets` of one that every rank of the host has read all of.
@@ -46,6 +48,7 @@ class ReleaseFence:
         self,
         rank: int,
         group: HostGroup,
+        pace: Pace,
         buckets: Sequence[int],
         save: Callable[[int], None],
         give_back: Callable[[int], None],
@@ -53,6 +56,7 @@ class ReleaseFence:
     ) -> None:
         self._rank = rank
         self._group = group
+        self._pace = pace
         self._buckets = buckets
         self._save = save
         self._give_back = give_back
@@ -67,6 +71,7 @@ class ReleaseFence:
         Raises PeerTransportError when another rank failed, TransportError when one does not come.
         """
         assert index == self._buckets[len(self._fences)]
+        self._pace.reach(len(self._fences))
         self._start(failed=False)
         if len(self._fences) > 1:
             self._end_next()

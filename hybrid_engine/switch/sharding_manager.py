@@ -318,6 +318,7 @@ class ShardingManager(SwitchHooks):
         return ReleaseFence(
             self.job.rank,
             self._require_open().fence_group,
+            self.job.agreement.pace(self.job.hosts),
             [bucket.index for bucket in self.plan.buckets if bucket.index not in delivery.skipped],
             save_bucket,
             free_bucket,

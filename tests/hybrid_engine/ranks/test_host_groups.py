@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.errors import StateError
-from hybrid_engine.ranks import agreement
+from hybrid_engine.errors import StateError, TransportError
+from hybrid_engine.ranks import agreement, pace
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.host_groups import HostGroup, HostLeaders
 from hybrid_engine.ranks.job import Job
@@ -18,6 +18,7 @@ from tests.harness.launch import Ranks
 from tests.hybrid_engine.ranks.test_agreement import outcome_of
 
 HOSTS = "abab"
+NUM_WALKED = 5 * pace.NUM_STEPS
 LOST_SECONDS = 60.0  # a rank's end is noticed long before
 
 
@@ -62,9 +63,33 @@ def meet_on_two_hosts() -> dict[str, object]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", all_fail)
         results["well again"] = phase_of(agreed, None)
+    results.update(walk_apart(joined(rank), rank))
     results.update(lose_rank_3(joined(rank).agreement, rank))
     dist.destroy_process_group()
     return results
+
+
+def walk_apart(job: Job, rank: int) -> dict[str, object]:
+    """Ranks 0 and 2, which have nothing to do, beside 1 and 3: first all is well, then rank 3 fails in its step 4."""
+    started: list[float] = []
+
+    def walk(failing_step: int | None) -> None:
+        with job.agreement.phase("fill"):
+            own = job.agreement.pace(job.hosts)
+            for step in range(NUM_WALKED):
+                if rank == 3 and step == failing_step:
+                    raise StateError("not now")
+                if HOSTS[rank] == "b":
+                    time.sleep(0.2 if failing_step else 0.01)
+                own.reach(step)
+                started.append(time.monotonic())
+
+    walk(None)
+    times = started.copy()
+    started.clear()
+    error = outcome_of(lambda: walk(4))
+    job.close()
+    return {"times": times, "heard": error, "walked": len(started)}
 
 
 def lose_rank_3(agreed: Agreement, rank: int) -> dict[str, object]:
@@ -105,3 +130,45 @@ def test_a_lost_rank_is_noticed_on_all_hosts(found: list[dict[str, object]]) -> 
     for own in found[:3]:
         assert own["lost"].startswith("LostRankError: fill: "), own["lost"]
         assert own["seconds"] < LOST_SECONDS / 2
+
+
+def test_a_host_with_less_to_do_is_held_back(found: list[dict[str, object]]) -> None:
+    fast, slow = found[0]["times"], found[1]["times"]
+    assert len(fast) == len(slow) == NUM_WALKED
+    for step in range(2 * pace.NUM_STEPS, NUM_WALKED, pace.NUM_STEPS):
+        assert fast[step] > slow[step - pace.NUM_STEPS - 1], step
+        assert slow[step] > fast[step]
+
+
+def test_ranks_of_other_hosts_hear_of_a_failure_on_their_way(found: list[dict[str, object]]) -> None:
+    assert found[3]["heard"].startswith("StateError: ")
+    for rank in (0, 1):  # rank 2 does nothing that takes time, and stands for no host
+        assert found[rank]["heard"].startswith("RemoteError: ") or "PeerTransport" in found[rank]["heard"]
+        assert "rank 3" in found[rank]["heard"]
+        assert "not now" in found[rank]["heard"]
+        assert found[rank]["walked"] < NUM_WALKED
+
+
+class NobodyElse:
+    """A watch on a job in which only this host goes on; or whose store is gone."""
+
+    def __init__(self, *, has_store: bool) -> None:
+        self.has_store = has_store
+
+    def heard(self) -> list[object]:
+        return []
+
+    def num_at(self, mark: str, *, arriving: bool = False) -> int | None:
+        return 1 if self.has_store else None
+
+
+@pytest.mark.parametrize("has_store", [True, False])
+def test_the_wait_for_a_host_has_an_end(has_store: bool) -> None:
+    alone = pace.Pace(NobodyElse(has_store=has_store), 2, is_first=True, timeout_seconds=0.2)
+    for step in range(pace.NUM_STEPS):
+        alone.reach(step)
+    if has_store:
+        with pytest.raises(TransportError, match=r"only 1 of 2 hosts .*generate_config\.timeout_seconds"):
+            alone.reach(pace.NUM_STEPS)
+    else:
+        alone.reach(pace.NUM_STEPS)

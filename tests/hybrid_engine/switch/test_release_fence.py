@@ -9,7 +9,9 @@ import pytest
 import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
+from hybrid_engine.ranks.failure_watch import FailureWatch
 from hybrid_engine.ranks.host_groups import HostGroup
+from hybrid_engine.ranks.pace import Pace
 from hybrid_engine.switch.release_fence import ReleaseFence
 from tests.harness.launch import Ranks
 
@@ -22,6 +24,10 @@ class Failure(Exception):
     """This rank's own."""
 
 
+def on_one_host() -> Pace:
+    return Pace(FailureWatch(0, 1, TIMEOUT), 1, is_first=True, timeout_seconds=TIMEOUT)
+
+
 def fill(group: HostGroup, failing: dict[int, tuple[int, str]]) -> tuple[str, list[int]]:
     """What the weight container does with a follower; `failing`: rank -> (bucket, before or after it was sent)."""
     saved: list[int] = []
@@ -31,7 +37,7 @@ def fill(group: HostGroup, failing: dict[int, tuple[int, str]]) -> tuple[str, li
         assert position in saved
         given_back.append(position)
 
-    fence = ReleaseFence(dist.get_rank(), group, BUCKETS, saved.append, give_back, TIMEOUT)
+    fence = ReleaseFence(dist.get_rank(), group, on_one_host(), BUCKETS, saved.append, give_back, TIMEOUT)
     bucket, moment = failing.get(dist.get_rank(), (None, ""))
     try:
         for index in range(NUM_BUCKETS):
@@ -86,7 +92,7 @@ def test_every_failure_leaves_the_next_switch_alone(ranks: Ranks) -> None:
 def wait_for_a_rank_that_sends_nothing() -> str:
     dist.init_process_group("gloo")
     group = HostGroup(dist.get_rank(), ["here"] * 2, 60.0)
-    fence = ReleaseFence(dist.get_rank(), group, [0, 1], lambda _: None, lambda _: None, timeout=0.5)
+    fence = ReleaseFence(dist.get_rank(), group, on_one_host(), [0, 1], lambda _: None, lambda _: None, timeout=0.5)
     if dist.get_rank() == 1:
         dist.barrier()  # lives on, with its connections
         return ""
