@@ -20,8 +20,9 @@ from hybrid_engine.ranks.torch_internals import job_store
 class HostGroup:
     """The ranks of this one's host, over gloo.
 
-    Not one of torch's own groups: each of those is made by all ranks of the job, one after the other, hundreds where
-    there are hundreds of hosts.
+    Not one of torch's own groups: every rank of the job has to call for each of those, hundreds where there are
+    hundreds of hosts. A rank that is not in one returns at once, unless the default group is bound to a device: then
+    each call splits NCCL's communicator, on all ranks.
     """
 
     def __init__(self, rank: int, hosts: Sequence[str], timeout_seconds: float) -> None:
@@ -48,8 +49,8 @@ class HostLeaders:
         """As of `HostGroup`."""
         first = {host: number for number, host in reversed(list(enumerate(hosts)))}
         leaders = sorted(first.values())
+        number = next(_numbers)  # first: where a connection fails on one host alone, all ranks still count the same
         self._host = HostGroup(rank, hosts, timeout_seconds)
-        number = next(_numbers)
         self._leaders = _connected(f"{number}/leaders", leaders, rank, timeout_seconds) if rank in leaders else None
 
     def maximum(self, values: torch.Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import time
 from typing import NoReturn
 
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import StateError, TransportError
-from hybrid_engine.ranks import agreement, pace
+from hybrid_engine.ranks import agreement, host_groups, pace
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.host_groups import HostGroup, HostLeaders
 from hybrid_engine.ranks.job import Job
@@ -147,6 +149,29 @@ def test_ranks_of_other_hosts_hear_of_a_failure_on_their_way(found: list[dict[st
         assert "rank 3" in found[rank]["heard"]
         assert "not now" in found[rank]["heard"]
         assert found[rank]["walked"] < NUM_WALKED
+
+
+def names_of_leaders(monkeypatch: pytest.MonkeyPatch, failing: int) -> list[str]:
+    """Under which names rank 0 of "ab" connects twice; the connection of this number fails."""
+    names: list[str] = []
+
+    def connected(name: str, *_: object) -> None:
+        names.append(name)
+        if len(names) == failing:
+            raise RuntimeError("no connection")
+
+    monkeypatch.setattr(host_groups, "_connected", connected)
+    monkeypatch.setattr(host_groups, "_numbers", itertools.count())
+    with contextlib.suppress(RuntimeError):
+        host_groups.HostLeaders(0, "ab", LOST_SECONDS)
+    host_groups.HostLeaders(0, "ab", LOST_SECONDS)
+    return names[-2:]
+
+
+def test_a_connection_that_fails_here_alone_leaves_the_names_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    well, *failed = [names_of_leaders(monkeypatch, failing) for failing in (0, 1, 2)]
+    assert well == ["3/0", "2/leaders"]
+    assert failed == [well, well]
 
 
 class NobodyElse:
