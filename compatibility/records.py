@@ -47,7 +47,12 @@ class Run:
 
 _BOTH = frozenset({"megatron-core", "vllm"})
 RUNS = {
-    "test": Run("make test", "all tests: both engines, FSDP2, every package", _BOTH, also_less=True),
+    "test": Run(
+        "make test",
+        "all tests but those of `make test-faults`: both engines, FSDP2, every package",
+        _BOTH,
+        also_less=True,
+    ),
     "core-tests": Run(
         "make core-tests MEGATRON=0.19.2", "what needs megatron-core but not vLLM", frozenset({"megatron-core"})
     ),

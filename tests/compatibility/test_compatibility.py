@@ -146,18 +146,23 @@ def test_a_run_leaves_a_record_if_it_comes_to_its_end(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     _pytest(tmp_path, "--record", "pure-tests", "-k", "interrupted")
     assert not path.exists()
+    path.mkdir()
+    assert "not recorded" in _pytest(tmp_path, "--record", "pure-tests", "-k", "passes")
+    path.rmdir()
     _pytest(tmp_path, "--record", "pure-tests")
     (found,) = records.read(path)
     assert (found.run, found.passed, found.failed, found.skipped) == ("pure-tests", 2, 2, 1)
     assert (found.python, found.megatron, found.vllm) == (sys.version.split()[0], "", "")
 
 
-def _pytest(directory: Path, *options: str) -> None:
+def _pytest(directory: Path, *options: str) -> str:
     plugin = ("-p", "compatibility.recording", "--record-file", "records.jsonl", "-p", "no:cacheprovider")
-    subprocess.run(
+    run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *plugin, *options, "test_it.py"],
         cwd=directory,
         env={**os.environ, "PYTHONPATH": str(REPO_ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
+        text=True,
         check=False,
     )
+    return run.stdout
