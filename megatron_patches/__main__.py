@@ -79,7 +79,9 @@ def _fail(error: MegatronPatchError) -> NoReturn:
 
 def _describe(state: PatchState) -> str:
     if not state.is_needed:
-        return f"not needed before megatron-core {state.patch.since}"
+        patch = state.patch
+        spans = (("before", patch.since), ("from", patch.until))
+        return "not needed " + " and ".join(f"{word} megatron-core {version}" for word, version in spans if version)
     if state.num_sites:
         return f"applied at {state.num_sites} places" if state.num_sites > 1 else "applied"
     return "not applied" if state.patch.group in default_groups() else "not applied (not a default group here)"

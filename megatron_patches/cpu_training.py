@@ -14,15 +14,19 @@ from typing import Any
 import torch
 
 from megatron_patches import cpu_torch
-from megatron_patches.patch import Patch
+from megatron_patches.patch import SCRIPT_VERSIONS, Patch
 
 _TRAINING = "megatron.training"
 _ALWAYS = "megatron.training selects its device instead of naming CUDA"
+_DRAWS = (
+    "draws from the CPU generator, which without CUDA is also dropout's and must stay equal on ranks without a data "
+    "loader; and may call tensor.cuda()"
+)
 
 
 def _patch(name: str, target: str, reason: str, build: Callable[[Any], Any], **more: Any) -> Patch:
     options = {"remove_when": _ALWAYS, **more}
-    return Patch(f"cpu_training.{name}", "cpu_training", target, reason, ("0.16.1",), build=build, **options)
+    return Patch(f"cpu_training.{name}", "cpu_training", target, reason, SCRIPT_VERSIONS, build=build, **options)
 
 
 def _build_without_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,6 +87,7 @@ PATCHES: tuple[Patch, ...] = (
         "calls nvcc and compiles kernels that only run on CUDA",
         _build_nothing,
         remove_when="megatron.training no longer loads the legacy kernels",
+        until="0.17.0",
     ),
     _patch(
         "warmup",
@@ -110,15 +115,31 @@ PATCHES: tuple[Patch, ...] = (
     ),
     *(
         _patch(
-            f"data.{name}",
-            f"{_TRAINING}.{module}:{name}",
-            "draws from the CPU generator, which without CUDA is also dropout's and must stay equal on ranks without a "
-            "data loader; and calls tensor.cuda()",
-            _build_keeping_generator,
+            f"spelling.{name}",
+            target,
+            "runs what calls tensor.cuda() on a batch",
+            cpu_torch.under_cuda_spelling,
+            since="0.18.0",
         )
-        for module, name in (
-            ("training", "build_train_valid_test_data_iterators"),
-            ("utils", "get_batch_on_this_tp_rank"),
+        for name, target in (
+            ("forward_step", "megatron.core.pipeline_parallel.schedules:forward_step"),  # the script's get_batch
+            ("dummy_train_step", f"{_TRAINING}.training:dummy_train_step"),
         )
+    ),
+    _patch(
+        "data.iterators",
+        f"{_TRAINING}.training:build_train_valid_test_data_iterators",
+        _DRAWS,
+        _build_keeping_generator,
+    ),
+    _patch(
+        "data.batch", f"{_TRAINING}.utils:get_batch_on_this_tp_rank", _DRAWS, _build_keeping_generator, until="0.18.0"
+    ),
+    _patch(
+        "data.next",
+        "megatron.core.rerun_state_machine:RerunDataIterator.__next__",
+        _DRAWS,
+        _build_keeping_generator,
+        since="0.18.0",
     ),
 )

@@ -27,7 +27,7 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
         sys.path[0] = str(Path(path).resolve().parent)
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.training") is None:
         sys.exit(
-            f"{path}: there is no megatron.training, which is not in megatron-core's package; "
+            f"{path}: there is no megatron.training, which megatron-core's package has since 0.17 only; "
             "run an entry script of a Megatron-LM checkout, or add the checkout to PYTHONPATH"
         )
     importlib.import_module("megatron.training")  # if a dependency of it is missing, this says which

@@ -20,6 +20,11 @@ from packaging.version import Version
 GROUPS: Final = ("hooks", "cpu", "cpu_training", "script")
 CORE_VERSIONS: Final = ("0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
 """The megatron-core versions that the core tests pass with (`make core-tests-all`)."""
+SCRIPT_VERSIONS: Final = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+"""Those with whose `megatron.training` scripts were run."""
+SAME_AS: Final = {"0.19.1": "0.19.2"}
+"""What a checkout calls itself -> the release in which all that is patched or reviewed is the same: Megatron-LM's tag
+core_v0.19.0 has the `megatron.training` of 0.19.2, and says 0.19.1."""
 PYTHON_3_12_SINCE: Final = "0.17.0"
 """The megatron-core from which on wheels ask for Python 3.12."""
 
@@ -32,6 +37,12 @@ MISSING: Final = _Missing.MISSING
 """The value of an attribute that does not exist."""
 
 
+def release_of(version: str) -> str:
+    """The release that a `megatron.core.__version__` stands for: without what names a commit, and see `SAME_AS`."""
+    public = Version(version).public
+    return SAME_AS.get(public, public)
+
+
 @dataclass(frozen=True)
 class Patch:
     """One replaced attribute.
@@ -41,7 +52,8 @@ class Patch:
         group: one of `GROUPS`; groups are applied separately.
         target: ``module:attr.path`` or ``package.*:attr``.
         reason: what is wrong with the original, one sentence with the target as its subject.
-        versions: the megatron-core versions that it was tested with (before `since`: that they work without it).
+        versions: the megatron-core versions that it was tested with (before `since` and from `until` on: that they
+            work without it).
         remove_when: the condition under which it becomes unnecessary.
         build: makes the replacement from the original. For static and class methods it gets the plain function, and
             its result is wrapped in the same descriptor. Gets `MISSING` if the attribute does not exist, which is
@@ -49,6 +61,7 @@ class Patch:
         may_be_missing: the attribute need not exist; it is then created, and deleted on revert.
         since: the megatron-core that brought the target; older ones do without the patch. Empty if all tested versions
             have it.
+        until: the megatron-core from which on the target is gone, or no longer needs the patch. Empty if that is none.
     """
 
     name: str
@@ -60,6 +73,7 @@ class Patch:
     build: Callable[[Any], Any]
     may_be_missing: bool = False
     since: str = ""
+    until: str = ""
 
     def __post_init__(self) -> None:
         if self.group not in GROUPS:
@@ -88,8 +102,10 @@ class Patch:
         return self.target.partition(":")[0].endswith(".*")
 
     def is_needed_by(self, core_version: str) -> bool:
-        """Whether this megatron-core is new enough to have the target."""
-        return not self.since or Version(core_version) >= Version(self.since)
+        """Whether this megatron-core has the target, and needs the patch."""
+        version = Version(core_version)
+        is_early, is_late = self.since and version < Version(self.since), self.until and version >= Version(self.until)
+        return not (is_early or is_late)
 
     def covers_module(self, name: str) -> bool:
         """Whether a module of this name is inside the package of a package-wide target."""

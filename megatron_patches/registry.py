@@ -30,7 +30,17 @@ from megatron_patches.errors import (
     UnknownGroupError,
     UnsupportedVersionError,
 )
-from megatron_patches.patch import GROUPS, MISSING, PYTHON_3_12_SINCE, Patch, Site, build_replacement, locate, sites
+from megatron_patches.patch import (
+    GROUPS,
+    MISSING,
+    PYTHON_3_12_SINCE,
+    Patch,
+    Site,
+    build_replacement,
+    locate,
+    release_of,
+    sites,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +63,7 @@ class PatchState:
 
     Attributes:
         num_sites: number of places where it is applied now; 0: not applied.
-        is_needed: False if its target came with a later megatron-core than the imported one.
+        is_needed: False if the imported megatron-core does without it: its target came later, or is gone.
     """
 
     patch: Patch
@@ -127,7 +137,7 @@ class PatchRegistry:
         names = [applied.patch.name for applied in self._applied]
         core = sys.modules.get(_CORE)
         return [
-            PatchState(patch, names.count(patch.name), core is None or patch.is_needed_by(core.__version__))
+            PatchState(patch, names.count(patch.name), core is None or patch.is_needed_by(release_of(core.__version__)))
             for patch in self._patches
         ]
 
@@ -204,9 +214,9 @@ def _install_hint(tested: Sequence[str]) -> str:
 
 
 def _imported_version(patches: Sequence[Patch]) -> str:
-    """The version of the megatron.core that is imported, which in a checkout is not the installed one's."""
+    """The release of the megatron.core that is imported, which in a checkout is not the installed one's."""
     try:
-        return importlib.import_module(_CORE).__version__
+        return release_of(importlib.import_module(_CORE).__version__)
     except ModuleNotFoundError as error:
         if error.name not in (_ROOT, _CORE):
             raise

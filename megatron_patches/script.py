@@ -1,11 +1,12 @@
-"""Where ``--enable-resharding`` enters ``megatron.training``: one decorator per function.
+"""Where ``--enable-resharding`` enters ``megatron.training``: a decorator on each function.
 
     way 1   python -m megatron_patches pretrain_gpt.py ...    applies the decorators at run time (`PATCHES`)
     way 2   patches/core_v*/                                  writes them into the source tree (patches/apply.sh)
 
     parse_args      with_arguments     our arguments join the parser
     validate_args   with_validation    options are checked, the "hooks" patches applied, the engine made
-    get_model       with_buffers       the engine provides DDP's flat buffers
+    get_model       with_buffers       the engine provides DDP's flat buffers; since 0.19 also where scripts have a
+                                       builder in place of get_model
     train           with_engine        the engine lives as long as training
     train_step      with_switch        every N optimizer steps the engine gets the devices
 
@@ -16,12 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import inspect
 import logging
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +33,7 @@ from megatron_patches.applying import apply, check_version
 from megatron_patches.arguments import ALLOW_VERSION_FLAG, ReshardingOptions, add_arguments
 from megatron_patches.engines import MegatronScript, ReshardingEngine, find_engine
 from megatron_patches.errors import ScriptError
-from megatron_patches.patch import Patch
+from megatron_patches.patch import SCRIPT_VERSIONS, Patch
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +46,13 @@ class _Run:
     """This process's run of a script.
 
     Attributes:
-        given: what the parser collected of our arguments.
-        options: the same, once parsed.
+        options: of the command line.
         engine: None until Megatron has validated its arguments.
         num_steps: optimizer steps taken, not counting skipped ones; continues from a checkpoint.
         starts: no step has begun since the engine was attached.
         attached: training runs, and the engine is attached to it.
     """
 
-    given: dict[str, Any] = field(default_factory=dict)
     options: ReshardingOptions = field(default_factory=ReshardingOptions)
     engine: ReshardingEngine | None = None
     num_steps: int = 0
@@ -98,15 +99,18 @@ def with_arguments(parse_args: Function) -> Function:
 
     def parse(extra_args_provider: Any = None, *args: Any, **kwargs: Any) -> Any:
         global _run
-        _run = run = _Run()
+        given: dict[str, Any] = {}
 
         def provide(parser: ArgumentParser) -> ArgumentParser:
+            nonlocal given
             parser = extra_args_provider(parser) if extra_args_provider is not None else parser
-            run.given = add_arguments(parser)
+            given = add_arguments(parser)
             return parser
 
         parsed = parse_args(provide, *args, **kwargs)
-        run.options = ReshardingOptions.of(run.given)
+        options = ReshardingOptions.of(given)
+        if _run.engine is None or _run.options != options:  # Megatron may parse again when the engine is there
+            _run = _Run(options)
         return parsed
 
     return parse
@@ -135,7 +139,10 @@ def _make_engine(script: MegatronScript) -> ReshardingEngine:
 
 @_decorator
 def with_buffers(get_model: Function) -> Function:
-    """Decorate `get_model(…, wrap_with_ddp, …)`: the engine provides memory. Models without DDP are not trained."""
+    """Decorate what builds a model, `get_model(…, wrap_with_ddp, …)`: the engine provides memory.
+
+    Models without DDP are not trained.
+    """
 
     def get(*args: Any, **kwargs: Any) -> Any:
         if not (_run.options.enabled and _argument(get_model, "wrap_with_ddp", args, kwargs)):
@@ -230,22 +237,53 @@ def _argument(function: Function, name: str, args: Any, kwargs: Any) -> Any:
     return bound.arguments[name]
 
 
-def _patch(decorator: Callable[[Function], Function], target: str, reason: str) -> Patch:
+def _patch(
+    decorator: Callable[[Function], Function], target: str, reason: str, name: str = "", since: str = ""
+) -> Patch:
     return Patch(
-        name=f"script.{decorator.__name__}",
+        name=f"script.{name or decorator.__name__}",
         group="script",
         target=f"megatron.training.{target}",
         reason=reason,
-        versions=("0.16.1",),
+        versions=SCRIPT_VERSIONS,
         remove_when="megatron.training calls such hooks itself, or the source tree is patched",
         build=decorator,
+        since=since,
     )
+
+
+def _compiling_where_possible(compile_helpers: Function) -> Function:
+    @functools.wraps(compile_helpers)
+    def compile_or_go_on() -> None:
+        folder = Path(compile_helpers.__globals__["__file__"]).parent
+        is_compiled = importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None
+        if (folder / "Makefile").exists() or not is_compiled:
+            compile_helpers()
+
+    return compile_or_go_on
 
 
 PATCHES: tuple[Patch, ...] = (
     _patch(with_arguments, "arguments:parse_args", "adds the arguments of --enable-resharding"),
     _patch(with_validation, "arguments:validate_args", "checks them and makes the engine, before anything is built"),
     _patch(with_buffers, "training:get_model", "lets the engine allocate the memory of parameters and gradients"),
+    _patch(
+        with_buffers,
+        "models.dist_utils:unimodal_build_distributed_models",
+        "builds the model in place of get_model where the script passes its configuration to pretrain",
+        name="with_buffers.builders",
+        since="0.19.0",
+    ),
     _patch(with_engine, "training:train", "attaches the engine during training"),
     _patch(with_switch, "training:train_step", "gives the engine the devices every N optimizer steps"),
+    Patch(
+        name="script.compiled_helpers",
+        group="script",
+        target="megatron.core.datasets.utils:compile_helpers",
+        reason="calls make, which ends scripts beside the wheel alone: it has the compiled helpers, but no Makefile",
+        versions=SCRIPT_VERSIONS,
+        remove_when="the wheel has a Makefile, or megatron.training does not compile what is compiled",
+        build=_compiling_where_possible,
+        since="0.17.0",
+    ),
 )

@@ -33,8 +33,12 @@ info=$checkout/megatron/core/package_info.py
 
 number() { sed -n "s/^$1 = \([0-9]*\).*/\1/p" "$info"; }
 version=$(number MAJOR).$(number MINOR).$(number PATCH)$(sed -n "s/^PRE_RELEASE = ['\"]\(.*\)['\"].*/\1/p" "$info")
-set_dir=$here/core_v$version
-if [ ! -f "$set_dir/series" ]; then
+# A tag can call itself otherwise: core_v0.19.0 says 0.19.1. So each set names the versions that it is for.
+set_dir=
+for series in "$here"/core_v*/series; do
+    case " $(sed -n 's/^# version: //p' "$series") " in *" $version "*) set_dir=$(dirname "$series") ;; esac
+done
+if [ -z "$set_dir" ]; then
     known=$(cd "$here" && ls -d core_v*/ | tr -d /)
     fail "$checkout is Megatron-LM core_v$version, and there is no patch set for it." \
         "Check out one of: ${known//$'\n'/, }; or run the script by python -m megatron_patches, which says what it needs."
@@ -47,7 +51,7 @@ done < <(grep -v '^#' "$set_dir/series")
 
 if [ -z "$direction" ]; then
     if git_there apply --reverse --check "${patches[@]}" 2>/dev/null; then
-        echo "already applied: core_v$version, ${#patches[@]} patches (other changes of the tree were not looked at)"
+        echo "already applied: $(basename "$set_dir"), ${#patches[@]} patches (other changes of the tree were not looked at)"
         exit 0
     fi
     changed=$(git_there status --porcelain --untracked-files=no)
@@ -64,4 +68,4 @@ done
 [ -z "$refused" ] || fail "nothing was changed. These hunks, made against $upstream, do not fit:" "${refused%$'\n'}"
 
 git_there apply $direction "${patches[@]}"
-echo "${direction:+un}applied: core_v$version, ${#patches[@]} patches"
+echo "${direction:+un}applied: $(basename "$set_dir"), ${#patches[@]} patches"

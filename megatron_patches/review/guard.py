@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from megatron_patches.patch import release_of
 from megatron_patches.review.settings import NO_DEFAULT, NOT_KEPT, Setting
 from megatron_patches.review.verdicts import FieldReview, Review, review_of
 
@@ -47,7 +48,7 @@ def refusals(
         allow_unreviewed: names of fields that were not reviewed and may have any value all the same.
         version: of megatron-core; default: of the one that is imported.
     """
-    version = version or importlib.import_module("megatron.core").__version__
+    version = version or release_of(importlib.import_module("megatron.core").__version__)
     review = review_of(version)
     return [
         *_refused(settings, review, allow_unreviewed),

@@ -31,6 +31,7 @@ def parse_args(extra_args_provider=None, ignore_unknown_args=False):
     parser.add_argument("--exit-at", type=int)
     parser.add_argument("--skipped", type=int, nargs="*", default=[])
     parser.add_argument("--load", type=int, nargs=2, default=[0, 0])
+    parser.add_argument("--builder", action="store_true")
     if extra_args_provider is not None:
         parser = extra_args_provider(parser)
     return parser.parse_args()
@@ -49,6 +50,7 @@ def initialize_megatron(extra_args_provider=None, allow_no_cuda=False):
     assert allow_no_cuda or torch.cuda.is_available()
     args = parse_args(extra_args_provider)
     validate_args(args, {})
+    parse_args()  # since 0.18 also by ft_integration, after validation
     global_vars.ARGS = args
 
 def _warmup_jit_function():
@@ -61,6 +63,11 @@ def get_device_arch_version():
 def get_batch_on_this_tp_rank(data_iterator):
     return next(data_iterator).cuda()
 """,
+    "megatron/training/models/__init__.py": "",
+    "megatron/training/models/dist_utils.py": """
+def unimodal_build_distributed_models(provider, wrap_with_ddp=True):
+    return [provider()]
+""",
     "megatron/legacy/fused_kernels/__init__.py": """
 def load(args):
     raise AssertionError("runs nvcc")
@@ -70,7 +77,9 @@ import sys
 import types
 import torch
 from megatron.training.global_vars import get_args
+from megatron.core import __version__
 from megatron.training.initialize import initialize_megatron
+from megatron.training.models.dist_utils import unimodal_build_distributed_models
 from megatron.training.utils import get_batch_on_this_tp_rank
 
 def get_model(provider, model_type=None, wrap_with_ddp=True):
@@ -83,9 +92,13 @@ def build_train_valid_test_data_iterators(provider):
 def evaluate():
     return torch.tensor([1.0]).cuda()
 
+def dummy_train_step(data_iterator):
+    return next(data_iterator).cuda()
+
 def train_step(iterator, model, iteration):
     skipped = iteration in get_args().skipped
-    model[0]["weight"] += 0 if skipped else float(get_batch_on_this_tp_rank(iterator))
+    read = get_batch_on_this_tp_rank if __version__ < "0.18" else dummy_train_step
+    model[0]["weight"] += 0 if skipped else float(read(iterator))
     return {"loss": model[0]["weight"]}, int(skipped), False, False, 0
 
 def train(model, optimizer, opt_param_scheduler):
@@ -99,8 +112,9 @@ def train(model, optimizer, opt_param_scheduler):
 
 def pretrain(provider):
     initialize_megatron()
-    model = get_model(provider)
-    get_model(provider, wrap_with_ddp=False)
+    build = unimodal_build_distributed_models if get_args().builder else get_model
+    model = build(provider)
+    build(provider, wrap_with_ddp=False)
     return train(model, "optimizer", types.SimpleNamespace(num_steps=get_args().load[1]))
 """,
     "pretrain_tiny.py": """

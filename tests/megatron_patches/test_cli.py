@@ -9,10 +9,11 @@ from typer.testing import CliRunner
 from megatron_patches.__main__ import app
 from megatron_patches.applying import default_groups
 from megatron_patches.catalog import PATCHES
+from megatron_patches.patch import Patch
 
 
-def num_later_patches() -> int:
-    return sum(not patch.is_needed_by(megatron.core.__version__) for patch in PATCHES)
+def unneeded_patches() -> list[Patch]:
+    return [patch for patch in PATCHES if not patch.is_needed_by(megatron.core.__version__)]
 
 
 def test_list_shows_every_patch_and_its_state() -> None:
@@ -21,14 +22,16 @@ def test_list_shows_every_patch_and_its_state() -> None:
     for patch in PATCHES:
         for text in (patch.name, f"[{patch.group}]", patch.target, patch.reason):
             assert text in result.output
-    others = [patch for patch in PATCHES if patch.group not in default_groups()]
-    assert result.output.count("not needed before megatron-core 0.16.0") == num_later_patches()
+    for patch in unneeded_patches():
+        assert f"not needed {f'before megatron-core {patch.since}' if patch.since else 'from'}" in result.output
+    others = [patch for patch in PATCHES if patch.group not in default_groups() and patch not in unneeded_patches()]
+    assert result.output.count("not needed") == len(unneeded_patches())
     assert result.output.count("not applied") == len(others)
 
 
 def test_list_without_check_applies_nothing() -> None:
     result = CliRunner().invoke(app, ["list", "--no-check"])
-    assert result.output.count("not applied") == len(PATCHES) - num_later_patches()
+    assert result.output.count("not applied") == len(PATCHES) - len(unneeded_patches())
 
 
 def test_list_says_when_the_patches_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_patches import script
+from megatron_patches.patch import SCRIPT_VERSIONS, release_of
 
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
 SETS = sorted(path.parent for path in PATCHES.glob("core_v*/series"))
@@ -64,13 +65,18 @@ def apply(checkout: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(PATCHES / "apply.sh"), str(checkout), *flags], capture_output=True, text=True)
 
 
+def versions(patch_set: Path) -> list[str]:
+    """What the trees that the set is for call themselves."""
+    return re.search(r"^# version: (.+)$", (patch_set / "series").read_text(), re.M)[1].split()
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    return write_checkout(tmp_path / "checkout", SETS[-1], SETS[-1].name.removeprefix("core_v"))
+    return write_checkout(tmp_path / "checkout", SETS[0], versions(SETS[0])[0])
 
 
-def test_there_is_a_set() -> None:
-    assert "core_v0.16.1" in [patch_set.name for patch_set in SETS]
+def test_every_version_with_whose_scripts_the_patches_were_run_has_a_set() -> None:
+    assert {release_of(version) for patch_set in SETS for version in versions(patch_set)} == set(SCRIPT_VERSIONS)
 
 
 @pytest.mark.parametrize("patch_set", SETS, ids=lambda path: path.name)
@@ -87,12 +93,18 @@ def test_the_files_are_what_they_say(patch_set: Path) -> None:
         assert {line[:1] for line in signed} <= {"+", " ", ""}
         added += [line[1:] for line in signed if line.startswith("+")]
     decorators = [line.removeprefix("@resharding.") for line in added if line.startswith("@")]
-    assert sorted(decorators) == sorted(patch.build.__name__ for patch in script.PATCHES)
+    of_training = [patch for patch in script.PATCHES if patch.module_name.startswith("megatron.training")]
+    needed = [patch for patch in of_training if patch.is_needed_by(versions(patch_set)[0])]
+    assert sorted(decorators) == sorted(patch.build.__name__ for patch in needed)
+    targets = {f"+++ b/{patch.module_name.replace('.', '/')}.py" for patch in needed}
+    assert targets <= {line for patch in files for line in patch.read_text().splitlines()}
     assert len(added) < 20
 
 
-def test_applied_and_reversed(checkout: Path) -> None:
-    assert apply(checkout).returncode == 0
+@pytest.mark.parametrize("patch_set", SETS, ids=lambda path: path.name)
+def test_applied_and_reversed(patch_set: Path, tmp_path: Path) -> None:
+    checkout = write_checkout(tmp_path / "checkout", patch_set, versions(patch_set)[0])
+    assert apply(checkout).stdout == f"applied: {patch_set.name}, {len(patch_files(patch_set))} patches\n"
     assert "+@resharding.with_engine" in git(checkout, "diff")
     again = apply(checkout)
     assert (again.returncode, again.stdout.startswith("already applied")) == (0, True)
@@ -148,17 +160,28 @@ def test_an_applied_tree_that_was_edited_in_a_hunk_is_left_alone(checkout: Path)
     assert git(checkout, "diff") == before
 
 
+@pytest.mark.parametrize(("tree", "patch_set"), [(SETS[0], SETS[-1]), (SETS[-1], SETS[0]), (SETS[-1], SETS[-2])])
+def test_a_set_does_not_fit_another_versions_tree(tree: Path, patch_set: Path, tmp_path: Path) -> None:
+    """What a tree calls itself chooses the set; where that is wrong, nothing is changed."""
+    checkout = write_checkout(tmp_path / "checkout", tree, versions(patch_set)[0])
+    result = apply(checkout)
+    assert result.returncode == 1
+    assert "nothing was changed" in result.stderr
+    assert git(checkout, "status", "--porcelain") == ""
+
+
 def test_reverse_of_what_was_not_applied_changes_nothing(checkout: Path) -> None:
     assert apply(checkout, "--reverse").returncode == 1
     assert git(checkout, "status", "--porcelain") == ""
 
 
 def test_other_versions_and_other_directories_are_refused(tmp_path: Path) -> None:
-    other = write_checkout(tmp_path / "other", SETS[-1], "0.15.0")
+    other = write_checkout(tmp_path / "other", SETS[-1], "0.19.10")
     result = apply(other)
     assert result.returncode == 1
-    assert "core_v0.15.0, and there is no patch set for it" in result.stderr
-    assert "Check out one of: core_v0.16.1" in result.stderr
+    assert "core_v0.19.10, and there is no patch set for it" in result.stderr
+    assert "Check out one of: core_v0.16.1, core_v0.17.1" in result.stderr
+    assert git(other, "status", "--porcelain") == ""
     assert "no Megatron-LM checkout" in apply(tmp_path).stderr
     shutil.rmtree(other / ".git")
     assert "not the root of a git checkout" in apply(other).stderr

@@ -12,7 +12,7 @@ import megatron
 import pytest
 
 from megatron_patches import errors
-from megatron_patches.patch import CORE_VERSIONS, MISSING, Patch
+from megatron_patches.patch import CORE_VERSIONS, MISSING, Patch, release_of
 from megatron_patches.registry import PatchRegistry
 from tests.megatron_patches import snapshot
 
@@ -136,6 +136,25 @@ def test_a_package_wide_patch_covers_what_another_target_imports(
         registry.revert()
     finally:
         sys.modules.pop("megatron.imported_for_tests", None)
+
+
+def test_a_newer_megatron_goes_without_what_it_no_longer_has(
+    toy: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = make_patch("no_such_function", versions=("1.0.0",), until="1.0.0")
+    registry = PatchRegistry([make_patch("function", versions=("1.0.0",)), ended])
+    monkeypatch.setattr("megatron.core.__version__", "1.0.0+0123abc")  # as a checkout calls itself since 0.18
+    registry.apply(["hooks"])
+    assert [(state.num_sites, state.is_needed) for state in registry.states()] == [(1, True), (0, False)]
+    registry.revert()
+
+
+@pytest.mark.parametrize(
+    ("version", "release"), [("0.16.1", "0.16.1"), ("0.18.2+571370c82", "0.18.2"), ("0.19.1+5be962670", "0.19.2")]
+)
+def test_a_checkout_counts_as_the_release_that_it_is(version: str, release: str) -> None:
+    assert release_of(version) == release
+    assert release in CORE_VERSIONS
 
 
 def test_a_claim_on_what_another_group_has_already_patched(toy: types.ModuleType) -> None:

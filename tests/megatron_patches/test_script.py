@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import runpy
 import sys
@@ -14,13 +15,17 @@ from typing import Any
 import megatron.core
 import pytest
 import torch
+from packaging.version import Version
 
 import megatron_patches
 from megatron_patches import arguments, engines, errors, script
 from megatron_patches.arguments import ReshardingOptions, add_arguments
 from megatron_patches.launcher import run_script
+from megatron_patches.patch import SCRIPT_VERSIONS, release_of
 from tests.megatron_patches.script_tree import last_line, python, write_tree
 
+INSTALLED = release_of(megatron.core.__version__)
+SINCE_0_19 = Version(INSTALLED) >= Version("0.19")
 Capture = pytest.CaptureFixture[str]
 
 ENGINE = ("--enable-resharding", "--resharding-engine", "engine_that_notes:Engine")
@@ -30,8 +35,7 @@ pytestmark = [
         torch.cuda.is_available(), reason="the imitated tree calls .cuda(), which only the CPU patches let pass"
     ),
     pytest.mark.skipif(
-        megatron.core.__version__ not in script.PATCHES[0].versions,
-        reason="the patches for Megatron's own scripts name megatron-core 0.16.1 only",
+        INSTALLED not in SCRIPT_VERSIONS, reason="the patches for Megatron's own scripts do not name megatron-core 0.15"
     ),
 ]
 
@@ -72,6 +76,7 @@ def patch_source(tree: Path) -> None:
     decorated = {
         "arguments.py": {"parse_args": "with_arguments", "validate_args": "with_validation"},
         "training.py": {"get_model": "with_buffers", "train": "with_engine", "train_step": "with_switch"},
+        "models/dist_utils.py": {"unimodal_build_distributed_models": "with_buffers"},
     }
     for name, functions in decorated.items():
         path = tree.parent / "megatron" / "training" / name
@@ -90,7 +95,7 @@ def test_without_the_flag_the_script_is_as_python_runs_it(tree: Path) -> None:
     assert found == {
         "loss": {"loss": 3.0},
         "args": {"train_iters": 3, "exit_at": None, "skipped": [], "load": [0, 0], "iteration": 0, "validated": True}
-        | {"global_batch_size": 8, "consumed_train_samples": 0, "curr_iteration": 2},
+        | {"builder": False, "global_batch_size": 8, "consumed_train_samples": 0, "curr_iteration": 2},
         "argv": [str(tree), "--train-iters", "3"],
         "path": str(tree.parent),
         "file": str(tree),
@@ -116,6 +121,16 @@ def test_both_ways_call_the_engine_at_the_same_points(tree: Path, capsys: Captur
         ["switched", 5],
         ["detached"],
     ]
+
+
+@pytest.mark.parametrize("is_patched", [False, True], ids=["launcher", "patched source"])
+def test_a_model_that_a_builder_makes_gets_the_engines_buffers(tree: Path, capsys: Capture, is_patched: bool) -> None:
+    if is_patched:
+        patch_source(tree)
+    elif not SINCE_0_19:
+        pytest.skip("megatron.training has no builders that scripts use before 0.19")
+    run(capsys, tree, *ENGINE, "--builder", "--train-iters", "1", launcher=not is_patched)
+    assert notes(tree)[1:4] == [["building"], ["model built", 1], ["attached", "optimizer", 0]]
 
 
 def test_a_patched_source_under_the_launcher_calls_once(tree: Path, capsys: Capture) -> None:
@@ -166,6 +181,25 @@ def test_an_error_of_the_engine_is_the_scripts_own_and_nothing_is_called_after_i
     with pytest.raises(OSError, match=f"{call} and failed"):
         run(capsys, tree, *ENGINE)
     assert notes(tree)[-1][0] == call
+
+
+def test_helpers_are_compiled_where_a_makefile_is_or_none_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the wheel alone, which has them compiled and no Makefile, `make` would end the script."""
+    called: list[str] = []
+    made = {"__file__": str(tmp_path / "utils.py"), "called": called}
+    exec("def compile_helpers(): called.append('make')", made)
+    (patch,) = (patch for patch in script.PATCHES if patch.name == "script.compiled_helpers")
+    compile_helpers = patch.build(made["compile_helpers"])
+    found: list[object] = [object()]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found[0])
+    compile_helpers()
+    assert called == []
+    found[0] = None
+    compile_helpers()
+    (tmp_path / "Makefile").touch()
+    found[0] = object()
+    compile_helpers()
+    assert called == ["make", "make"]
 
 
 def test_help_has_the_group(tree: Path, capsys: Capture) -> None:
@@ -240,18 +274,22 @@ def test_untested_versions_are_refused_or_allowed_and_logged(
     tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(megatron.core, "__version__", "0.99.0")
-    with pytest.raises(SystemExit, match=r"megatron-core 0\.99\.0 is installed.*tested only with 0\.16\.1"):
+    with pytest.raises(SystemExit, match=r"megatron-core 0\.99\.0 is installed.*tested only with 0\.16\.1, .*0\.19\.2"):
         run_script(str(tree), [])
     sys.path[0] = ""
     assert run(capsys, tree, "--resharding-allow-version", "--train-iters", "1")["loss"] == {"loss": 1.0}
     assert "megatron-core 0.99.0 is installed" in caplog.text
 
 
-def test_scripts_without_megatron_training_and_missing_ones_are_refused(tree: Path) -> None:
+@pytest.mark.skipif(Version(INSTALLED) >= Version("0.17"), reason="the wheel has megatron.training since 0.17")
+def test_scripts_without_megatron_training_are_refused(tree: Path) -> None:
     lonely = tree.parents[1] / "lonely.py"
     lonely.write_text("raise AssertionError('started')\n")
     with pytest.raises(SystemExit, match=r"there is no megatron\.training"):
         run_script(str(lonely), [])
+
+
+def test_missing_scripts_are_refused() -> None:
     with pytest.raises(SystemExit, match=r"absent\.py: no such file"):
         run_script("absent.py", [])
 
