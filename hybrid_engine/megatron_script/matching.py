@@ -32,6 +32,9 @@ _FLAGS = {
 _OF_TRAINING = {"moe_router_load_balancing_type", "moe_router_dtype"}
 """Settings that tables give for models built here, and that are training's own choice all the same."""
 
+_OF_PATTERN = {"num_layers", "moe_layer_freq"}
+"""Settings that --hybrid-layer-pattern sets where it is given; `config` compares the pattern with the model."""
+
 _DEFAULTS = {
     "normalization": "LayerNorm",
     "gated_linear_unit": False,
@@ -72,7 +75,7 @@ def model_mismatches(table: ModelTable, args: Namespace, config: Any) -> list[Vi
         config: megatron-core's TransformerConfig that Megatron derives from them.
     """
     return [
-        *_layers(_expected(table), config),
+        *_layers(_expected(table, getattr(args, "hybrid_layer_pattern", None)), config),
         *_outside_layers(table, args),
         *_beyond_megatron(table, bool(args.use_rope_scaling)),
     ]
@@ -87,9 +90,10 @@ def vocabulary_mismatches(table: ModelTable, args: Namespace) -> list[Violation]
     return [Violation("--vocab-size", f"{padded} rows after padding, the Hugging Face config has {wanted}", remedy)]
 
 
-def _expected(table: ModelTable) -> dict[str, Any]:
+def _expected(table: ModelTable, hybrid_pattern: str | None) -> dict[str, Any]:
     """Settings of the layers; the width of an MLP that no layer has is none of them."""
     unread = _OF_TRAINING | (set() if table.dims.ffn_hidden_size else {"ffn_hidden_size"})
+    unread |= _OF_PATTERN if hybrid_pattern else set()
     return {name: value for name, value in {**_DEFAULTS, **table.transformer}.items() if name not in unread}
 
 

@@ -93,6 +93,15 @@ def test_balancing_of_experts_is_trainings_own_affair() -> None:
     assert {found.key for found in model_mismatches(table, args, fewer)} == {"--moe-layer-freq", "--num-experts"}
 
 
+def test_a_pattern_says_how_many_layers_there_are() -> None:
+    """Megatron counts attention and MLP apart, and sets these itself; `config` compares the pattern with the model."""
+    table = table_for(LLAMA)
+    config = transformer_config(num_layers=2 * table.dims.num_layers, moe_layer_freq=1)
+    with_pattern = Namespace(**ARGS, hybrid_layer_pattern="*-" * table.dims.num_layers)
+    assert model_mismatches(table, with_pattern, config) == []
+    assert [found.key for found in model_mismatches(table, Namespace(**ARGS), config)] == ["--num-layers"]
+
+
 def test_what_megatrons_script_cannot_compute_is_named() -> None:
     qwen = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True}
     found = mismatches({**qwen, "sliding_window": 16, "max_window_layers": 0}, {"add_qkv_bias": True})

@@ -61,6 +61,19 @@ def test_flags_override_the_file_and_megatron_gives_the_training_side(files: dic
     assert settings.callback is json.dumps
 
 
+def test_a_hybrid_pattern_is_compared_with_the_model(files: dict[str, Path]) -> None:
+    """Megatron has counted the layers of the pattern, whatever they are."""
+    options = ReshardingOptions(enabled=True, config=files["config"])
+    num_layers = LLAMA["num_hidden_layers"]
+    core = transformer_config(num_layers=2 * num_layers)
+    settings = read_settings(script_of(options, core, hybrid_layer_pattern="*-" * num_layers))
+    assert settings.config.actor_config.hybrid_layer_pattern == "*-" * num_layers
+    with pytest.raises(ConfigError, match=rf"hybrid_layer_pattern: 1 pairs of .* the model has {num_layers} layers"):
+        read_settings(script_of(options, core, hybrid_layer_pattern="*-"))
+    with pytest.raises(ConfigError, match=r"hybrid_layer_pattern: Mamba layers \(M\)"):
+        read_settings(script_of(options, core, hybrid_layer_pattern="M-*-"))
+
+
 def test_everything_wrong_is_reported_at_once(files: dict[str, Path]) -> None:
     files["prompts"].write_text('{"prompt": [1, 2]}\n{"text": "x"}\n[]\n')
     options = ReshardingOptions(
