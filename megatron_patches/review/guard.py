@@ -8,9 +8,11 @@ import logging
 import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from megatron_patches.patch import release_of
 from megatron_patches.review.settings import NO_DEFAULT, NOT_KEPT, Setting
+from megatron_patches.review.sources import installed_sources
 from megatron_patches.review.verdicts import FieldReview, Review, review_of
 
 logger = logging.getLogger(__name__)
@@ -94,8 +96,16 @@ def _unreviewed(
 
 
 def _unknown(settings: Sequence[Setting], version: str, allowed: Collection[str]) -> Iterator[Refusal]:
-    known = {setting.field for setting in settings}
+    present = {setting.field for setting in settings}
+    known = present | _declared() if set(allowed) - present else present
     for name in sorted(set(allowed) - known):
         close = difflib.get_close_matches(name, known, n=1)
         remedy = f"Did you mean {close[0]}" if close else "Remove it"
         yield Refusal(ALLOW, name, f"megatron-core {version} has no configuration field of this name", remedy)
+
+
+@cache
+def _declared() -> frozenset[str]:
+    """Fields of the imported version, also of configurations that a model which is only read does not have."""
+    sources = installed_sources()
+    return frozenset() if sources is None else frozenset(field.name for field in sources.fields())

@@ -124,6 +124,17 @@ def test_allowing_a_name_needs_a_field_that_was_not_reviewed() -> None:
     assert (unknown.section, unknown.field, unknown.remedy) == (ALLOW, "hidden_sizes", "Did you mean hidden_size")
 
 
+def test_a_name_can_be_allowed_where_its_configuration_is_not_there() -> None:
+    """A reference model has neither DDP nor an optimizer, and gets the names that its actor gets."""
+    reference = torch.nn.Module()
+    reference.config = TransformerConfig(**SIZES)
+    settings = live_settings([reference], None)
+    assert {setting.section for setting in settings} == {"TransformerConfig"}
+    assert refusals(settings, ["lr", "bucket_size", "rope_scaling"]) == []
+    (unknown,) = refusals(settings, ["bucket_sizes"])
+    assert unknown.remedy == "Did you mean bucket_size"
+
+
 def test_fields_that_a_class_of_ones_own_adds_are_its_own() -> None:
     @dataclasses.dataclass
     class Provider(TransformerConfig):
