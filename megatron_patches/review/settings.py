@@ -55,9 +55,11 @@ def live_settings(model_chunks: Sequence[Any], optimizer: Any) -> list[Setting]:
     for chunk in model_chunks:
         model = unwrap_model(chunk)
         objects += [getattr(model, "config", None), getattr(chunk, "ddp_config", None), model]
-    objects += _optimizer_configs(optimizer)
+    optimizers = list(_optimizers(optimizer))
+    objects += [getattr(one, "config", None) for one in optimizers]
     distinct = {id(found): found for found in objects}.values()
     settings = [setting for found in distinct for setting in _settings_of(found)]
+    settings += [setting for one in optimizers for setting in _layer_wise(one)]
     return list({(one.section, one.field, repr(one.value)): one for one in settings}.values())
 
 
@@ -82,10 +84,21 @@ def argument_settings(args: Namespace, transformer_config: Any) -> list[Setting]
     return settings
 
 
-def _optimizer_configs(optimizer: Any) -> Iterator[Any]:
-    yield getattr(optimizer, "config", None)
+def _optimizers(optimizer: Any) -> Iterator[Any]:
+    yield optimizer
     for member in getattr(optimizer, "chained_optimizers", ()):
-        yield from _optimizer_configs(member)
+        yield from _optimizers(member)
+
+
+def _layer_wise(optimizer: Any) -> Iterator[Setting]:
+    """The name that asked for a layer-wise optimizer: 0.16 and 0.17 overwrite it with that of a member.
+
+    From 0.18 on its configuration keeps what was asked for.
+    """
+    config = getattr(optimizer, "config", None)
+    is_layer_wise = any(base.__name__ == "LayerWiseDistributedOptimizer" for base in type(optimizer).__mro__)
+    if is_layer_wise and not getattr(config, "use_layer_wise_distributed_optimizer", False):
+        yield Setting("OptimizerConfig", "optimizer", "dist_muon", "adam")
 
 
 def _settings_of(found: Any) -> Iterator[Setting]:

@@ -31,6 +31,18 @@ def live(transformer: Any = None, ddp: Any = None, optimizer: Any = None) -> lis
     return live_settings([chunk, chunk], SimpleNamespace(chained_optimizers=[member, member]))
 
 
+def test_a_layer_wise_optimizer_is_refused_whatever_its_configuration_says() -> None:
+    """0.16 and 0.17 overwrite `dist_muon` with the name of a member while they build it."""
+    layer_wise = pytest.importorskip("megatron.core.optimizer.layer_wise_optimizer").LayerWiseDistributedOptimizer
+    member = SimpleNamespace(config=OptimizerConfig(optimizer="adam"))
+    optimizer = layer_wise.__new__(layer_wise)  # its constructor takes optimizers of a model
+    optimizer.config, optimizer.chained_optimizers = member.config, [member]
+    for found in (optimizer, SimpleNamespace(chained_optimizers=[optimizer])):
+        (refusal,) = refusals(live_settings([], found))
+        assert str(refusal).startswith("OptimizerConfig.optimizer: dist_muon: ")
+    assert refusals(live_settings([], SimpleNamespace(chained_optimizers=[member]))) == []
+
+
 def refused_fields(version: str) -> list[tuple[str, str, FieldReview]]:
     sections = review_of(version).sections
     return [
