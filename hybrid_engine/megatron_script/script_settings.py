@@ -45,8 +45,6 @@ _SAME_NAME = (
 _REFUSED = {
     "use_legacy_models": "parameters have other names",
     "use_torch_fsdp2": "there are no flat buffers to read",
-    "fp8": "weights are switched in 16 or 32 bits",
-    "fp4": "weights are switched in 16 or 32 bits",
     "perform_rl_step": "Megatron's RL loop brings an inference engine of its own",
     "async_save": "its worker process maps parameters by CUDA IPC, which cannot export the memory they lie in here",
     "skip_train": "switches happen between training steps",

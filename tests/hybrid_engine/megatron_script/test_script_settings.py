@@ -100,13 +100,14 @@ def test_megatron_cores_own_configuration_is_refused_and_allowed_by_name(files: 
         f"model: {files['model']}\ngenerate_config: {{allow_unreviewed: [fp9_param, rope_scaling]}}\n"
     )
     core = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4)
-    core.fp8_param = True
+    core.fp8, core.fp8_param = "hybrid", True
     with pytest.raises(ConfigError) as caught:
         options = ReshardingOptions(enabled=True, config=files["config"])
         read_settings(script_of(options, core, fp8_param_gather=True))
     found = [str(finding) for finding in caught.value.findings]
     message = "--fp8-param-gather: weights are switched in 16 or 32 bits. Leave it at False"
     assert found.count(f"{message}, or leave out --enable-resharding") == 1
+    assert sum(one.startswith("--fp8-format: hybrid: Transformer Engine keeps 8-bit copies") for one in found) == 1
     (unknown,) = [one for one in found if one.startswith("generate_config.allow_unreviewed")]
     assert "Did you mean fp8_param" in unknown
 
