@@ -38,18 +38,25 @@ def constraints_page() -> str:
 
 def fields_page() -> str:
     """What of Megatron's configuration is refused, and how the next version is reviewed."""
-    first_refusal: dict[tuple[str, str], tuple[str, FieldReview]] = {}
+    refusals: dict[tuple[str, str], dict[str, FieldReview]] = {}
     for version in reviewed_versions():
         for section, fields in review_of(version).sections.items():
             for field, found in fields.items():
                 if found.verdict == "refused":
-                    first_refusal.setdefault((section, field), (version, found))
-    rows = ["| field | since | may be | because |", "|---|---|---|---|"]
-    rows += [
-        f"| `{section}.{field}` | {version} | {', '.join(f'`{value}`' for value in found.accepted)} | {found.reason} |"
-        for (section, field), (version, found) in first_refusal.items()
-    ]
+                    refusals.setdefault((section, field), {})[version] = found
+    rows = ["| field | in | may be | because |", "|---|---|---|---|"]
+    for (section, field), by_version in refusals.items():
+        found = next(iter(by_version.values()))
+        may_be = ", ".join(f"`{value}`" for value in found.accepted)
+        rows.append(f"| `{section}.{field}` | {_span(list(by_version))} | {may_be} | {found.reason} |")
     return _FIELDS.format(versions=", ".join(reviewed_versions()), table="\n".join(rows))
+
+
+def _span(versions: list[str]) -> str:
+    """Of consecutive reviewed versions."""
+    if versions[-1] == reviewed_versions()[-1]:
+        return f"{versions[0]} on"
+    return versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
 
 
 _FIELDS = """# Megatron's configuration fields
@@ -59,11 +66,11 @@ other times. They were read in the sources of {versions}: each is harmless, hand
 or refused, with the reason, in [reviewed.yaml](../megatron_patches/review/reviewed.yaml). It covers TransformerConfig
 and its subclasses, the configurations of DDP and the optimizer, and the arguments of GPTModel and HybridModel.
 
-A field that is refused, or that is in no review and not at Megatron's default, is an error before any collective, on
-every rank, all of them at once. With `--enable-resharding` it comes with Megatron's arguments; otherwise when a
-`LiveModel` or `TrainEngine` is made. For a field that is in no review `generate_config.allow_unreviewed: [name]`, or
-the argument of that name, goes on and logs a warning: do that if you know that the field leaves weights where they are.
-Refused fields cannot be allowed.
+A field that is refused, or that is in no review and not at Megatron's default, is an error on every rank, all of them
+at once, before the first collective of a switch. With `--enable-resharding` it comes with Megatron's arguments, before
+anything is built; otherwise when a `LiveModel` or `TrainEngine` is made. For a field that is in no review
+`generate_config.allow_unreviewed: [name]`, or the argument of that name, goes on and logs a warning: do that if you
+know that the field leaves weights where they are. Refused fields cannot be allowed.
 
 ## Refused
 

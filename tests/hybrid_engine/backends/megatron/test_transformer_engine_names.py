@@ -10,13 +10,16 @@ done with the local spec (test_experts and others).
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.memory.offload_items import storage_of
@@ -50,6 +53,8 @@ class Case:
     """Of Megatron's configuration, set once the model is built, for this megatron-core may be too old for them."""
     grouped: bool = False
     """All experts of a rank are one parameter."""
+    buffered: bool = False
+    """These parameters lie in a flat buffer of DDP."""
 
 
 DENSE_NAMES = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
@@ -74,6 +79,7 @@ CASES = {
     "qwen3_moe tp2 etp2": Case("qwen3_moe", actor=TP2, names=EXPERT_NAMES),
     "qwen3_moe tp2 etp2 interleaved": Case("qwen3_moe", actor=TP2, settings={"moe_mlp_glu_interleave_size": 2}),
     "qwen3_moe ep2 one parameter": Case("qwen3_moe", actor=EP2, grouped=True),
+    "qwen3_moe ep2 one parameter in a buffer": Case("qwen3_moe", actor=EP2, grouped=True, buffered=True),
     "qwen2_moe tp2 ep2 etp1": Case(
         "qwen2_moe", actor={**TP2, **EP2, **ETP1}, names=(*EXPERT_NAMES, "mlp.shared_experts.gate_weight")
     ),
@@ -134,6 +140,8 @@ def view_of(case: Case, path: Path, rank: int) -> RankView:
         ]
         for module in grouped if case.grouped else ():
             module.group_weights()
+        if case.buffered:
+            chunks = [in_expert_buffer(chunks[0], [module.weight for module in grouped])]
         adaptor = MegatronAdaptor(ModelTensors(chunks, table))
         assert any(isinstance(module, mock_transformer_engine.Linear) for module in chunks[0].modules())
         layout = adaptor.layout()
@@ -147,6 +155,31 @@ def view_of(case: Case, path: Path, rank: int) -> RankView:
         if case.grouped:
             grouped[0].weight.rowwise_data = grouped[0].weight.rowwise_data.clone()
         return RankView(layout, shapes, unlisted, adaptor.model.moved())
+
+
+PADDING = 64
+"""Elements between the parameters of a flat buffer."""
+
+
+def in_expert_buffer(model: torch.nn.Module, params: Sequence[torch.nn.Parameter]) -> torch.nn.Module:
+    """Stands for DDP of megatron-core 0.19: the data of each `GroupedTensor` is a slot of the expert buffer."""
+    from megatron.core.distributed import DistributedDataParallel
+
+    slots, end = {}, 0
+    for index, param in enumerate(params):
+        start = end + PADDING
+        end = start + param.numel()
+        slots[param] = (start, end, index)
+    flat = torch.zeros(end)
+    for param, (start, end, _) in slots.items():
+        param.rowwise_data = flat[start:end]
+    ddp = DistributedDataParallel.__new__(DistributedDataParallel)
+    torch.nn.Module.__init__(ddp)
+    ddp.module, ddp.buffers, ddp.bucket_groups, ddp.expert_parallel_bucket_groups = model, [], [], []
+    ddp.expert_parallel_buffers = [
+        SimpleNamespace(param_data=flat, grad_data=torch.zeros_like(flat), param_index_map=slots)
+    ]
+    return ddp
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +256,30 @@ def test_experts_that_are_one_parameter_are_read_one_by_one(views: Views) -> Non
         assert {shard.region for shard in view.layout.shards} == {shard.region for shard in other.layout.shards}
         assert view.unlisted == other.unlisted
         assert (view.moved, other.moved) == ([fc1], [])
+
+
+def test_experts_that_are_one_parameter_are_read_where_their_buffer_has_them(views: Views) -> None:
+    _, apart = views["qwen3_moe ep2 one parameter"]
+    _, buffered = views["qwen3_moe ep2 one parameter in a buffer"]
+    for view, other in zip(buffered, apart, strict=True):
+        experts = [name for name in view.shapes if ".experts.linear_fc" in name]
+        starts, end = {}, 0
+        for name in experts:
+            starts[name] = end + PADDING
+            end = starts[name] + math.prod(view.shapes[name])
+        expected = {
+            (shard.region, starts[shard.place.buffer.name] + shard.place.offset)
+            for shard in other.layout.shards
+            if shard.place.buffer.name in starts
+        }
+        places = {
+            (shard.region, shard.place.offset)
+            for shard in view.layout.shards
+            if shard.place.buffer.name == "chunk0.expert0"
+        }
+        assert places == expected
+        assert len(experts) > 1
+        assert view.moved == [experts[0]]
 
 
 def test_projections_to_latent_vectors_are_whole(views: Views) -> None:
