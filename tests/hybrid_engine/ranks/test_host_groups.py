@@ -139,15 +139,12 @@ def test_a_host_with_less_to_do_is_held_back(found: list[dict[str, object]]) -> 
     assert len(fast) == len(slow) == NUM_WALKED
     for step in range(2 * pace.NUM_STEPS, NUM_WALKED, pace.NUM_STEPS):
         assert fast[step] > slow[step - pace.NUM_STEPS - 1], step
-        assert slow[step] > fast[step]
 
 
 def test_ranks_of_other_hosts_hear_of_a_failure_on_their_way(found: list[dict[str, object]]) -> None:
     assert found[3]["heard"].startswith("StateError: ")
     for rank in (0, 1):  # rank 2 does nothing that takes time, and stands for no host
-        assert found[rank]["heard"].startswith("RemoteError: ") or "PeerTransport" in found[rank]["heard"]
-        assert "rank 3" in found[rank]["heard"]
-        assert "not now" in found[rank]["heard"]
+        assert found[rank]["heard"].startswith("PeerTransportError: rank 3, fill: StateError: not now")
         assert found[rank]["walked"] < NUM_WALKED
 
 

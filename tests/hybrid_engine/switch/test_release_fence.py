@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import PeerTransportError, TransportError
@@ -87,6 +88,55 @@ def test_every_failure_leaves_the_next_switch_alone(ranks: Ranks) -> None:
                 assert all(failed == (NUM_BUCKETS - 1, "after") for failed in failing.values()), failing
             elif rank not in failing:
                 assert outcome == PeerTransportError.__name__
+
+
+class Alone:
+    """A group of one rank, and what it has begun."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+
+    def begin_maximum(self, values: torch.Tensor) -> Alone:
+        self.num_begun += 1
+        return self
+
+    def wait(self, timeout: object) -> None:
+        pass
+
+
+class Steps:
+    """A pace that notes the steps; another host fails at one of them."""
+
+    def __init__(self, failing: int | None = None) -> None:
+        self.steps: list[int] = []
+        self.failing = failing
+
+    def reach(self, step: int) -> None:
+        self.steps.append(step)
+        if step == self.failing:
+            raise PeerTransportError("rank 9, fill")
+
+
+def test_each_bucket_that_is_filled_is_a_step_of_the_host() -> None:
+    steps, group = Steps(), Alone()
+    fence = ReleaseFence(0, group, steps, BUCKETS, lambda _: None, lambda _: None, TIMEOUT)
+    for bucket in BUCKETS:
+        fence.sent(bucket)
+    fence.finish()
+    assert steps.steps == [0, 1, 2, 3]
+
+
+def test_what_failed_on_another_host_comes_before_the_fence() -> None:
+    steps, group, given_back = Steps(failing=2), Alone(), []
+    fence = ReleaseFence(0, group, steps, BUCKETS, lambda _: None, given_back.append, TIMEOUT)
+    fence.sent(BUCKETS[0])
+    fence.sent(BUCKETS[1])
+    with pytest.raises(PeerTransportError, match="rank 9"):
+        fence.sent(BUCKETS[2])
+    assert (group.num_begun, given_back) == (2, [0])
+    fence.abandon()
+    fence.drain()
+    assert given_back == [0]
 
 
 def wait_for_a_rank_that_sends_nothing() -> str:

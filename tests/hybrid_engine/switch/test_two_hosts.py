@@ -7,7 +7,8 @@ import os
 import pytest
 import torch.distributed as dist
 
-from hybrid_engine.ranks import agreement
+from hybrid_engine.ranks import agreement, pace
+from hybrid_engine.ranks.failure_watch import FailureWatch
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.switch.fakes import INFER, TRAIN, Rig
 
@@ -15,10 +16,18 @@ HOSTS = "aabb"
 CALLS = ("prepare", "allocate first", "commit first", "allocate second", "commit second", "wake")
 
 
-def fail_in_turn() -> dict[str, str]:
-    """The last rank fails; what every rank raised, by call."""
+def fail_in_turn() -> tuple[dict[str, str], set[str]]:
+    """The last rank fails; what every rank raised, by call, and the marks that it came to."""
     dist.init_process_group("gloo")
-    rank, errors = int(os.environ["RANK"]), {}
+    rank, errors, marks = int(os.environ["RANK"]), {}, set[str]()
+    num_at = FailureWatch.num_at
+
+    def noted(watch: FailureWatch, mark: str, *, arriving: bool = False) -> int | None:
+        marks.update([mark] if arriving else [])
+        return num_at(watch, mark, arriving=arriving)
+
+    pace.NUM_STEPS = 1  # in a process of its own
+    FailureWatch.num_at = noted
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "LARGEST_RING", 2)
         rig = Rig(host=HOSTS[rank], elastic=True)
@@ -37,12 +46,17 @@ def fail_in_turn() -> dict[str, str]:
             rig.assert_is(state)
     rig.close()
     dist.destroy_process_group()
-    return errors
+    return errors, marks
 
 
 def test_a_failure_on_one_host_is_undone_on_both(ranks: Ranks) -> None:
-    *others, own = ranks.launch(fail_in_turn, 4, timeout=200)
+    by_rank = ranks.launch(fail_in_turn, 4, timeout=200)
+    *others, own = [errors for errors, _ in by_rank]
     for call in CALLS:
         assert own[call].startswith("ReshardError: "), own[call]
         for of_rank in others:
             assert "no memory on rank 3" in of_rank[call], (call, of_rank[call])
+    marks = [of_rank for _, of_rank in by_rank]
+    assert marks[1] == marks[3] == set(), "the first of a host stands for it"
+    assert marks[0] == marks[2]
+    assert {"pace/0", "pace/1"} <= marks[0]
