@@ -83,7 +83,7 @@ def build_actor(
         ]
     move_loose_parameters(chunks)
     move_published_buffers(chunks, table)
-    optimizer = get_megatron_optimizer(optimizer_config(actor), chunks)
+    optimizer = get_megatron_optimizer(optimizer_config(actor), chunks, use_gloo_process_groups=False)
     for group in optimizer.param_groups:  # Megatron leaves this to its scheduler: norms and biases do not decay
         group["weight_decay"] = actor.optimizer.weight_decay * group["wd_mult"]
     config.finalize_model_grads_func = finalize_model_grads

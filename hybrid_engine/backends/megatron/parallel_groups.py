@@ -27,6 +27,7 @@ def initialize_parallel_state(actor: ActorConfig, world_size: int, timeout_secon
         **named(sizes, "groups"),
         get_embedding_ranks=_embedding_ranks(sizes),
         distributed_timeout_minutes=math.ceil(timeout_seconds / 60),
+        create_gloo_process_groups=False,  # only megatron-core's own checkpoints use them: see rank_checkpoint.py
     )
     # as in Megatron-LM: equal on tensor and data parallel ranks, different on every pipeline stage
     seed = actor.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
@@ -36,7 +37,7 @@ def initialize_parallel_state(actor: ActorConfig, world_size: int, timeout_secon
 
 def destroy_parallel_state() -> None:
     """End Megatron's process groups."""
-    # Megatron ends those of gloo beside NCCL itself and only forgets the others
+    # Megatron only forgets them
     end_groups(*process_groups())
     parallel_state.destroy_model_parallel()
 

@@ -90,6 +90,7 @@ class Seen:
         final: log-probabilities afterwards.
         version: of the weights after NUM_STEPS steps.
         offload: bytes of `offload_items` by kind, without caches.
+        groups: Megatron's names of its process groups.
     """
 
     logits: torch.Tensor
@@ -99,9 +100,12 @@ class Seen:
     final: torch.Tensor
     version: int
     offload: dict[str, int]
+    groups: set[str]
 
 
 def run_layout(path: Path, settings: dict[str, Any]) -> Seen:
+    from hybrid_engine.backends.megatron.internals import process_groups
+
     config = ActorConfig(**{**DENSE_FLOAT32, **settings, "optimizer": {"lr": 3e-3, "weight_decay": 0.1}})
     with running(path, config) as run:
         load_canonical(run, path)
@@ -123,6 +127,7 @@ def run_layout(path: Path, settings: dict[str, Any]) -> Seen:
             final=engine.gather_over_data_parallel(engine.log_probs(mine)),
             version=version,
             offload=offload_nbytes(engine),
+            groups={group.group_desc for group in process_groups() if group is not None},
         )
 
 
@@ -303,6 +308,12 @@ def test_offload_items_are_all_that_is_held(compared: Compared) -> None:
         assert found.offload["param"] > 0
         assert found.offload["grad"] >= found.offload["param"]
         assert found.offload["optimizer"] > 0  # Adam's two moments in fp32, over dp_size
+
+
+def test_megatron_makes_no_gloo_groups_beside_its_own(compared: Compared) -> None:
+    for found in compared.ranks:
+        assert "DATA_PARALLEL_GROUP" in found.groups
+        assert [name for name in found.groups if "GLOO" in name] == []
 
 
 def test_bfloat16_computes_nearly_the_same(launched: Callable[[int], Outcomes]) -> None:
