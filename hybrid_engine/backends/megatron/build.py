@@ -155,6 +155,11 @@ def build_model(
     return chunks, config
 
 
+def model_device() -> torch.device:
+    """Where `build_model` puts this rank's chunks."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def _build_chunk(
     sizes: TrainParallelism, table: ModelTable, config: TransformerConfig, max_length: int, vp_stage: int | None
 ) -> LanguageModule:
@@ -202,7 +207,7 @@ def _freeze(
         for parameter in (parameter for name, parameter in parameters if fnmatch.fnmatchcase(name, pattern)):
             parameter.requires_grad_(False)
             num_found[index] += 1
-    num_found = num_found.to("cuda" if torch.cuda.is_available() else "cpu")
+    num_found = num_found.to(model_device())
     torch.distributed.all_reduce(num_found)
     unknown = [pattern for pattern, count in zip(patterns, num_found, strict=True) if not count]
     if unknown:

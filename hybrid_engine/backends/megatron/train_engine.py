@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.utils import unwrap_model
 
-from hybrid_engine.backends.megatron.build import Actor
+from hybrid_engine.backends.megatron.build import Actor, model_device
 from hybrid_engine.backends.megatron.live_model import LiveModel
 from hybrid_engine.backends.megatron.model_variants import WithBias
 from hybrid_engine.backends.micro_batches import micro_batches
@@ -121,7 +121,7 @@ class TrainEngine(LiveModel):
 
     def gather_over_data_parallel(self, tensor: torch.Tensor) -> torch.Tensor:
         """Join the shares [B, …] of all data parallel ranks along dim 0, in order of rank."""
-        own = tensor.to(_device()).contiguous()
+        own = tensor.to(model_device()).contiguous()
         shares = [torch.empty_like(own) for _ in range(self.dp_size)]
         torch.distributed.all_gather(shares, own, group=parallel_state.get_data_parallel_group())
         return torch.cat(shares).to(tensor.device)
@@ -147,7 +147,7 @@ class TrainEngine(LiveModel):
         self.guard(["param"])
         if forward_only:
             self.weights.base.prepare()  # overlapped gathers are otherwise finished by the next training step only
-        parts = micro_batches(batch, self.micro_batch_size, _device())
+        parts = micro_batches(batch, self.micro_batch_size, model_device())
         seq_length = batch["tokens"].shape[1]
         forward_backward = get_forward_backward_func()
         for chunk in self.chunks:
@@ -186,7 +186,7 @@ class TrainEngine(LiveModel):
         told = [sorted(reports[0]) if reports else []]
         torch.distributed.broadcast_object_list(told, src=last, group=group)
         (names,) = told
-        values = torch.zeros(len(names), dtype=torch.float32, device=_device())
+        values = torch.zeros(len(names), dtype=torch.float32, device=model_device())
         if reports:
             for index, name in enumerate(names):
                 values[index] = torch.stack([report[name].float() for report in reports]).mean()
@@ -197,7 +197,7 @@ class TrainEngine(LiveModel):
 
     def _from_last_stage(self, parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
         """`parts`, which only the last pipeline stage has, joined along dim 0 to this shape, on every stage."""
-        result = torch.cat(list(parts)).contiguous() if parts else torch.empty(tuple(shape), device=_device())
+        result = torch.cat(list(parts)).contiguous() if parts else torch.empty(tuple(shape), device=model_device())
         if parallel_state.get_pipeline_model_parallel_world_size() == 1:
             return result
         torch.distributed.broadcast(
@@ -251,7 +251,3 @@ def _hide_padding(vocab_size: int) -> Callable[..., WithBias]:
         return logits, bias
 
     return hook
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

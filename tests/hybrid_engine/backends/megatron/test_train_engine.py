@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -341,27 +339,3 @@ def test_an_overflow_in_float16_skips_the_step(launched: Callable[[int], Outcome
 
 def test_a_batch_that_is_no_multiple_of_micro_batches_is_refused(launched: Callable[[int], Outcomes]) -> None:
     assert all("must be a multiple of micro_batch_size 3, got 4" in text for text in launched(2)["uneven"])
-
-
-class Sent(Exception):
-    """From which device."""
-
-
-@pytest.mark.parametrize("trainer", ["megatron", "fsdp"])
-def test_what_ranks_send_lies_on_the_device(monkeypatch: pytest.MonkeyPatch, trainer: str) -> None:
-    """NCCL takes nothing else, and a caller's shares may be on the CPU; "meta" stands for the GPU."""
-    module = importlib.import_module(f"hybrid_engine.backends.{trainer}.train_engine")
-    engine_type = {"megatron": "TrainEngine", "fsdp": "FsdpTrainEngine"}[trainer]
-    device = torch.device("meta")
-
-    def send(shares: list[torch.Tensor], own: torch.Tensor, **_: object) -> None:
-        raise Sent({each.device for each in (*shares, own)})
-
-    monkeypatch.setattr(dist, "all_gather", send)
-    if trainer == "megatron":
-        monkeypatch.setattr(module, "_device", lambda: device)
-        monkeypatch.setattr(module.parallel_state, "get_data_parallel_group", lambda: None)
-    engine = SimpleNamespace(dp_size=2, _job=SimpleNamespace(device=device))
-    with pytest.raises(Sent) as sent:
-        getattr(module, engine_type).gather_over_data_parallel(engine, torch.ones(3))
-    assert sent.value.args == ({device},)

@@ -1,0 +1,82 @@
+"""What ranks send lies on the job's device: NCCL takes nothing else, and shares or counts may be on the CPU.
+
+On ranks of one process that hold no model, with collectives that only look. "meta" stands for the GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.backends.fsdp.train_engine import FsdpTrainEngine
+from hybrid_engine.verification.comparison import Comparison
+
+DEVICE = torch.device("meta")
+
+
+class Sent(Exception):
+    """From which devices."""
+
+
+@pytest.fixture
+def megatron(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Megatron's modules, whose ranks have that device; ranks without parameters."""
+    from hybrid_engine.backends.megatron import build, train_engine
+
+    monkeypatch.setattr(build, "model_device", lambda: DEVICE)
+    monkeypatch.setattr(build, "ModelTensors", lambda *_: SimpleNamespace(named_parameters=dict[str, torch.Tensor]))
+    monkeypatch.setattr(train_engine, "model_device", lambda: DEVICE)
+    monkeypatch.setattr(train_engine.parallel_state, "get_data_parallel_group", lambda: None)
+    return SimpleNamespace(build=build, train_engine=train_engine)
+
+
+@pytest.fixture(autouse=True)
+def _collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(*tensors: torch.Tensor | list[torch.Tensor], **_: object) -> None:
+        raise Sent({one.device for each in tensors for one in (each if isinstance(each, list) else [each])})
+
+    for name in ("all_gather", "all_reduce", "broadcast"):
+        monkeypatch.setattr(dist, name, look)
+
+
+def job() -> SimpleNamespace:
+    agreement = SimpleNamespace(phase=lambda name: contextlib.nullcontext())
+    return SimpleNamespace(device=DEVICE, agreement=agreement)
+
+
+def test_shares_of_megatrons_ranks(megatron: Any) -> None:
+    engine = SimpleNamespace(dp_size=2)
+    expect_sent(lambda: megatron.train_engine.TrainEngine.gather_over_data_parallel(engine, torch.ones(3)))
+
+
+def test_how_many_parameters_a_pattern_freezes(megatron: Any) -> None:
+    expect_sent(lambda: megatron.build._freeze([], None, ["embedding.*"], ()))
+
+
+def test_shares_and_reports_of_fsdp2() -> None:
+    engine: Any = SimpleNamespace(dp_size=2, _job=job())
+    expect_sent(lambda: FsdpTrainEngine.gather_over_data_parallel(engine, torch.ones(3)))
+    expect_sent(lambda: FsdpTrainEngine._average(engine, [{"loss": torch.ones(())}]))
+
+
+def test_logits_that_transformers_computed_for_all() -> None:
+    comparison: Any = SimpleNamespace(
+        rank=1,
+        worker=SimpleNamespace(job=job()),
+        table=SimpleNamespace(dims=SimpleNamespace(vocab_size=8)),
+        _tokens=lambda: torch.zeros(2, 3, dtype=torch.int64),
+    )
+    expect_sent(lambda: Comparison._expected_logits(comparison, Path("unread")))
+
+
+def expect_sent(send: Callable[[], object]) -> None:
+    with pytest.raises(Sent) as sent:
+        send()
+    assert sent.value.args == ({DEVICE},)
