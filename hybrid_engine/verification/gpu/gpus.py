@@ -123,7 +123,7 @@ def described() -> Iterator[Gpu]:
             torch.ones(1, device=torch.device("cuda", index)).add_(1).item()
             free, total = torch.cuda.mem_get_info(index)
         except RuntimeError as error:  # full, in another's exclusive use, or without kernels in this torch
-            problem = clipped(str(error).partition("\n")[0]) or type(error).__name__
+            problem = clipped(str(error).partition("\n")[0]).rstrip(".") or type(error).__name__
         capability = f"{properties.major}.{properties.minor}"
         yield Gpu(properties.name, capability, total, free, f"GPU-{properties.uuid}", problem=problem)
 

@@ -75,7 +75,7 @@ def test_what_torch_says_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def mem_get_info(index: int) -> tuple[int, int]:
         if index == 0:
-            raise torch.OutOfMemoryError("CUDA error: out of memory\nCUDA kernel errors might be reported elsewhere")
+            raise torch.OutOfMemoryError("CUDA out of memory.\nCUDA kernel errors might be reported elsewhere")
         return 70 * GIB, 80 * GIB
 
     properties = SimpleNamespace(name="H100", major=9, minor=0, uuid="1", total_memory=80 * GIB)
@@ -84,7 +84,7 @@ def test_what_torch_says_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
     monkeypatch.setattr(torch, "device", lambda kind, index: "no such device" if index == 1 else "cpu")
     full, broken, last = described()
-    assert full == replace(ONE, free_nbytes=0, problem="CUDA error: out of memory")
+    assert full == replace(ONE, free_nbytes=0, problem="CUDA out of memory")
     assert broken.free_nbytes == 0
     assert "no such device" in broken.problem
     assert last == ONE
