@@ -4,6 +4,7 @@
     an optimizer step, and the gather that follows it          the number of steps, for parameters in DDP's buffers
     LoRA, where a weight is shown with it added                the same: its matrices are in DDP's buffers
     `copy_` and the like on it: a user, a router's bias        the counter of in-place writes that torch keeps
+    clipping of queries and keys (`qk_clip`), by `.data`       the same: a hook counts it there
     `.data`, a checkpoint read into flat buffers               nothing: `weights_changed()` of the engine says so
 
 DDP's buffers have all that required a gradient when DDP was built. A step writes them whether or not they still do, for
