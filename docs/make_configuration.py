@@ -90,7 +90,7 @@ know that the field leaves weights where they are. Refused fields cannot be allo
    an optimizer step write to it? Is an address kept that a switch gives back? Of a new default: does the old verdict
    still hold?
 3. Add the version to reviewed.yaml: `python -m megatron_patches review --yaml …` prints what to fill in. A verdict that
-   is no longer right is given again under the new version.
+   is no longer right is given again under the new version, and so is that of a refused field with another default.
 4. The tests in `tests/megatron_patches/review` compare the list with the installed version;
    `make core-tests MEGATRON=VERSION` does so for another one. Run `make docs`.
 """

@@ -11,6 +11,8 @@ from typing import Any, Final, Literal
 import yaml
 from packaging.version import Version
 
+from megatron_patches.errors import ReviewError
+
 LIST: Final = Path(__file__).with_name("reviewed.yaml")
 REQUIRED: Final = "required"
 """Stands for the default of a field that has none."""
@@ -82,10 +84,16 @@ def review_of(version: str) -> Review:
 
 
 def _change(fields: dict[str, FieldReview], changes: Mapping[str, Any]) -> None:
-    """Bring a section up to a later version."""
+    """Bring a section up to a later version.
+
+    Raises:
+        ReviewError: for another default of a refused field; what it may be follows from its default.
+    """
     for field in changes.get("gone", ()):
         del fields[field]
     for field, default in changes.get("defaults", {}).items():
+        if fields[field].verdict == "refused":
+            raise ReviewError(f"{field} has another default, and is refused otherwise: give its verdict anew instead")
         fields[field] = replace(fields[field], default=default)
     for reason, defaults in changes.get("harmless", {}).items():
         fields.update({field: FieldReview("harmless", reason, default) for field, default in defaults.items()})

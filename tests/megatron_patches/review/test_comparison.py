@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from megatron_patches.__main__ import app
 from megatron_patches.errors import ReviewError
 from megatron_patches.patch import CORE_VERSIONS
+from megatron_patches.review import verdicts
 from megatron_patches.review.comparison import compare
 from megatron_patches.review.sources import SECTIONS, find_sources, installed_sources
 from megatron_patches.review.verdicts import LIST, review_of, reviewed_versions
@@ -45,6 +46,16 @@ def test_a_version_gives_each_field_one_verdict() -> None:
             for verdict in ("harmless", "handled"):
                 fields += [field for reasons in changes.get(verdict, {}).values() for field in reasons]
             assert len(fields) == len(set(fields)), (version, section)
+
+
+def test_another_default_of_a_refused_field_asks_for_another_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = {"folded": {"default": False, "reason": "rows are folded"}}
+    changes = {"1.0": {"Config": {"refused": refused}}, "1.1": {"Config": {"defaults": {"folded": True}}}}
+    monkeypatch.setattr(verdicts, "_list", lambda: changes)
+    monkeypatch.setattr(verdicts, "reviewed_versions", lambda: tuple(changes))
+    assert review_of.__wrapped__("1.0").of("Config", "folded").accepts(False)
+    with pytest.raises(ReviewError, match="folded has another default"):
+        review_of.__wrapped__("1.1")
 
 
 def later_tree(root: Path) -> Path:
