@@ -61,7 +61,12 @@ RUNS = {
         "what needs neither torch nor an engine: configuration, layouts, name tables, planning, `plan`",
         frozenset(),
     ),
-    "verify": Run("python -m hybrid_engine verify", "two models, switched and compared bit by bit", _BOTH, Extent.PART),
+    "verify": Run(
+        "python -m hybrid_engine verify",
+        "models, switched and compared bit by bit; also the cells of make matrix",
+        _BOTH,
+        Extent.PART,
+    ),
     "rl": Run("make rl", "the RL example: accuracy, fewest bytes, log-probabilities", _BOTH, Extent.PART),
     "vllm-surface": Run(
         "make vllm-surface VERSION=0.33.0",
