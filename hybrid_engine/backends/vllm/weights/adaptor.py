@@ -79,6 +79,7 @@ class VllmAdaptor:
 
         The weights that the groups held before are gone. Raises StateError for a group that this rank does not have.
         """
+        self._processed.gate.begin()
         self._states.advance(Event.ALLOCATE, groups)
         with self._failing(groups):
             self._drop(groups)

@@ -5,7 +5,7 @@ where vLLM's processing is collective, ranks come together before each run of it
 
     gate.meet("processing mlp")         all have come to the same, and none of them has failed
     ... vLLM's processing ...           its own collectives
-    gate.finish()                       all are through; then `reopen`, before the next walk
+    gate.finish()                       all are through; `begin` then opens it for the next walk
 
     gate.abandon()                      in place of the next of these, by a rank that failed: the others raise there
 
@@ -64,6 +64,7 @@ class ProcessingGate:
         self._rank, self._group = rank, group
         self._timeout = timeout
         self._is_over = False  # a rank has failed, or all are through
+        self._is_through = False  # the latter
         self._last: dist.Work | None = None  # torch wants somebody to hold what nobody waits for
 
     @property
@@ -80,7 +81,7 @@ class ProcessingGate:
         """Wait until all have come to `what`; returns whether any of them has a wish. Collective.
 
         Raises RemoteError when one has failed, ReshardError when they have come to different things, TransportError
-        when one does not come, StateError unless `reopen` came between this and the end of a walk.
+        when one does not come, StateError between a walk that has failed and `reopen`.
         """
         if self._group is None:
             return wish
@@ -104,7 +105,7 @@ class ProcessingGate:
     def finish(self) -> None:
         """Wait until all are through. Collective. Raises as `meet`."""
         self.meet("the last group's end")
-        self._is_over = self.is_collective
+        self._is_over = self._is_through = self.is_collective
 
     def abandon(self) -> None:
         """This rank goes no further; waits for nobody. Idempotent until `reopen`."""
@@ -116,9 +117,14 @@ class ProcessingGate:
         except RuntimeError as error:
             logger.warning("ranks that process weights together cannot be told of a failure: %s", plain_text(error))
 
+    def begin(self) -> None:
+        """Open for another walk where all came through the last one; a failed one needs `reopen`."""
+        if self._is_through:
+            self.reopen()
+
     def reopen(self) -> None:
         """Begin anew, once all ranks have ended what they were at."""
-        self._is_over = False
+        self._is_over = self._is_through = False
 
     @contextlib.contextmanager
     def walk(self) -> Iterator[None]:
