@@ -19,17 +19,19 @@ _KEY = "hybrid_layer_pattern"
 
 
 @dataclass(frozen=True, slots=True)
-class HybridChunk:
-    """What one model chunk has of a pattern.
+class Share:
+    """What one model chunk has of the layers.
 
     Attributes:
-        positions: of its layers among all of the pattern; from 0.
+        positions: of its layers among all of the model; from 0.
         attention, mlp: the checkpoint's numbers of the layers whose attention, whose MLP or experts it has.
+        has_mtp: the MTP (multi-token prediction) layers.
     """
 
     positions: range
     attention: tuple[int, ...]
     mlp: tuple[int, ...]
+    has_mtp: bool = False
 
 
 def checkpoint_layers(pattern: str) -> list[int]:
@@ -39,17 +41,17 @@ def checkpoint_layers(pattern: str) -> list[int]:
     return [position // 2 for position in range(len(_symbols(pattern)))]
 
 
-def hybrid_chunks(pattern: str, pipeline: int) -> list[HybridChunk]:
-    """All chunks, in the order in which their layers run; without `|`, stages of equal length."""
-    chunks, start = [], 0
+def hybrid_shares(pattern: str, pipeline: int) -> list[Share]:
+    """Of all chunks, in the order in which their layers run; without `|`, stages of equal length."""
+    shares, start = [], 0
     for segment in _segments(pattern, pipeline):
         positions = range(start, start + len(segment))
         by_half: tuple[list[int], list[int]] = ([], [])
         for position in positions:
             by_half[position % 2].append(position // 2)
-        chunks.append(HybridChunk(positions, tuple(by_half[0]), tuple(by_half[1])))
+        shares.append(Share(positions, tuple(by_half[0]), tuple(by_half[1])))
         start = positions.stop
-    return chunks
+    return shares
 
 
 def num_hybrid_chunks(pattern: str, pipeline: int) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hybrid_engine.errors import Violation, clipped, shortened
-from hybrid_engine.layouts.hybrid_pattern import hybrid_chunks
+from hybrid_engine.layouts.hybrid_pattern import Share, hybrid_shares
 from hybrid_engine.layouts.parallelism import TrainParallelism
 
 EMBEDDING, LAYER, MTP, LOSS = "E", "t", "m", "L"
@@ -67,47 +67,38 @@ def parse_layout(text: str) -> list[str]:
 def chunks_of(sizes: TrainParallelism, num_layers: int, num_mtp_layers: int) -> list[Chunk]:
     """All chunks of a model, in the order in which its layers run. The sizes must be possible."""
     if sizes.hybrid_layer_pattern is not None:
-        return _hybrid_chunks(sizes, sizes.hybrid_layer_pattern)
-    num_positions = num_layers + len(sizes.noop_layers)
-    kinds = _contents(sizes, num_positions, num_mtp_layers)
-    chunks, position = [], 0
-    for number, kind in enumerate(kinds):
-        count, is_last = kind.count(LAYER), number == len(kinds) - 1
-        positions = range(position, position + count)
-        layers = _numbers_at(positions, sizes.noop_layers)
+        shares = hybrid_shares(sizes.hybrid_layer_pattern, sizes.pipeline)
+    else:
+        shares = _shares(sizes, num_layers + len(sizes.noop_layers), num_mtp_layers)
+    num_positions = shares[-1].positions.stop
+    chunks = []
+    for number, share in enumerate(shares):
+        is_last = number == len(shares) - 1
         chunks.append(
             Chunk(
                 stage=number % sizes.pipeline,
                 virtual=number // sizes.pipeline,
-                positions=positions,
-                attention=layers,
-                mlp=layers,
+                positions=share.positions,
+                attention=share.attention,
+                mlp=share.mlp,
                 has_embedding=number == 0,
                 has_head=is_last,
-                has_mtp=MTP in kind,
-                has_final_norm=num_positions - 1 in positions if num_mtp_layers else is_last,
+                has_mtp=share.has_mtp,
+                has_final_norm=num_positions - 1 in share.positions if num_mtp_layers else is_last,
             )
         )
-        position += count
     return chunks
 
 
-def _hybrid_chunks(sizes: TrainParallelism, pattern: str) -> list[Chunk]:
-    dealt = hybrid_chunks(pattern, sizes.pipeline)
-    return [
-        Chunk(
-            stage=number % sizes.pipeline,
-            virtual=number // sizes.pipeline,
-            positions=each.positions,
-            attention=each.attention,
-            mlp=each.mlp,
-            has_embedding=number == 0,
-            has_head=number == len(dealt) - 1,
-            has_mtp=False,
-            has_final_norm=number == len(dealt) - 1,
-        )
-        for number, each in enumerate(dealt)
-    ]
+def _shares(sizes: TrainParallelism, num_positions: int, num_mtp_layers: int) -> list[Share]:
+    """What each chunk of a GPTModel has."""
+    shares, start = [], 0
+    for kind in _contents(sizes, num_positions, num_mtp_layers):
+        positions = range(start, start + kind.count(LAYER))
+        layers = _numbers_at(positions, sizes.noop_layers)
+        shares.append(Share(positions, attention=layers, mlp=layers, has_mtp=MTP in kind))
+        start = positions.stop
+    return shares
 
 
 def _numbers_at(positions: range, noop_layers: Sequence[int]) -> tuple[int, ...]:

@@ -163,36 +163,32 @@ def model_device() -> torch.device:
 def _build_chunk(
     sizes: TrainParallelism, table: ModelTable, config: TransformerConfig, max_length: int, vp_stage: int | None
 ) -> LanguageModule:
-    build = _build_gpt_chunk if sizes.hybrid_layer_pattern is None else _build_hybrid_chunk
-    model = build(sizes, table, config, max_length, vp_stage)
+    with_te = has_transformer_engine()
+    settings: dict[str, Any] = {
+        "config": config,
+        "vocab_size": sizes.padded_vocabulary(table.dims.vocab_size),
+        "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        "share_embeddings_and_output_weights": table.dims.tied_embeddings,
+        "max_sequence_length": max_length,
+        **table.gpt,
+        "vp_stage": vp_stage,
+    }
+    model: LanguageModule
+    if sizes.hybrid_layer_pattern is None:
+        model = GPTModel(
+            transformer_layer_spec=layer_spec_for(table, config, with_te, vp_stage, sizes.noop_layers),
+            mtp_block_spec=mtp_spec_for(table, config, with_te, vp_stage),
+            **settings,
+        )
+    else:
+        # here, because megatron-core has it since 0.18 only
+        from hybrid_engine.backends.megatron.hybrid_layers import HybridModel, stack_spec_for
+
+        stack_spec = stack_spec_for(config, with_te)
+        model = HybridModel(hybrid_stack_spec=stack_spec, hybrid_layer_pattern=sizes.hybrid_layer_pattern, **settings)
     rank_groups(model, table.extras)
     return finish_model(model, table.extras)
-
-
-def _build_hybrid_chunk(
-    sizes: TrainParallelism, table: ModelTable, config: TransformerConfig, max_length: int, vp_stage: int | None
-) -> LanguageModule:
-    # here, because megatron-core has it since 0.18 only
-    from hybrid_engine.backends.megatron.hybrid_layers import build_hybrid_model
-
-    return build_hybrid_model(sizes, table, config, max_length, vp_stage)
-
-
-def _build_gpt_chunk(
-    sizes: TrainParallelism, table: ModelTable, config: TransformerConfig, max_length: int, vp_stage: int | None
-) -> LanguageModule:
-    with_te = has_transformer_engine()
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=layer_spec_for(table, config, with_te, vp_stage, sizes.noop_layers),
-        vocab_size=sizes.padded_vocabulary(table.dims.vocab_size),
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        share_embeddings_and_output_weights=table.dims.tied_embeddings,
-        **{"max_sequence_length": max_length, **table.gpt},
-        mtp_block_spec=mtp_spec_for(table, config, with_te, vp_stage),
-        vp_stage=vp_stage,
-    )
 
 
 def _freeze(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hybrid_engine.layouts.hybrid_pattern import (
     checkpoint_layers,
     has_experts,
-    hybrid_chunks,
+    hybrid_shares,
     pattern_problems,
     pattern_violations,
 )
@@ -35,7 +35,7 @@ def test_every_half_of_every_layer_is_in_one_chunk(layers: list[tuple[str, str]]
     at, num_ends = st.integers(0, len(symbols)), num_segments - 1
     ends = sorted(data.draw(st.lists(at, min_size=num_ends, max_size=num_ends)))
     pattern = "|".join(symbols[start:stop] for start, stop in zip([0, *ends], [*ends, len(symbols)], strict=True))
-    chunks = hybrid_chunks(pattern, pipeline)
+    chunks = hybrid_shares(pattern, pipeline)
     assert [[symbols[position] for position in chunk.positions] for chunk in chunks] == [*map(list, pattern.split("|"))]
     assert [layer for chunk in chunks for layer in chunk.attention] == list(range(len(layers)))
     assert [layer for chunk in chunks for layer in chunk.mlp] == list(range(len(layers)))
@@ -44,7 +44,7 @@ def test_every_half_of_every_layer_is_in_one_chunk(layers: list[tuple[str, str]]
 
 
 def test_without_ends_stages_are_equally_long() -> None:
-    halves = [(chunk.attention, chunk.mlp) for chunk in hybrid_chunks("*-*-*-", 2)]
+    halves = [(chunk.attention, chunk.mlp) for chunk in hybrid_shares("*-*-*-", 2)]
     assert halves == [((0, 1), (0,)), ((2,), (1, 2))]
 
 
