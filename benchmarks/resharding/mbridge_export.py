@@ -15,48 +15,30 @@ verl fills a bucket with exported tensors and hands it to a server process. Here
 from __future__ import annotations
 
 import re
-import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
-from benchmarks.resharding.loading import LoaderTarget, timed
-from benchmarks.resharding.measuring import Clock, Digests
+from benchmarks.resharding.loading import Export
 from hybrid_engine.worker import ActorHybridWorker
 from megatron_patches.cpu_torch import torch_on_cpu
 
 _EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 
 
-class MbridgeExport:
+class MbridgeExport(Export):
     """Training weights to vLLM's parameters by mbridge 0.15.1."""
 
     def __init__(self, worker: ActorHybridWorker) -> None:
-        self._target = LoaderTarget(worker)
-        self._chunks = worker.train.chunks
+        super().__init__(worker)
         _redirect_cuda()
         config = AutoConfig.from_pretrained(worker.config.model)
         self._bridge = _bridge_class(config)(config, dtype=getattr(torch, worker.config.actor_config.params_dtype))
 
-    def prepare(self) -> None:
-        self._target.release()
-
-    def run(self, clock: Clock) -> None:
-        self._target.allocate(clock)
-        started = time.perf_counter()
-        with torch.no_grad():
-            weights = self._bridge.export_weights(self._chunks)
-            self._target.load(timed(iter(weights), clock, "export"))
-        clock.add("load", time.perf_counter() - started - clock.seconds["export"])
-        self._target.commit(clock)
-
-    def digesting(self) -> AbstractContextManager[Digests]:
-        return self._target.digesting()
-
-    def close(self) -> None:
-        self._target.release()
+    def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self._bridge.export_weights(self._chunks)
 
 
 def _bridge_class(config: Any) -> type:

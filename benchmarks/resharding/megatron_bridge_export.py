@@ -11,9 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -22,8 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from benchmarks.resharding.loading import LoaderTarget, timed
-from benchmarks.resharding.measuring import Clock, Digests
+from benchmarks.resharding.loading import Export
 from hybrid_engine.errors import DependencyError
 from hybrid_engine.worker import ActorHybridWorker
 
@@ -31,33 +28,18 @@ _TRANSFORMER_ENGINE = "transformer_engine"
 _HINT = "pip install 'megatron-bridge>=0.6' 'megatron-core>=0.19' (for Python 3.12)"
 
 
-class MegatronBridgeExport:
+class MegatronBridgeExport(Export):
     """Training weights to vLLM's parameters by Megatron-Bridge."""
 
     def __init__(self, worker: ActorHybridWorker) -> None:
-        self._target = LoaderTarget(worker)
-        self._chunks = worker.train.chunks
+        super().__init__(worker)
         self._bridge = _auto_bridge().from_hf_config(AutoConfig.from_pretrained(worker.config.model))
         # its own way to them, `get_conversion_tasks`, wants a checkpoint, which is not needed for an export
         self._tasks = self._bridge._model_bridge.build_conversion_tasks(self._bridge.hf_pretrained, self._chunks)
 
-    def prepare(self) -> None:
-        self._target.release()
-
-    def run(self, clock: Clock) -> None:
-        self._target.allocate(clock)
-        started = time.perf_counter()
-        with torch.no_grad():
-            weights = self._bridge.export_hf_weights(self._chunks, show_progress=False, conversion_tasks=self._tasks)
-            self._target.load(timed(((name, tensor) for name, tensor in weights), clock, "export"))
-        clock.add("load", time.perf_counter() - started - clock.seconds["export"])
-        self._target.commit(clock)
-
-    def digesting(self) -> AbstractContextManager[Digests]:
-        return self._target.digesting()
-
-    def close(self) -> None:
-        self._target.release()
+    def _weights(self) -> Iterable[tuple[str, torch.Tensor]]:
+        weights = self._bridge.export_hf_weights(self._chunks, show_progress=False, conversion_tasks=self._tasks)
+        return ((name, tensor) for name, tensor in weights)
 
 
 def _auto_bridge() -> Any:
