@@ -20,6 +20,7 @@ A canonical tensor is a tensor of a Hugging Face checkpoint. Nothing but backend
 
     worker.py          ActorHybridWorker: both engines from a configuration
     hybrid_engine.py   HybridEngine: around a transformers model, or of two given engines
+    companions/        models beside the actor: the reference
     assembly.py        an inference engine beside a live training model
     model_parts.py     what a HybridEngine around a transformers model is made of
     ports.py           what the engine asks of a trainer, an inference engine and a transport, and who calls what
@@ -55,12 +56,13 @@ from hybrid_engine.errors import HybridEngineError
 if TYPE_CHECKING:
     from hybrid_engine.backends.megatron.train_engine import TrainEngine
     from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling
+    from hybrid_engine.companions import ReferenceModel
     from hybrid_engine.hybrid_engine import HybridEngine
     from hybrid_engine.ranks.job import Job
     from hybrid_engine.switch.report import ReshardReport
     from hybrid_engine.switch.sharding_manager import ShardingManager
     from hybrid_engine.switch.states import State
-    from hybrid_engine.worker import ActorHybridWorker, ReferenceModel
+    from hybrid_engine.worker import ActorHybridWorker
 
 # Names that need torch, Megatron or vLLM load with their first use.
 _LAZY = {
@@ -69,7 +71,7 @@ _LAZY = {
     "HybridEngine": "hybrid_engine.hybrid_engine",
     "InferenceEngine": "hybrid_engine.backends.vllm",
     "Job": "hybrid_engine.ranks.job",
-    "ReferenceModel": "hybrid_engine.worker",
+    "ReferenceModel": "hybrid_engine.companions",
     "ReshardReport": "hybrid_engine.switch.report",
     "Sampling": "hybrid_engine.backends.vllm",
     "ShardingManager": "hybrid_engine.switch.sharding_manager",

@@ -21,9 +21,8 @@ from examples.gpt_rl.batches import align_log_probs, build_batch, split_minibatc
 from examples.gpt_rl.measure import Tally, combine
 from examples.gpt_rl.run_state import Progress, Row, RunDirectory
 from examples.gpt_rl.settings import Settings
-from hybrid_engine import ActorHybridWorker, Completion, Sampling
+from hybrid_engine import ActorHybridWorker, Completion, ReferenceModel, Sampling
 from hybrid_engine.errors import HybridEngineError
-from hybrid_engine.worker import ReferenceModel
 
 OnProgress = Callable[[str, int, int], None]
 
