@@ -71,7 +71,7 @@ endif
 .DEFAULT_GOAL := help
 .PHONY: help env rl test test-fast test-faults lint format docs matrix bench lock clean clean-env force
 .PHONY: vllm-surface megatron-tests core-tests core-tests-all core-tests-here pure-tests pure-tests-here compat
-.PHONY: gpu-check offline-bundle
+.PHONY: gpu-check offline-bundle docs-site docs-site-here
 
 help: ## Show this help
 	@echo 'make TARGET [VARIABLE=value ...]'; echo
@@ -164,6 +164,13 @@ docs: $(ENV_READY) ## Make the pages of docs/ that have a source
 	$(PY) docs/make_seventy_billion.py
 	$(PY) -m compatibility
 
+# The packages are read, not imported, so that this environment has neither them nor what they need.
+docs-site: ## Build the documentation site in site/, in an environment of its own; warnings are errors
+	$(MAKE) docs-site-here VENV=.venv-docs REQUIREMENTS=requirements-docs.txt PYTHON_ENV=
+
+docs-site-here: $(STAMP)
+	$(PY) -m mkdocs build --strict --quiet
+
 matrix: $(ENV_READY) ## Switch every layout and model family with both real engines (ONLY=text, JSON=file)
 	OMP_NUM_THREADS=1 $(PY) -m tests.hybrid_engine.verification.matrix $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json '$(JSON)')
 
@@ -178,15 +185,16 @@ offline-bundle: $(ENV_READY) ## Collect what gpu-check needs on a machine withou
 	$(if $(DIR),,$(error Name the folder: make offline-bundle DIR=folder))
 	$(PY) -m offline.bundle '$(DIR)' $(if $(HAVE),--have '$(HAVE)')
 
-lock: ## Resolve requirements-cpu.in into requirements-cpu.txt again (needs uv)
-	@sed '/^[^#]/,$$d' requirements-cpu.txt > requirements-cpu.txt.new
-	$(UV) pip compile requirements-cpu.in --override requirements-cpu-overrides.txt --upgrade --quiet \
-	    --python-version 3.11 --no-header --no-annotate >> requirements-cpu.txt.new \
-	    || { rm -f requirements-cpu.txt.new; exit 1; }
-	@mv requirements-cpu.txt.new requirements-cpu.txt
+# uv does not look at the sources of [tool.uv], so that the place of torch's CPU build may be one without a network.
+LOCK = sed '/^[^\#]/,$$d' $(1) > $(1).new && $(UV) pip compile $(2) --no-sources --upgrade --quiet \
+    --python-version 3.11 --no-header --no-annotate >> $(1).new && mv $(1).new $(1) || { rm -f $(1).new; exit 1; }
+
+lock: ## Resolve pyproject.toml into requirements-cpu.txt and requirements-docs.txt again (needs uv)
+	@$(call LOCK,requirements-cpu.txt,pyproject.toml --extra cpu --extra dev)
+	@$(call LOCK,requirements-docs.txt,--group pyproject.toml:docs)
 
 clean: ## Remove caches and build outputs (runs/ and the environment stay)
-	rm -rf build hybrid_engine.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build site hybrid_engine.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path './.venv*' -prune -o -path ./.git -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-env: ## Remove the environment that make created in VENV

@@ -15,6 +15,7 @@
              ├── arguments          the command line, which is kept out of Megatron's Namespace
              └── engines            the protocol of an engine, and how one is found
 
+    patch_sets   the same entry points as patches for source trees: ``python -m megatron_patches patch-source CHECKOUT``
     review/      which configurations a switch was reviewed for; ``python -m megatron_patches review`` for new versions
 
 A patch is a record (`patch.Patch`); ``python -m megatron_patches list`` prints them all. errors.py has the exceptions.

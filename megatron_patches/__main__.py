@@ -1,6 +1,8 @@
 """The command line:
 
 python -m megatron_patches list                            every patch and whether it is applied here
+python -m megatron_patches sets                            patch sets for Megatron-LM checkouts, and where they are
+python -m megatron_patches patch-source CHECKOUT           put the set of its version on a checkout (--reverse: off)
 python -m megatron_patches review 0.19.2                   configuration fields that nobody has reviewed yet
 python -m megatron_patches pretrain_gpt.py [arguments]     a Megatron-LM script, which then knows --enable-resharding
 """
@@ -8,6 +10,8 @@ python -m megatron_patches pretrain_gpt.py [arguments]     a Megatron-LM script,
 from __future__ import annotations
 
 import sys
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -17,6 +21,7 @@ from rich.text import Text
 from megatron_patches.applying import apply, default_groups, states
 from megatron_patches.errors import MegatronPatchError, ReviewError
 from megatron_patches.launcher import run_script
+from megatron_patches.patch_sets import folder, patch_checkout, patch_sets
 from megatron_patches.registry import PatchState
 from megatron_patches.review.comparison import compare, report, skeleton
 from megatron_patches.review.sources import find_sources
@@ -49,6 +54,26 @@ def list_patches(
             f"    {patch.reason}",
         )
         console.print(line, soft_wrap=True)
+
+
+@app.command("sets")
+def list_sets() -> None:
+    """Print the patch sets for Megatron-LM checkouts: name, versions, upstream commit; first the folder of all."""
+    print(folder())
+    for each in patch_sets():
+        print(f"{each.name}  for {', '.join(each.versions)}, made against {each.upstream}")
+
+
+@app.command("patch-source")
+def patch_source(
+    checkout: Annotated[Path, typer.Argument(help="Root of a clean git checkout of Megatron-LM.")],
+    reverse: Annotated[bool, typer.Option("--reverse", help="Take the set off again.")] = False,
+) -> None:
+    """Put the patch set of its version on a Megatron-LM checkout, all of it or nothing. Nothing is committed.
+
+    Exits with 1, and changes nothing, when there is no set for the version or a hunk does not fit.
+    """
+    raise typer.Exit(patch_checkout(checkout, reverse=reverse))
 
 
 @app.command("review")
@@ -90,8 +115,11 @@ def _describe(state: PatchState) -> str:
 def main() -> None:
     """Run a script, or a command of ours."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if command in ("list", "review") or command.startswith("-"):
+    names = [str(registered.name) for registered in app.registered_commands]
+    if command in names or command.startswith("-"):
         app(prog_name="python -m megatron_patches")
+    elif not Path(command).is_file() and (meant := get_close_matches(command, names, 1)):
+        sys.exit(f"{command}: neither a command nor a script. Did you mean {meant[0]}?")
     else:
         run_script(command, sys.argv[2:])
 

@@ -1,9 +1,10 @@
-"""The command line: `python -m hybrid_engine plan …`, `verify …` and `check-gpu …`.
+"""The command line: `hybrid-engine plan …`, `verify …`, `check-gpu …` and `example …`; `python -m hybrid_engine` too.
 
     plan_command.py       `plan`: its options, checked; the work is done by advisor/
     plan_tables.py        its answer as tables
     verify_command.py     `verify`: its options, checked, and its verdict; the work is done by verification/
     check_gpu_command.py  `check-gpu`: its options, checked, and its lines; the work is done by verification/gpu/
+    example_command.py    `example`: copies the examples out of the package
     options.py            what the commands' options have in common
     output.py             writing an answer, to whatever reads it
 
@@ -17,22 +18,37 @@ Exit status:
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+import hybrid_engine
 from hybrid_engine.cli.check_gpu_command import check_gpu
+from hybrid_engine.cli.example_command import example
 from hybrid_engine.cli.plan_command import plan
 from hybrid_engine.cli.verify_command import verify
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"hybrid-engine {hybrid_engine.__version__}")
+        raise typer.Exit()
+
+
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """Train with Megatron or FSDP2 and generate with vLLM in turn, on one set of devices."""
 
 
 app.command()(plan)
 app.command()(verify)
 app.command()(check_gpu)
+app.command()(example)
 
 __all__ = ["app"]

@@ -6,7 +6,7 @@ import megatron.core
 import pytest
 from typer.testing import CliRunner
 
-from megatron_patches.__main__ import app
+from megatron_patches.__main__ import app, main
 from megatron_patches.applying import default_groups
 from megatron_patches.catalog import PATCHES
 from megatron_patches.patch import Patch
@@ -39,3 +39,9 @@ def test_list_says_when_the_patches_do_not_fit(monkeypatch: pytest.MonkeyPatch) 
     result = CliRunner().invoke(app, ["list"])
     assert result.exit_code == 1
     assert "0.1.0" in result.output
+
+
+def test_a_command_that_is_misspelt_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["megatron_patches", "patch-sorce"])
+    with pytest.raises(SystemExit, match="Did you mean patch-source"):
+        main()

@@ -8,9 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from megatron_patches import script
+from megatron_patches.__main__ import app
 from megatron_patches.patch import SCRIPT_VERSIONS, release_of
+from megatron_patches.patch_sets import folder, patch_sets
 
 PATCHES = Path(__file__).resolve().parents[2] / "patches"
 SETS = sorted(path.parent for path in PATCHES.glob("core_v*/series"))
@@ -110,6 +113,18 @@ def test_applied_and_reversed(patch_set: Path, tmp_path: Path) -> None:
     assert (again.returncode, again.stdout.startswith("already applied")) == (0, True)
     assert apply(checkout, "--reverse").returncode == 0
     assert git(checkout, "status", "--porcelain") == ""
+
+
+def test_the_command_lists_the_sets_and_puts_one_on_a_checkout(checkout: Path) -> None:
+    lines = CliRunner().invoke(app, ["sets"]).output.splitlines()
+    assert lines[0] == str(folder()) == str(PATCHES)
+    assert [line.split()[0] for line in lines[1:]] == [path.name for path in SETS]
+    assert [list(each.versions) for each in patch_sets()] == [versions(path) for path in SETS]
+    assert CliRunner().invoke(app, ["patch-source", str(checkout)]).exit_code == 0
+    assert "+@resharding.with_engine" in git(checkout, "diff")
+    assert CliRunner().invoke(app, ["patch-source", str(checkout), "--reverse"]).exit_code == 0
+    assert git(checkout, "status", "--porcelain") == ""
+    assert CliRunner().invoke(app, ["patch-source", str(checkout / "megatron")]).exit_code == 1
 
 
 def test_one_hunk_that_does_not_fit_leaves_all_files(checkout: Path) -> None:
