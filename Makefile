@@ -86,7 +86,7 @@ help: ## Show this help
 	@echo '  MEGATRON      megatron-core of make core-tests ($(MEGATRON)); all: $(CORE_VERSIONS)'
 	@echo '  MEGATRON_LM   checkout of Megatron-LM, of make megatron-tests'
 	@echo '  VERSION       vLLM of make vllm-surface; what is read of it stays in build/'
-	@echo '  ARGS          options of make gpu-check, for example "--device cpu"'
+	@echo '  ARGS          options of make rl, for example "rl_config.iterations=5", and of make gpu-check: "--device cpu"'
 	@echo '  DIR, HAVE     of make offline-bundle: where it goes; what pip list prints on the other machine'
 	@echo '  PYTEST_ARGS   more arguments for pytest, for example "-k planner -x"'
 	@echo '  VENV          environment to create and use ($(VENV))'
@@ -97,8 +97,8 @@ help: ## Show this help
 env: $(ENV_READY) ## Create the environment in VENV if it is missing or out of date
 
 rl: $(ENV_READY) ## Train a GPT by RL, Megatron or FSDP2 <-> vLLM (TRAINER, NPROC, CONFIG, OUT)
-	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
-	    --shutdown-timeout $(STOP_SECONDS) -m examples.gpt_rl.train --config $(CONFIG) --out $(OUT)
+	OMP_NUM_THREADS=1 $(PY) -m examples.gpt_rl.torchrun --standalone --nproc-per-node $(NPROC) \
+	    --shutdown-timeout $(STOP_SECONDS) -m examples.gpt_rl.train --config $(CONFIG) --out $(OUT) $(ARGS)
 
 test: lint ## Check style, formatting and types, then run the tests (but for test-faults)
 	$(PY) -m pytest $(BY_FILE) $(call RECORD,test) $(PYTEST_ARGS)

@@ -8,7 +8,8 @@ train.py  ->  trainer.py: warm up, then repeat
                 update     Megatron   grpo.py: clipped policy gradient + KL, on batches.py's batches
                 evaluate   vLLM       greedy accuracy on held-out problems
                      |
-              run_state.py (checkpoints, resume), report.py (metrics.jsonl, TensorBoard, reward.png, terminal)
+              run_state.py (checkpoints, resume), report.py (terminal, metrics.jsonl), curves.py (reward.png),
+              loggers.py (TensorBoard, W&B)
 
 With FSDP2 as the trainer (configs/fsdp2_to_dp.yaml) it is the same.
 
@@ -16,6 +17,7 @@ settings.py            every key of `rl_config`; configs/ has one file per layou
 make_data.py           writes data/
 measure.py             seconds by phase, bytes and memory of an iteration
 output.py              terminal and log of one rank
+torchrun.py            torchrun without its own tracebacks
 run_lock.py            one job at a time writes a run's directory
 stopping.py            Ctrl-C and SIGTERM
 pretrain_gpt_rl.py     the same inside Megatron-LM's own training loop; rollouts.py is its dataset

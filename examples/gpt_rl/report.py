@@ -1,35 +1,50 @@
-"""What rank 0 shows and writes: terminal, metrics.jsonl, TensorBoard events, reward.png, the final summary."""
+"""What rank 0 shows and writes: the bar and rows on the terminal, metrics.jsonl, the final summary."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from examples.gpt_rl.curves import plot
+from examples.gpt_rl.loggers import Logger
 from examples.gpt_rl.run_state import Row, RunDirectory
 from hybrid_engine.files.durable import naming
 
-# heading, width, how a row shows it
-_COLUMNS: tuple[tuple[str, int, str, str], ...] = (
-    ("iter", 4, "iteration", "d"),
-    ("reward", 6, "reward", ".3f"),
-    ("kl", 6, "kl", ".3f"),
-    ("accuracy", 8, "accuracy", ".3f"),
-    ("loss", 7, "loss", ".3f"),
-    ("logp diff", 9, "logprob_diff", ".1e"),
-    ("reshard s", 9, "reshard_seconds", ".3f"),
-    ("share", 6, "reshard_share", ".1%"),
-    ("MB recv", 8, "bytes_received", "MB"),
-    ("MB least", 8, "bytes_least", "MB"),
-    ("peak MB", 8, "peak_bytes", "MB"),
-    ("seconds", 7, "iteration_seconds", ".1f"),
-)
 
-_PHASES = ("generate", "score", "update", "evaluate", "reshard")
+class Column(NamedTuple):
+    """How a row shows one of its values. `rank`: on a narrow terminal the columns of highest rank are left out."""
+
+    heading: str
+    width: int
+    key: str
+    style: str
+    rank: int = 0
+
+
+_COLUMNS: tuple[Column, ...] = (
+    Column("iter", 4, "iteration", "d"),
+    Column("reward", 6, "reward", ".3f"),
+    Column("kl", 6, "kl", ".3f"),
+    Column("accuracy", 8, "accuracy", ".3f"),
+    Column("loss", 7, "loss", ".3f", rank=1),
+    Column("logp diff", 9, "logprob_diff", ".1e", rank=2),
+    Column("reshard s", 9, "reshard_seconds", ".3f"),
+    Column("share", 6, "reshard_share", ".1%", rank=3),
+    Column("MB recv", 8, "bytes_received", "MB"),
+    Column("MB least", 8, "bytes_least", "MB", rank=5),
+    Column("peak MB", 8, "peak_bytes", "MB", rank=4),
+    Column("seconds", 7, "iteration_seconds", ".1f"),
+)
+_GAP = "  "
+_WIDTH_OF_A_FILE = 100
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 class Report:
@@ -38,52 +53,68 @@ class Report:
     Args:
         console: where to show; need not be a terminal (then there is no bar, only rows).
         directory: of the run.
-        num_iterations: at the end of the bar.
+        title: of the curves.
     """
 
-    def __init__(self, console: Console, directory: RunDirectory, num_iterations: int) -> None:
+    def __init__(self, console: Console, directory: RunDirectory, title: str = "") -> None:
         self.console = console
         self.directory = directory
-        self.num_iterations = num_iterations
+        self.title = title
+        self._loggers: Sequence[Logger] = ()
+        self.columns = columns_for(console.width if console.is_terminal else _WIDTH_OF_A_FILE)
         self.progress = Progress(
-            TextColumn("{task.description:<18}"),
+            TextColumn("{task.description:<24}"),
             BarColumn(),
-            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[count]:>9}"),
             TimeElapsedColumn(),
             console=console,
             transient=True,
             refresh_per_second=4,  # rank 0 has other things to do
             disable=not console.is_terminal,
+            # the streams go to the log by then, and rich would bring them back to the terminal
+            redirect_stdout=False,
+            redirect_stderr=False,
         )
         self._task: TaskID | None = None
-        self._events: Any = None
+        self._next_line = 0.0
 
     def __enter__(self) -> Report:
         self.progress.start()
-        self._task = self.progress.add_task("starting engines", total=None)
+        self._task = self.progress.add_task("starting engines", total=None, count="")
+        if not self.console.is_terminal:
+            self._say("starting engines ...")
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.progress.stop()
-        if self._events is not None:
-            self._events.close()
+        for logger in self._loggers:
+            logger.close()
 
     def show_progress(self, what: str, done: int, total: int) -> None:
-        """Move the bar."""
+        """Move the bar; where there is none, say so now and then, until the first row is there."""
         assert self._task is not None
-        self.progress.update(self._task, description=what, completed=done, total=total)
+        self.progress.update(self._task, description=what, completed=done, total=total, count=f"{done}/{total}")
+        if not self.console.is_terminal and time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
+            self._say(f"{what}, {done}/{total}")
 
-    def begin(self, rows: Sequence[Row]) -> None:
-        """The engines are ready: show the headings and the rows that an earlier start of this run has written."""
-        self.console.print(header_line(), style="bold", highlight=False, soft_wrap=True)
+    def begin(self, rows: Sequence[Row], loggers: Sequence[Logger] = ()) -> None:
+        """The engines are ready: show the headings and the rows that an earlier start of this run has written.
+
+        `loggers` are told of each row from now on, and closed with this.
+        """
+        self._loggers = loggers
+        self._say(header_line(self.columns), style="bold")
         for row in rows:
-            self.console.print(row_line(row), style="dim", highlight=False, soft_wrap=True)
+            self._say(row_line(row, self.columns), style="dim")
 
     def add(self, row: Row) -> None:
         """An iteration has ended: show and write its row."""
         self.directory.append_row(row)
-        self.console.print(row_line(row), highlight=False, soft_wrap=True)
-        self._write_events(row)
+        self._say(row_line(row, self.columns))
+        self._next_line = math.inf
+        for logger in self._loggers:
+            logger.log(row)
 
     def finish(self) -> None:
         """Draw reward.png and print the summary of all rows."""
@@ -91,30 +122,33 @@ class Report:
         if not rows:
             return
         with naming("writing", picture):
-            plot(rows, picture)
+            plot(rows, picture, self.title)
         self.console.print(summary_table(rows, self.directory.path))
 
-    def _write_events(self, row: Row) -> None:
-        with naming("writing TensorBoard events to", self.directory.path):
-            if self._events is None:
-                from torch.utils.tensorboard import SummaryWriter
-
-                # what an interrupted run wrote for this iteration and later ones is hidden
-                self._events = SummaryWriter(str(self.directory.path), purge_step=row["iteration"])
-            for name, value in row.items():
-                if isinstance(value, int | float) and name != "iteration":
-                    self._events.add_scalar(name, value, row["iteration"])
-            self._events.flush()
+    def _say(self, line: str, style: str | None = None) -> None:
+        self.console.print(line, style=style, highlight=False, soft_wrap=True)
 
 
-def header_line() -> str:
+def columns_for(width: int) -> tuple[Column, ...]:
+    """Those that fit into so many characters; all that cannot be left out, at least."""
+    chosen = _COLUMNS
+    while _width_of(chosen) > width and (least := max(column.rank for column in chosen)):
+        chosen = tuple(column for column in chosen if column.rank != least)
+    return chosen
+
+
+def header_line(columns: Sequence[Column]) -> str:
     """The headings over the rows."""
-    return "  ".join(f"{heading:>{width}}" for heading, width, _, _ in _COLUMNS)
+    return _GAP.join(f"{column.heading:>{column.width}}" for column in columns)
 
 
-def row_line(row: Row) -> str:
+def row_line(row: Row, columns: Sequence[Column]) -> str:
     """One iteration in fixed columns; what was not measured is a dash."""
-    return "  ".join(f"{_shown(row.get(key), style):>{width}}" for _, width, key, style in _COLUMNS)
+    return _GAP.join(f"{_shown(row.get(column.key), column.style):>{column.width}}" for column in columns)
+
+
+def _width_of(columns: Sequence[Column]) -> int:
+    return sum(column.width for column in columns) + len(_GAP) * (len(columns) - 1)
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
@@ -168,38 +202,6 @@ def summary_table(rows: Sequence[Row], directory: Path) -> Table:
     for name, value in lines.items():
         table.add_row(name, value)
     return table
-
-
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Over iterations: accuracy and reward; KL; where the time goes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (top, middle, bottom) = pyplot.subplots(3, 1, figsize=(7, 8), sharex=True, layout="constrained")
-    _draw(top, rows, "accuracy", "held-out accuracy (greedy)", "tab:blue", marker="o")
-    _draw(top, rows, "reward", "reward (mean of samples)", "tab:orange")
-    if (after_warm_up := summary(rows)["accuracy_after_warm_up"]) is not None:
-        top.axhline(after_warm_up, color="tab:blue", linestyle=":", label="after warm-up")
-    top.set_ylim(0, 1)
-    top.legend(loc="lower right")
-    _draw(middle, rows, "kl", "KL to the reference", "tab:green")
-    middle.set_ylabel("nats per token")
-    middle.legend(loc="upper left")
-    timed = [row for row in rows if row["iteration"] > 0]
-    seconds = [[row.get(f"{phase}_seconds") or 0.0 for row in timed] for phase in _PHASES]
-    bottom.stackplot([row["iteration"] for row in timed], seconds, labels=_PHASES)
-    bottom.set_ylabel("seconds")
-    bottom.set_xlabel("iteration")
-    bottom.legend(loc="upper left", ncols=len(_PHASES))
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def _draw(axes: Any, rows: Sequence[Row], key: str, label: str, colour: str, marker: str = "") -> None:
-    points = [(row["iteration"], row[key]) for row in rows if row.get(key) is not None]
-    axes.plot([x for x, _ in points], [y for _, y in points], label=label, color=colour, marker=marker, markersize=3)
 
 
 def _shown(value: float | None, style: str) -> str:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import pydantic
+import yaml
 from pydantic import Field
 
 from examples.gpt_rl import task
@@ -91,6 +92,17 @@ class Settings(pydantic.BaseModel):
     rl: RLConfig
     world_size: int
 
+    def title(self) -> str:
+        """What the curves are of."""
+        actor, generate = self.engine.actor_config, self.engine.generate_config
+        train, infer = self.engine.train_sizes(self.world_size), generate.sizes(self.world_size)
+        sides = {
+            "FSDP2" if actor.fsdp is not None else "Megatron": train,
+            "vLLM": infer,
+        }
+        layouts = " to ".join(f"{name} {_sizes_text(sizes)}" for name, sizes in sides.items())
+        return f"Two-digit sums: {layouts}, seed {self.rl.seed}"
+
     def fingerprint(self, *, exclude_defaults: bool = False) -> dict[str, Any]:
         """What a resumed run must have in common with the one it continues: all but how long it runs, what it looks at,
         and when memory moves; `exclude_defaults`: only what differs from the defaults."""
@@ -109,7 +121,11 @@ class Settings(pydantic.BaseModel):
 
 
 def load_settings(
-    source: str | Path, world_size: int, iterations: int | None = None, seed: int | None = None
+    source: str | Path,
+    world_size: int,
+    iterations: int | None = None,
+    seed: int | None = None,
+    overrides: Sequence[str] = (),
 ) -> Settings:
     """Read and check a YAML file.
 
@@ -117,12 +133,13 @@ def load_settings(
         source: the file.
         world_size: number of ranks.
         iterations, seed: in place of the file's.
+        overrides: `section.key=value`, each as if it stood in the file.
 
     Raises ConfigError with every violation, those of the engine's sections included.
     """
     path = Path(source)
     values = read_yaml(path, "--config")
-    violations: list[Violation] = []
+    violations: list[Violation] = [*_override(values, overrides)]
     rl = _parse_rl(
         values.pop("rl_config", None) or {}, path.parent, {"iterations": iterations, "seed": seed}, violations
     )
@@ -142,6 +159,34 @@ def load_settings(
     if violations:
         raise ConfigError(violations)
     return Settings(engine=engine, rl=rl, world_size=world_size)
+
+
+def _sizes_text(sizes: Any) -> str:
+    """Those that are not 1."""
+    named = {"TP": "tensor", "PP": "pipeline", "EP": "expert", "DP": "data"}
+    shown = [f"{short}={size}" for short, name in named.items() if (size := getattr(sizes, name, 1)) > 1]
+    return " x ".join(shown) or "on 1 rank"
+
+
+def _override(values: dict[str, Any], overrides: Sequence[str]) -> Iterator[Violation]:
+    """Put `section.key=value` into the file's values; yields what cannot be."""
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        *sections, key = name.split(".")
+        if not equals or not all((*sections, key)):
+            remedy = "Write KEY=VALUE, e.g. actor_config.tensor_model_parallel_size=4"
+            yield Violation(shortened(text), "is not an override", remedy)
+            continue
+        section: Any = values
+        for part in sections:
+            section = section.setdefault(part, {}) if isinstance(section, dict) else None
+        if not isinstance(section, dict):
+            yield Violation(clipped(name), f"{clipped('.'.join(sections))} is no section", "Name a key of a section")
+            continue
+        try:
+            section[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            yield Violation(clipped(name), f"{shortened(value)} cannot be read: {error}", "Write it as in the file")
 
 
 def _relative_to(directory: Path, path: str) -> Path:

@@ -1,10 +1,11 @@
 """Start of a run, on every rank:
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 --shutdown-timeout 600 -m examples.gpt_rl.train \\
-        --config examples/gpt_rl/configs/tp2_to_dp2.yaml --out runs/gpt_rl
+    python -m examples.gpt_rl.torchrun --standalone --nproc-per-node 2 --shutdown-timeout 600 \\
+        -m examples.gpt_rl.train --config examples/gpt_rl/configs/tp2_to_dp2.yaml --out runs/gpt_rl
 
-`--shutdown-timeout`: seconds that torchrun gives the ranks after Ctrl-C until it kills them; longer than an iteration
-takes, or there is no checkpoint.
+`examples.gpt_rl.torchrun` is torchrun, without its traceback where the ranks have said what happened.
+`--shutdown-timeout`: seconds that it gives the ranks after Ctrl-C until it kills them; longer than an iteration takes,
+or there is no checkpoint.
 
 This file looks after processes: options, errors, exit codes. The run itself is in trainer.py.
 """
@@ -23,6 +24,7 @@ from typing import Annotated, TextIO
 
 import typer
 
+from examples.gpt_rl.loggers import Logger, TensorBoard, WeightsAndBiases, import_wandb
 from examples.gpt_rl.output import Output
 from examples.gpt_rl.run_lock import take_lock, tell_others, wait_for_lock
 from examples.gpt_rl.run_state import Row, RunDirectory
@@ -38,13 +40,20 @@ def main(
     iterations: Annotated[int | None, typer.Option(min=1, help="In place of the file's.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on with the run in --out, or start over.")] = True,
     seed: Annotated[int | None, typer.Option(min=0, help="In place of the file's.")] = None,
+    wandb: Annotated[str | None, typer.Option(help="Also log to this project of Weights & Biases.")] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="In place of the file's, e.g. rl_config.learning_rate=1e-4."),
+    ] = None,
 ) -> None:
     """Train a small GPT by GRPO: Megatron or FSDP2 trains, vLLM samples, weights are resharded between them."""
     end_with_parent(_LAUNCHER)
     output = Output(int(os.environ.get("RANK", 0)))
     stop = StopRequest(output)
     try:
-        settings = load_settings(config, _world_size(), iterations, seed)
+        settings = load_settings(config, _world_size(), iterations, seed, overrides or ())
+        if wandb is not None and output.rank == 0:
+            import_wandb()
         directory = RunDirectory(out)
         lock = claim(directory, settings, resume, output.rank)
         output.log_to(out / f"log-rank{output.rank}.txt")
@@ -54,7 +63,7 @@ def main(
         else:
             if resume and output.rank == 0:
                 directory.require_room()
-            run(settings, directory, resume, output, stop)
+            run(settings, directory, resume, output, stop, wandb)
         sys.stdout.flush()
         sys.stderr.flush()
     except Exception as error:
@@ -85,12 +94,19 @@ def claim(directory: RunDirectory, settings: Settings, resume: bool, rank: int) 
     return lock
 
 
-def run(settings: Settings, directory: RunDirectory, resume: bool, output: Output, stop: StopRequest) -> None:
-    """Build the engines and train until done or asked to stop."""
+def run(
+    settings: Settings,
+    directory: RunDirectory,
+    resume: bool,
+    output: Output,
+    stop: StopRequest,
+    wandb: str | None = None,
+) -> None:
+    """Build the engines and train until done or asked to stop; `wandb`: a project to log to as well."""
     from examples.gpt_rl.report import Report
 
     is_first = output.rank == 0
-    report = Report(output.console, directory, settings.rl.iterations) if is_first else None
+    report = Report(output.console, directory, settings.title()) if is_first else None
     with report or nullcontext():
         from examples.gpt_rl.trainer import Interrupted, Trainer
         from hybrid_engine import ActorHybridWorker
@@ -100,7 +116,7 @@ def run(settings: Settings, directory: RunDirectory, resume: bool, output: Outpu
             directory.start_over(settings.fingerprint())
         worker.barrier("preparing the run's directory")
         if report:
-            report.begin(_rows_so_far(directory))
+            report.begin(_rows_so_far(directory), _loggers(settings, directory, wandb))
         with stop:
             on_progress = [report.show_progress] if report else []
             trainer = Trainer(worker, settings, directory, lambda: stop.is_made, *on_progress)
@@ -118,10 +134,20 @@ def run(settings: Settings, directory: RunDirectory, resume: bool, output: Outpu
             output.say(f"Stopped after iteration {progress.iteration}; the same command goes on from there.")
 
 
+def _loggers(settings: Settings, directory: RunDirectory, wandb: str | None) -> list[Logger]:
+    loggers: list[Logger] = [TensorBoard(directory.path)]
+    if wandb is not None:
+        is_resumed = directory.progress() is not None
+        loggers.append(WeightsAndBiases(wandb, directory.path, settings.fingerprint(), is_resumed=is_resumed))
+    return loggers
+
+
 def _world_size() -> int:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
-        remedy = "Start with python -m torch.distributed.run --standalone --nproc-per-node N -m examples.gpt_rl.train"
+        remedy = (
+            "Start with python -m examples.gpt_rl.torchrun --standalone --nproc-per-node N -m examples.gpt_rl.train"
+        )
         raise ConfigError([Violation("environment", f"{', '.join(missing)} not set", remedy)])
     return int(os.environ["WORLD_SIZE"])
 

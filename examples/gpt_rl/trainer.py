@@ -85,7 +85,8 @@ class Trainer:
         smoothed = 0.0
         with self.worker.train_context(), self.tally.phase("update"):
             for step in range(settings.max_steps):
-                self.on_progress("warm-up", step, settings.max_steps)
+                what = "warm-up" if step == 0 else f"warm-up, loss {smoothed:.3f}"
+                self.on_progress(what, step, settings.max_steps)
                 ramp = min(1.0, (step + 1) / settings.ramp_steps)
                 self.worker.train.set_learning_rate(settings.learning_rate * ramp)
                 report = self.worker.update(self._demonstrations(generator), grpo.cross_entropy)
@@ -95,6 +96,7 @@ class Trainer:
                 if smoothed < settings.target_loss:
                     break
         row: Row = {"iteration": 0, "reward": None, "kl": 0.0, "logprob_diff": None}
+        row["learning_rate"] = settings.learning_rate * ramp
         progress = Progress(0, self._with_update(row, {**report, "loss": smoothed}))
         self._save(progress)
         self._freeze_reference()
@@ -150,7 +152,8 @@ class Trainer:
         with self.worker.train_context():
             with self.tally.phase("update"):
                 report = self._update(batch, iteration)
-            progress = Progress(iteration, self._with_update({"iteration": iteration, **row}, report))
+            row = {"iteration": iteration, **row, "learning_rate": self.rl.learning_rate}
+            progress = Progress(iteration, self._with_update(row, report))
             is_due = iteration % self.rl.checkpoint_every == 0 or iteration == self.rl.iterations
             if self._is_stopped() or is_due:
                 self._save(progress)
@@ -189,6 +192,7 @@ class Trainer:
             "logprob_diff": difference.max().item(),
             "logprob_diff_mean": difference.mean().item(),
             "response_tokens": batch["mask"].sum(dim=1).mean().item(),
+            "tokens_per_second": batch["mask"].sum().item() / self.tally.seconds["generate"],
         }
         return batch, row
 
@@ -214,6 +218,7 @@ class Trainer:
         shares = self.worker.job.agreement.gather(self.tally.share())
         row.update(combine(shares, time.perf_counter() - self.tally.started))
         row.update({f"{name}_seconds": seconds for name, seconds in self.tally.seconds.items()})
+        row["unix_time"] = round(time.time(), 3)
         return row
 
     def _held_out_accuracy(self) -> float:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import pty
+import re
 import subprocess
 import sys
+import termios
+import threading
 from pathlib import Path
 
 import yaml
@@ -36,20 +40,55 @@ def short_config(name: str, directory: Path, micro_batch_size: int = 16) -> Path
 
 
 def start(
-    config: Path, out: Path, *options: str, num_ranks: int = 2, modules: Path | None = None
+    config: Path,
+    out: Path,
+    *options: str,
+    num_ranks: int = 2,
+    modules: Path | None = None,
+    terminal: int | None = None,
 ) -> subprocess.Popen[str]:
-    """Start a run; `modules` come before those of the repository and the environment."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    """Start a run; `modules` come before those of the repository and the environment.
+
+    `terminal`: what it writes to, in place of a pipe.
+    """
+    launcher = [sys.executable, "-m", "examples.gpt_rl.torchrun", "--standalone", "--nproc-per-node", str(num_ranks)]
     found_in = [str(REPO_ROOT)] if modules is None else [str(modules), str(REPO_ROOT)]
     return subprocess.Popen(
         [*launcher, "-m", "examples.gpt_rl.train", "--config", str(config), "--out", str(out), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(found_in)},
         cwd=REPO_ROOT,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.PIPE if terminal is None else terminal,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
+
+
+class Terminal:
+    """A pseudo-terminal of so many columns, and what is shown on it."""
+
+    def __init__(self, columns: int) -> None:
+        self._ours, self.theirs = pty.openpty()
+        termios.tcsetwinsize(self.theirs, (50, columns))
+        self._shown = bytearray()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def lines(self) -> list[str]:
+        """What stands there at the end, line by line; call it when whoever writes has ended."""
+        os.close(self.theirs)
+        self._reader.join(20)
+        os.close(self._ours)
+        text = self._shown.decode()
+        text = re.sub(r"[^\n]*(\r\x1b\[2K|\x1b\[1A\x1b\[2K)", "", text)  # a bar that was erased
+        return [line.rstrip("\r") for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text).split("\n")]
+
+    def _read(self) -> None:
+        while True:
+            try:
+                self._shown += os.read(self._ours, 4096)
+            except OSError:  # nobody has the other end any more
+                return
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 200) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from examples.gpt_rl import report
+from examples.gpt_rl.loggers import TensorBoard
 from examples.gpt_rl.measure import Tally, combine, resident_nbytes
 from examples.gpt_rl.run_state import RunDirectory
 from hybrid_engine import ReshardReport
@@ -41,42 +43,46 @@ def row(iteration: int, **changes: Any) -> dict[str, Any]:
 def test_rows_are_written_and_shown(tmp_path: Path) -> None:
     screen = io.StringIO()
     directory = RunDirectory(tmp_path)
-    with report.Report(Console(file=screen, width=80), directory, 3) as shown:
-        shown.show_progress("warm-up", 1, 10)
-        shown.begin([])
+    with report.Report(Console(file=screen, width=80), directory) as shown:
+        shown.show_progress("warm-up, loss 1.000", 1, 10)
+        shown.begin([], [TensorBoard(tmp_path)])
         for iteration in range(4):
             shown.add(row(iteration, accuracy=None if iteration == 2 else 0.3 + iteration / 10))
     shown.finish()
     assert [json.loads(line)["iteration"] for line in directory.metrics_file.read_text().splitlines()] == [0, 1, 2, 3]
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert list(tmp_path.glob("events.out.tfevents.*"))
-    lines = screen.getvalue().splitlines()
-    assert lines[0] == report.header_line()
-    assert lines[3] == report.row_line(row(2, accuracy=None))
+    lines, columns = screen.getvalue().splitlines(), report.columns_for(100)
+    assert lines[:3] == ["starting engines ...", "warm-up, loss 1.000, 1/10", report.header_line(columns)]
+    assert lines[5] == report.row_line(row(2, accuracy=None), columns)
     assert "0.600 (+0.300)" in screen.getvalue()
 
 
-def test_events_hold_the_rows(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+@pytest.mark.parametrize(
+    ("width", "left_out"),
+    [(108, []), (100, ["MB least"]), (80, ["MB least", "peak MB", "share"]), (40, ["loss", "logp diff", "share"])],
+)
+def test_rows_fit_the_terminal(width: int, left_out: list[str]) -> None:
+    columns = report.columns_for(width)
+    header, line = report.header_line(columns), report.row_line(row(17), columns)
+    assert len(header) == len(line)
+    assert len(header) <= max(width, 61)
+    assert not set(left_out) & {column.heading for column in columns}
+    assert report.row_line(row(0), columns).split()[:4] == ["0", "-", "0.000", "0.300"]
 
-    for rows in (range(3), range(2, 4)):  # the second start does iteration 2 again
-        with report.Report(Console(file=io.StringIO()), RunDirectory(tmp_path), 3) as shown:
-            for iteration in rows:
-                shown.add(row(iteration))
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [event.step for event in events.Scalars("accuracy")] == [0, 1, 2, 3]
-    assert "reward" in events.Tags()["scalars"]
 
-
-def test_columns_line_up() -> None:
-    assert len(report.header_line()) == len(report.row_line(row(0))) == len(report.row_line(row(17)))
-    assert report.row_line(row(0)).split()[:4] == ["0", "-", "0.000", "0.300"]
+def test_the_bar_leaves_the_streams_alone(tmp_path: Path) -> None:
+    """They go to the log; on a terminal rich would bring them back."""
+    stdout, stderr = sys.stdout, sys.stderr
+    screen = Console(file=io.StringIO(), force_terminal=True, width=80)
+    with report.Report(screen, RunDirectory(tmp_path)):
+        assert (sys.stdout, sys.stderr) == (stdout, stderr)
+    assert "None" not in screen.file.getvalue()
 
 
 def test_nothing_to_summarise(tmp_path: Path) -> None:
     screen = io.StringIO()
-    report.Report(Console(file=screen), RunDirectory(tmp_path), 3).finish()
+    report.Report(Console(file=screen), RunDirectory(tmp_path)).finish()
     assert screen.getvalue() == ""
 
 
@@ -101,7 +107,7 @@ def test_rows_that_were_lost_or_lack_values(rows: list[dict[str, Any]], tmp_path
     directory, screen = RunDirectory(tmp_path), io.StringIO()
     for each in rows:
         directory.append_row(each)
-    report.Report(Console(file=screen, width=80), directory, 3).finish()
+    report.Report(Console(file=screen, width=80), directory).finish()
     assert "held-out accuracy now" in screen.getvalue()
     assert (tmp_path / "reward.png").is_file()
     assert report.summary(rows)["gain"] is None

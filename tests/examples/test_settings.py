@@ -57,6 +57,27 @@ def test_a_run_with_fsdp_may_go_on_with_another_number_of_ranks() -> None:
     assert prints[0] == prints[1]
 
 
+def test_overrides_stand_in_place_of_the_files_values() -> None:
+    texts = ["actor_config.optimizer.clip_grad=0.5", "rl_config.warm_up.max_steps=7", "generate_config.trace=null"]
+    loaded = settings.load_settings(CONFIGS / "tp2_to_dp2.yaml", 2, overrides=texts)
+    assert loaded.engine.actor_config.optimizer.clip_grad == 0.5
+    assert loaded.rl.warm_up.max_steps == 7
+    assert loaded.rl.warm_up.batch_size == 128
+    assert loaded.title() == "Two-digit sums: Megatron TP=2 to vLLM DP=2, seed 0"
+
+
+def test_all_wrong_overrides_are_reported() -> None:
+    texts = ["iterations", "model.path=x", "rl_config.seed=[", "rl_config.iteration=3", "actor_config.seq_length=-1"]
+    with pytest.raises(ConfigError) as caught:
+        settings.load_settings(CONFIGS / "tp2_to_dp2.yaml", 2, overrides=texts)
+    found = {finding.key: str(finding) for finding in caught.value.findings}
+    assert "Write KEY=VALUE" in found["'iterations'"]
+    assert "model is no section" in found["model.path"]
+    assert "cannot be read" in found["rl_config.seed"]
+    assert "unknown key" in found["rl_config.iteration"]
+    assert "actor_config.seq_length" in found
+
+
 def test_what_was_chosen_is_what_differs_from_the_defaults() -> None:
     loaded = settings.load_settings(CONFIGS / "fsdp2_to_dp.yaml", 2)
     whole, chosen = loaded.fingerprint(), loaded.fingerprint(exclude_defaults=True)

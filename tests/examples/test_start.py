@@ -175,14 +175,15 @@ def test_all_of_the_launchers_variables_are_asked_for(tmp_path: Path) -> None:
     )
     assert process.returncode == 1
     assert "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set" in process.stdout
-    assert "torch.distributed.run" in process.stdout
+    assert "examples.gpt_rl.torchrun" in process.stdout
     assert process.stderr == ""
     assert list(tmp_path.iterdir()) == []
 
 
 def test_make_gives_the_iteration_under_way_its_time() -> None:
-    command = ["make", "-n", "rl", "PYTHON_ENV=/none", "STOP_SECONDS=1234"]
+    command = ["make", "-n", "rl", "PYTHON_ENV=/none", "STOP_SECONDS=1234", "ARGS=rl_config.iterations=5"]
     output = subprocess.run(command, cwd=REPO_ROOT, capture_output=True, text=True, check=True).stdout
+    assert "--out runs/gpt_rl rl_config.iterations=5" in output
     assert "--shutdown-timeout 1234 -m examples.gpt_rl.train" in output.replace("\\\n", "").replace("    ", "")
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from examples.gpt_rl.run_state import RunDirectory
-from tests.examples.launched import finish, short_config, start
+from tests.examples.launched import Terminal, finish, short_config, start
 
 # of a row, what must not depend on the clock or on having been interrupted
 RESULTS = ("accuracy", "reward", "kl", "loss", "grad_norm", "weight_version", "logprob_diff", "bytes_received")
@@ -34,6 +34,9 @@ def test_interrupt_resume_finish(config: Path, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     output = finish(process)
     assert "the same command goes on from there" in output
+    assert "Traceback" not in output
+    assert process.returncode == 128 + signal.SIGINT
+    check_progress(output)
     rows = directory.rows()
     last = rows[-1]["iteration"]
     assert [row["iteration"] for row in rows] == list(range(last + 1))
@@ -45,9 +48,14 @@ def test_interrupt_resume_finish(config: Path, tmp_path: Path) -> None:
     (directory.checkpoints / "latest").write_text(f"iteration-{last - 1:04d}\n")
     copy = tmp_path / "copy"
     shutil.copytree(out, copy)
-    again = start(config, copy, "--iterations", str(last))
-    output = finish(again)
+    terminal = Terminal(80)
+    again = start(config, copy, f"rl_config.iterations={last}", terminal=terminal.theirs)
+    finish(again)
+    shown = terminal.lines()
+    output = "\n".join(shown)
     assert again.returncode == 0, output
+    assert max(map(len, shown)) <= 80
+    assert [line.split()[0] for line in shown if line.split()[1:2]][: last + 2] == ["iter", *map(str, range(last + 1))]
     resumed = RunDirectory(copy).rows()
     assert [row["iteration"] for row in resumed] == list(range(last + 1))
     assert resumed[:-1] == rows[:-1]
@@ -99,6 +107,14 @@ def wait_for_rows(directory: RunDirectory, count: int, process: subprocess.Popen
         if process.poll() is not None or time.monotonic() - started > timeout:
             pytest.fail(f"no {count} rows after {timeout} s or an early end:\n{finish(process, timeout=1)}")
         time.sleep(0.1)
+
+
+def check_progress(output: str) -> None:
+    """Where no bar is, lines until the first row."""
+    lines = output.splitlines()
+    assert lines[0] == "starting engines ..."
+    warm_up = next(line for line in lines if line.startswith("warm-up"))
+    assert lines.index(warm_up) < next(at for at, line in enumerate(lines) if line.split()[:1] == ["0"])
 
 
 def check_rows(rows: list[dict[str, Any]], num_ranks: list[int] | None = None) -> None:
