@@ -15,7 +15,8 @@
              weight_versions.py   which weights may have been written since an earlier moment
     offload  training_state.py    what is on the device, and what can leave it
     train    live_model.py        `LiveModel`: a model as the switch sees it (port `Trainer`), whoever trains it
-             train_engine.py      `TrainEngine`: steps and log-probabilities through Megatron's pipeline schedules
+             pipeline_engine.py   steps and readings through Megatron's pipeline schedules, whatever the output is
+             train_engine.py      `TrainEngine`: log-probabilities of a language model
     resume   rank_checkpoint.py   save and load in the same layout; rank_files.py, checkpoint_checks.py
     worker   actor.py             all of this for `ActorHybridWorker`, from one configuration (port `ActorTrainer`)
     all      internals.py         every private name of megatron-core that is used here, with its reason

@@ -1,29 +1,23 @@
-"""Trains and scores with a Megatron model through Megatron's own pipeline schedules."""
+"""Trains and scores with a Megatron language model through Megatron's own pipeline schedules."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.utils import unwrap_model
 
-from hybrid_engine.backends.megatron.build import Actor, model_device
-from hybrid_engine.backends.megatron.live_model import LiveModel
+from hybrid_engine.backends.megatron.build import Actor
 from hybrid_engine.backends.megatron.model_variants import WithBias
-from hybrid_engine.backends.micro_batches import micro_batches
-from hybrid_engine.errors import StateError
-from hybrid_engine.memory.offload_items import KINDS
+from hybrid_engine.backends.megatron.pipeline_engine import PipelineEngine, causal_inputs
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.ports import Batch, LossFunction, Report
+from hybrid_engine.ports import Batch, Report
 
 
-class TrainEngine(LiveModel):
+class TrainEngine(PipelineEngine):
     """One rank's share of a model that is trained here (or of a reference model that is only read), and its loop.
 
     Args:
@@ -42,7 +36,8 @@ class TrainEngine(LiveModel):
 
     Padding of the vocabulary gets probability 0, as in the inference engine: its logits are set to -inf from here on.
 
-    Training and scoring raise StateError while a `HybridEngine` has the memory that they need off the device.
+    A loss function gets the log-probabilities [b, S] of the labels. Training and scoring raise StateError while a
+    `HybridEngine` has the memory that they need off the device.
     """
 
     def __init__(
@@ -53,50 +48,11 @@ class TrainEngine(LiveModel):
         separate_lora: bool = False,
         allow_unreviewed: Collection[str] = (),
     ) -> None:
-        super().__init__(actor.chunks, actor.optimizer, table, actor.noop_layers, separate_lora, allow_unreviewed)
-        self.transformer_config = actor.transformer_config
-        self.micro_batch_size = micro_batch_size
+        super().__init__(actor, table, micro_batch_size, separate_lora, allow_unreviewed)
         self.vocab_size = table.dims.vocab_size
         for model in unwrap_model(actor.chunks):
             if model.post_process:
                 model.output_layer.register_forward_hook(_hide_padding(self.vocab_size))
-
-    @property
-    def dp_rank(self) -> int:
-        """This rank's data parallel rank."""
-        return parallel_state.get_data_parallel_rank()
-
-    @property
-    def dp_size(self) -> int:
-        """Number of data parallel ranks."""
-        return parallel_state.get_data_parallel_world_size()
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of every parameter group."""
-        for group in self._require_optimizer().param_groups:
-            group["lr"] = learning_rate
-
-    def train_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
-        """One optimizer step on this rank's share of the batch.
-
-        Args:
-            batch: B is a multiple of `micro_batch_size`.
-            loss_function: (micro batch, log-probabilities [b, S] of the labels) -> (mean loss, scalars to report).
-
-        Returns the scalars averaged over micro batches and data parallel ranks, on every rank, with `grad_norm` and
-        `skipped`: 1 when float16 gradients overflowed; then no weight changed and Megatron has lowered its loss scale.
-        """
-        optimizer = self._require_optimizer()
-        self.guard(KINDS)
-        for chunk in self.weights.model.ddp_chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        reports = self._run(batch, loss_function, forward_only=False)
-        successful, grad_norm, _ = optimizer.step()
-        report = self._average(reports)
-        report["skipped"] = float(not successful)
-        report["grad_norm"] = float(grad_norm) if grad_norm is not None else float("nan")
-        return report
 
     @torch.no_grad()
     def log_probs(self, batch: Batch) -> torch.Tensor:
@@ -119,124 +75,18 @@ class TrainEngine(LiveModel):
         reports = self._run({"tokens": tokens}, keep, forward_only=True)
         return self._from_last_stage([report["logits"] for report in reports], (*tokens.shape, self.vocab_size))
 
-    def gather_over_data_parallel(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Join the shares [B, …] of all data parallel ranks along dim 0, in order of rank."""
-        own = tensor.to(model_device()).contiguous()
-        shares = [torch.empty_like(own) for _ in range(self.dp_size)]
-        torch.distributed.all_gather(shares, own, group=parallel_state.get_data_parallel_group())
-        return torch.cat(shares).to(tensor.device)
-
-    def copy_weights_from(self, other: TrainEngine) -> None:
-        """Copy another engine's weights (same layout), LoRA added, e.g. to freeze a reference. Collective."""
-        self.guard(KINDS)
-        other.guard(["param"])
-        merged = other.weights.merged
-        merged.prepare()
-        sources = dict(merged.shown_weights())
-        with torch.no_grad():
-            for name, tensor in self.weights.model.named_weights():
-                tensor.copy_(sources[name])
-
-    def _require_optimizer(self) -> MegatronOptimizer:
-        if self.optimizer is None:
-            raise StateError("this model has no optimizer and cannot be trained")
-        return self.optimizer
-
-    def _run(self, batch: Batch, loss_function: LossFunction, forward_only: bool) -> list[Report]:
-        """All micro batches through Megatron's schedule; the reports, on the last pipeline stage only."""
-        self.guard(["param"])
-        if forward_only:
-            self.weights.base.prepare()  # overlapped gathers are otherwise finished by the next training step only
-        parts = micro_batches(batch, self.micro_batch_size, model_device())
-        seq_length = batch["tokens"].shape[1]
-        forward_backward = get_forward_backward_func()
-        for chunk in self.chunks:
-            chunk.train(not forward_only)
-        iterators = [iter(parts) for _ in self.chunks]
-        with self._without_multi_token_prediction() if forward_only else contextlib.nullcontext():
-            return forward_backward(
-                forward_step_func=_forward_step(loss_function),
-                data_iterator=iterators if len(iterators) > 1 else iterators[0],
-                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
-                num_microbatches=len(parts),
-                seq_length=seq_length,
-                micro_batch_size=self.micro_batch_size,
-                forward_only=forward_only,
-            )
-
-    @contextlib.contextmanager
-    def _without_multi_token_prediction(self) -> Iterator[None]:
-        """Run the decoder alone: the MTP layers only serve a loss, and Megatron cannot run them without labels."""
-        num_layers, models = self.transformer_config.mtp_num_layers, unwrap_model(self.chunks)
-        processes = [model.mtp_process for model in models]
-        self.transformer_config.mtp_num_layers = None
-        for model in models:
-            model.mtp_process = False
-        try:
-            yield
-        finally:
-            self.transformer_config.mtp_num_layers = num_layers
-            for model, process in zip(models, processes, strict=True):
-                model.mtp_process = process
-
-    def _average(self, reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-        """Mean over micro batches and data parallel ranks, sent from the last pipeline stage to all."""
-        last = parallel_state.get_pipeline_model_parallel_last_rank()
-        group = parallel_state.get_pipeline_model_parallel_group()
-        told = [sorted(reports[0]) if reports else []]
-        torch.distributed.broadcast_object_list(told, src=last, group=group)
-        (names,) = told
-        values = torch.zeros(len(names), dtype=torch.float32, device=model_device())
-        if reports:
-            for index, name in enumerate(names):
-                values[index] = torch.stack([report[name].float() for report in reports]).mean()
-            torch.distributed.all_reduce(values, group=parallel_state.get_data_parallel_group())
-            values /= self.dp_size
-        torch.distributed.broadcast(values, src=last, group=group)
-        return dict(zip(names, values.tolist(), strict=True))
-
-    def _from_last_stage(self, parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
-        """`parts`, which only the last pipeline stage has, joined along dim 0 to this shape, on every stage."""
-        result = torch.cat(list(parts)).contiguous() if parts else torch.empty(tuple(shape), device=model_device())
-        if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-            return result
-        torch.distributed.broadcast(
-            result,
-            src=parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-        )
-        return result
-
-
-def causal_inputs(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For tokens [B, S]: position ids [B, S], and the attention mask [1, 1, S, S], True where a token may not look."""
-    length = tokens.shape[1]
-    position_ids = torch.arange(length, device=tokens.device).expand_as(tokens)
-    return position_ids, torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
-
-
-def _forward_step(loss_function: LossFunction) -> Callable[[Iterator[Batch], torch.nn.Module], Any]:
-    """The function that Megatron's schedules call for each micro batch. Without labels the model returns logits."""
-
-    def forward_step(
-        iterator: Iterator[Batch], model: torch.nn.Module
-    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, Report]]]:
-        micro_batch = next(iterator)
+    def _forward(self, model: torch.nn.Module, micro_batch: Batch) -> torch.Tensor:
+        """Losses [b, S] of the last chunk, or logits without labels."""
         tokens = micro_batch["tokens"]
         position_ids, future = causal_inputs(tokens)
-        labels, mask = micro_batch.get("labels"), micro_batch.get("mask")
+        mask = micro_batch.get("mask")
         # Megatron divides by the mask's sum, which must not be 0
         mask = None if mask is None else mask.float().clamp_min(1e-8)
-        output = model(tokens, position_ids, future, labels=labels, loss_mask=mask)
+        output: torch.Tensor = model(tokens, position_ids, future, labels=micro_batch.get("labels"), loss_mask=mask)
+        return output
 
-        def loss(output: torch.Tensor) -> tuple[torch.Tensor, Report]:
-            mean_loss, report = loss_function(micro_batch, output if labels is None else -output)
-            # Megatron divides the loss in place, which must not change a report that shares its memory
-            return mean_loss, {name: value.detach().clone() for name, value in report.items()}
-
-        return output, loss
-
-    return forward_step
+    def _result(self, micro_batch: Batch, output: torch.Tensor) -> torch.Tensor:
+        return output if micro_batch.get("labels") is None else -output
 
 
 def _hide_padding(vocab_size: int) -> Callable[..., WithBias]:
