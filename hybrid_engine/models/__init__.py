@@ -10,6 +10,7 @@
     gpt2.py            GPT-2
     moe.py             Mixtral, Qwen2-MoE, Qwen3-MoE, and what all families with experts use
     deepseek.py        DeepSeek-V2 and V3: latent attention, shared experts, multi-token prediction
+    value_table.py     a value model's table, from that of its architecture
     lora_tensors.py    the tensors of LoRA adapters, by PEFT's names
 
 A canonical tensor is one of a Hugging Face checkpoint. To add a family, write one file and add a line to `TABLES` in

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from hybrid_engine.models.packing import Packing, Shape
 from hybrid_engine.models.variants import Extras
@@ -98,6 +98,9 @@ class ModelTable:
         unserved: name prefixes of tensors that vLLM's model does not read (multi-token prediction).
         serving: vLLM's peculiarities.
         dtypes: canonical name -> dtype in a checkpoint, where it is not that of the weights (a router's bias).
+        head: what the output layer gives for each token: a number for each of the vocabulary, or one (value_table.py).
+        may_be_new: tensors that a checkpoint need not have; without them the model keeps its own.
+        left_out: tensors of a checkpoint that this model has no place for, ignored when one is read.
         not_built: settings of the config that `build_model()` does not implement, one sentence each. The layout of a
             model that was built elsewhere does not depend on them.
     """
@@ -113,6 +116,9 @@ class ModelTable:
     unserved: tuple[str, ...] = ()
     serving: Serving = field(default_factory=Serving)
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    head: Literal["vocabulary", "value"] = "vocabulary"
+    may_be_new: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
     not_built: tuple[str, ...] = ()
 
     def match(self, name: str) -> Match | None:

@@ -78,8 +78,10 @@ def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelT
         own = weights.layout()
         _check_names(stored, table, held=own.tensors)
         known = {name: stored[name] for name in table.shapes if name in stored}
-        source = _layout_of(known, job.world_size, {})
-        transfers = box_transfers(source, own, _hosts(job), job.rank, known)
+        new = {name: _stand_in(table.shapes[name]) for name in table.may_be_new if name not in stored}
+        source = _layout_of(known | new, job.world_size, {})
+        transfers = box_transfers(source, own, _hosts(job), job.rank, table.shapes)
+        transfers = [transfer for transfer in transfers if transfer.tensor not in new]
     with job.agreement.phase("verifying the checkpoint"):
         for file in _share_of_files(stored, job):
             if not files.verify_checksum(directory / file):
@@ -94,6 +96,8 @@ def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelT
             _read(transfers, buffers, known, reader)
             weights.zero_padding()
             weights.zero_adapters()
+    if new and job.rank == 0:
+        logger.warning("%s has no %s: new in this model, to be trained", directory, ", ".join(sorted(new)))
 
 
 def save_hf_checkpoint(
@@ -211,7 +215,7 @@ def _share_of_files(stored: Mapping[str, files.StoredTensor], job: Job) -> list[
 def _check_names(stored: Mapping[str, files.StoredTensor], table: ModelTable, held: Container[str] = ()) -> None:
     """Raise ParameterMismatchError unless these are the table's tensors; only who holds one that vLLM does not read,
     of a layer for multi-token prediction, needs it."""
-    needed = [name for name in table.shapes if table.is_served(name) or name in held]
+    needed = [name for name in table.shapes if (table.is_served(name) or name in held) and name not in table.may_be_new]
     findings = [f"{name}: missing in the checkpoint" for name in needed if name not in stored]
     findings += [
         f"{name}: shape {stored[name].shape} in the checkpoint, expected {shape}"
@@ -220,7 +224,8 @@ def _check_names(stored: Mapping[str, files.StoredTensor], table: ModelTable, he
     ]
     for name in stored:
         is_copy = name in table.copies or (table.dims.tied_embeddings and name == "lm_head.weight")
-        if name not in table.shapes and not is_copy and not name.endswith(NOT_WEIGHTS):
+        is_ignored = is_copy or name in table.left_out or name.endswith(NOT_WEIGHTS)
+        if name not in table.shapes and not is_ignored:
             findings.append(f"{name}: in the checkpoint, but unknown to the model's name table")
     if findings:
         raise ParameterMismatchError(findings)
@@ -279,6 +284,11 @@ def _write(
             box = strided(buffers[transfer.src.buffer.name], transfer.lengths, transfer.src)
             writer.write(stored[transfer.dst.buffer.name], transfer.dst, box)
         writer.flush()
+
+
+def _stand_in(shape: tuple[int, ...]) -> files.StoredTensor:
+    """What is planned with in place of a tensor that a checkpoint need not have, and not read."""
+    return files.StoredTensor("", shape, "float32", 0)
 
 
 def _hosts(job: Job) -> list[str]:

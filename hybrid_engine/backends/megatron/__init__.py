@@ -17,6 +17,7 @@
     train    live_model.py        `LiveModel`: a model as the switch sees it (port `Trainer`), whoever trains it
              pipeline_engine.py   steps and readings through Megatron's pipeline schedules, whatever the output is
              train_engine.py      `TrainEngine`: log-probabilities of a language model
+             value_engine.py      `ValueEngine`: one number for each token; value_head.py is its output layer
     resume   rank_checkpoint.py   save and load in the same layout; rank_files.py, checkpoint_checks.py
     worker   actor.py             all of this for `ActorHybridWorker`, from one configuration (port `ActorTrainer`)
     all      internals.py         every private name of megatron-core that is used here, with its reason

@@ -41,6 +41,7 @@ from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 from hybrid_engine.backends.megatron.model_variants import finish_model
 from hybrid_engine.backends.megatron.routing import rank_groups
 from hybrid_engine.backends.megatron.specs import layer_spec_for, mtp_spec_for
+from hybrid_engine.backends.megatron.value_head import put_value_head
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.config.constraints import broken_rules
 from hybrid_engine.config.rules import TrainingContext
@@ -187,6 +188,8 @@ def _build_chunk(
 
         stack_spec = stack_spec_for(config, with_te)
         model = HybridModel(hybrid_stack_spec=stack_spec, hybrid_layer_pattern=sizes.hybrid_layer_pattern, **settings)
+    if table.head == "value":
+        put_value_head(model)
     rank_groups(model, table.extras)
     return finish_model(model, table.extras)
 

@@ -1,0 +1,32 @@
+"""Trains and reads a Megatron value model: one number for each token."""
+
+from __future__ import annotations
+
+import torch
+
+from hybrid_engine.backends.megatron.pipeline_engine import PipelineEngine, causal_inputs
+from hybrid_engine.ports import Batch, Report
+
+
+class ValueEngine(PipelineEngine):
+    """A `PipelineEngine` of a model whose table is a value model's (models/value_table.py).
+
+    A batch has `tokens` [B, S] int64 and whatever the loss function reads, which gets the values [b, S] in float32.
+    """
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> torch.Tensor:
+        """Value [B, S] fp32 at every token, on every pipeline stage."""
+
+        def keep(micro_batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Report]:
+            return values.sum(), {"values": values}
+
+        reports = self._run(batch, keep, forward_only=True)
+        return self._from_last_stage([report["values"] for report in reports], batch["tokens"].shape)
+
+    def _forward(self, model: torch.nn.Module, micro_batch: Batch) -> torch.Tensor:
+        output: torch.Tensor = model(micro_batch["tokens"], *causal_inputs(micro_batch["tokens"]))
+        return output
+
+    def _result(self, micro_batch: Batch, output: torch.Tensor) -> torch.Tensor:
+        return output.squeeze(-1).float()
