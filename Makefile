@@ -162,6 +162,7 @@ format: $(ENV_READY) ## Fix style and formatting in place
 docs: $(ENV_READY) ## Make the pages of docs/ that have a source
 	$(PY) docs/make_configuration.py
 	$(PY) docs/make_seventy_billion.py
+	$(PY) docs/make_pictures.py
 	$(PY) -m compatibility
 
 # The packages are read, not imported, so that this environment has neither them nor what they need.
@@ -169,7 +170,7 @@ docs-site: ## Build the documentation site in site/, in an environment of its ow
 	$(MAKE) docs-site-here VENV=.venv-docs REQUIREMENTS=requirements-docs.txt PYTHON_ENV=
 
 docs-site-here: $(STAMP)
-	$(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 matrix: $(ENV_READY) ## Switch every layout and model family with both real engines (ONLY=text, JSON=file)
 	OMP_NUM_THREADS=1 $(PY) -m tests.hybrid_engine.verification.matrix $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json '$(JSON)')

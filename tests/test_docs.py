@@ -6,14 +6,20 @@ import ast
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from markdown.extensions.toc import slugify
 
 from tests.harness.launch import REPO_ROOT
 
 PAGES = [
     str(path.relative_to(REPO_ROOT)) for glob in ("*.md", "[deph]*/**/*.md") for path in sorted(REPO_ROOT.glob(glob))
 ]
+
+# Written at present; each joins the navigation when it is there.
+EXPECTED = "bring_your_own_megatron loading generation batches ppo planning tuning troubleshooting".split()
 
 PACKAGES = sorted(
     path.parent.relative_to(REPO_ROOT)
@@ -38,11 +44,64 @@ def test_the_page_of_a_large_model_is_up_to_date() -> None:
     assert min(saved) >= 85
 
 
+def anchors(path: Path) -> set[str]:
+    """Of the headings of a page, as the site and its hosts make them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {slugify(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", ""), "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_relative_links_lead_somewhere(page: str) -> None:
-    path = REPO_ROOT / page
-    links = re.findall(r"\]\(([^)#:]+)\)", path.read_text())
-    assert [link for link in links if not (path.parent / link).exists()] == []
+def test_links_lead_somewhere(page: str) -> None:
+    """To a file, and there to a heading."""
+    here = REPO_ROOT / page
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", here.read_text()):
+        name, _, anchor = link.partition("#")
+        target = here.parent / name if name else here
+        if ":" not in name and (not target.exists() or (anchor and anchor not in anchors(target))):
+            broken.append(link)
+    assert broken == []
+
+
+# -- the site ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def site() -> dict[str, Any]:
+    """What the hook of the site defines."""
+    return runpy.run_path(str(REPO_ROOT / "docs" / "site_pages.py"))
+
+
+def pages_in(navigation: Any) -> list[str]:
+    """The pages of a navigation, which is a list of pages and of titles with a page or a list."""
+    if isinstance(navigation, str):
+        return [navigation]
+    parts = navigation.values() if isinstance(navigation, dict) else navigation
+    return [page for part in parts for page in pages_in(part)]
+
+
+def test_every_page_is_in_the_navigation_once(site: dict[str, Any]) -> None:
+    listed = pages_in(yaml.safe_load((REPO_ROOT / "mkdocs.yml").read_text())["nav"])
+    pages = [path.name for path in (REPO_ROOT / "docs").glob("*.md") if path.stem not in EXPECTED]
+    assert sorted(listed) == sorted([*pages, *site["OUTSIDE"]])
+    assert [page for page in listed if not (REPO_ROOT / site["source_of"](page)).is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "written", "on_the_site"),
+    [
+        ("index.md", "[a](docs/gpu.md#what-it-needs)", "[a](gpu.md#what-it-needs)"),
+        ("index.md", "![a](docs/plots/reward.svg)", "![a](plots/reward.svg)"),
+        ("gpu.md", "[a](../CHANGELOG.md)", "[a](changelog.md)"),
+        ("gpu.md", "[a](../examples/gpt_rl)", "[a](example.md)"),
+        ("gpu.md", "[a](../examples/gpt_rl/grpo.py)", "a"),
+        ("example.md", "[a](grpo.py), [b](../../docs/fsdp2.md)", "a, [b](fsdp2.md)"),
+        ("gpu.md", "[a](https://arxiv.org/abs/1), [b](#here)", "[a](https://arxiv.org/abs/1), [b](#here)"),
+    ],
+)
+def test_links_of_the_site_stay_on_it(site: dict[str, Any], page: str, written: str, on_the_site: str) -> None:
+    assert site["with_links_of_the_site"](written, page) == on_the_site
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=str)
