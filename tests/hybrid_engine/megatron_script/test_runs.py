@@ -1,5 +1,7 @@
 """`pretrain_gpt.py` of Megatron-LM itself, with --enable-resharding and without: the same losses, the same checkpoint.
 
+So does `pretrain_hybrid.py`, where the checkout has it.
+
 MEGATRON_LM_PATH names a git checkout of a version in patches/; it is cloned, not touched. `make megatron-tests` puts it
 on PYTHONPATH too, as its version need not be the installed one. A run takes half a minute to two.
 """
@@ -95,6 +97,7 @@ class Case:
     versions: iteration of each switch -> weight version, the number of optimizer steps that were taken.
     last: iteration after which the run ends.
     model: the Hugging Face config.
+    script: of the checkout.
     """
 
     num_ranks: int
@@ -103,6 +106,7 @@ class Case:
     versions: dict[int, int] = field(default_factory=lambda: {2: 2, 4: 4, 6: 6})
     last: int = NUM_STEPS
     model: str = "dense"
+    script: str = "pretrain_gpt.py"
 
 
 CASES = {
@@ -138,7 +142,15 @@ CASES = {
         "--infer-tensor-parallel-size 2",
         model="experts",
     ),
+    "hybrid": Case(
+        2,
+        "--pipeline-model-parallel-size 2 --hybrid-layer-pattern *-*|-*-*- --spec hybrid_stack SPEC",
+        "--infer-tensor-parallel-size 2",
+        script="pretrain_hybrid.py",
+    ),
 }
+if not Path(CHECKOUT, "pretrain_hybrid.py").is_file():  # since 0.18
+    del CASES["hybrid"]
 RUNS = [(name, "launcher") for name in CASES] + [("TP", "patched"), ("TP PP", "patched")]
 """Case, and which way resharding comes in."""
 
@@ -185,7 +197,7 @@ class Scripts:
         command = [] if way == "patched" else ["-m", "megatron_patches"]
         arguments = " ".join([MODEL, TRAINING, ON_CPU, *flags]).split()
         ended = run_ranks(
-            [*command, str(tree / "pretrain_gpt.py"), *arguments, "--tensorboard-dir", "tensorboard"],
+            [*command, str(tree / case.script), *arguments, "--tensorboard-dir", "tensorboard"],
             case.num_ranks,
             280,
             environment={"PYTHONPATH": os.pathsep.join(PYTHON_PATHS), "HF_HUB_OFFLINE": "1"},

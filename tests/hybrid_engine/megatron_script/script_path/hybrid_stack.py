@@ -1,0 +1,12 @@
+"""What the test of pretrain_hybrid.py names by --spec: Megatron's own stacks are of Transformer Engine's modules."""
+
+from __future__ import annotations
+
+from megatron.core.transformer import TransformerConfig
+
+from hybrid_engine.backends.megatron.hybrid_layers import stack_spec_for
+
+SPEC = stack_spec_for(
+    TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=1, normalization="RMSNorm"),
+    transformer_engine=False,
+)
