@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_engine.errors import ConfigError, Violation, clipped
+from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 
 if TYPE_CHECKING:
     import yaml
@@ -80,10 +81,20 @@ def read_json(path: str | Path, key: str, remedy: str) -> dict[Any, Any]:
     """Return the mapping in a JSON file. Raises ConfigError under `key`."""
     text = read_text(path, key, remedy, MOST_JSON_BYTES)
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_once)
     except _NO_VALUE as error:
         raise ConfigError([Violation(key, f"{path} is not JSON: {_reason(error)}", "Correct the file")]) from None
     return _mapping(value, path, key)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object. Raises ValueError where a key has two values: readers would take one of them without a word."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found and found[key] != value:
+            raise ValueError(f"{shortened(key)} is there twice, as {shortened(found[key])} and {shortened(value)}")
+        found[key] = value
+    return found
 
 
 def _mapping(value: Any, path: str | Path, key: str) -> dict[Any, Any]:
@@ -102,7 +113,10 @@ def _reason(error: Exception) -> str:
 
 
 def _excess(root: yaml.Node) -> str | None:
-    """Return why the document under `root` is too large, or None. Visits each node once, whatever its aliases."""
+    """Return why the document under `root` is too large, or None. Visits each node once, whatever its aliases.
+
+    Raises ValueError where a mapping has a key twice.
+    """
     sizes: dict[int, int] = {}
     open_nodes: set[int] = set()
 
@@ -113,6 +127,8 @@ def _excess(root: yaml.Node) -> str | None:
             raise OverflowError("an alias refers to a value that contains it")
         if len(open_nodes) >= MOST_DEPTH:
             raise OverflowError(f"values are nested more than {MOST_DEPTH} deep")
+        if repeated := _repeated_key(node):
+            raise ValueError(f"{shortened(repeated)} is there twice (line {node.start_mark.line + 1} and below)")
         open_nodes.add(id(node))
         total = 1 + sum(map(size, _children(node)))
         open_nodes.remove(id(node))
@@ -126,6 +142,16 @@ def _excess(root: yaml.Node) -> str | None:
     except OverflowError as error:
         return str(error)
     return None
+
+
+def _repeated_key(node: yaml.Node) -> str | None:
+    """A key that a mapping has twice, which YAML forbids and its reader overlooks. `<<` merges, any number of times."""
+    import yaml
+
+    if not isinstance(node, yaml.MappingNode):
+        return None
+    keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<")
+    return next((key for key, count in keys.items() if count > 1), None)
 
 
 def _children(node: yaml.Node) -> list[yaml.Node]:

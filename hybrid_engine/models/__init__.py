@@ -1,6 +1,8 @@
 """Name tables: for each architecture, Hugging Face tensor names, Megatron's parameter names and the packing between.
 
-    families.py        `TABLES`: architecture -> its table; the table of a model directory
+    families.py        `TABLES`: architecture -> its table and schema; the table of a model directory
+    config_schema.py   config.json is data from outside: what is wrong with it, by its own keys
+    family_schemas.py  what it must say for each family
     table.py           what a table is: `ModelTable` with rules, dims, shapes; `match` finds a parameter's rule
     packing.py         how canonical tensors lie in one Megatron parameter: QKV, gate/up, padded vocabulary, ...
     variants.py        what an architecture computes and megatron-core has no setting for, as data
@@ -13,8 +15,8 @@
     value_table.py     a value model's table, from that of its architecture
     lora_tensors.py    the tensors of LoRA adapters, by PEFT's names
 
-A canonical tensor is one of a Hugging Face checkpoint. To add a family, write one file and add a line to `TABLES` in
-families.py; see docs/models.md. Pure: imports neither torch nor an engine.
+A canonical tensor is one of a Hugging Face checkpoint. To add a family, write one file, a schema of the keys that
+it reads, and add a line to `TABLES` in families.py; see docs/models.md. Pure: imports neither torch nor an engine.
 """
 
 from hybrid_engine.models.families import TABLES, table_for

@@ -4,45 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from hybrid_engine.errors import ConfigError, UnknownModelError, Violation, clipped
+from hybrid_engine.errors import ConfigError, UnknownModelError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_json
-from hybrid_engine.models import deepseek, gemma, glm, gpt2, llama, moe
+from hybrid_engine.models import config_schema, deepseek, family_schemas, gemma, glm, gpt2, llama, moe
 from hybrid_engine.models.table import ModelTable, Table
 
-TABLES: dict[str, Table] = {
-    "DeepseekV2ForCausalLM": deepseek.deepseek_v2,
-    "DeepseekV3ForCausalLM": deepseek.deepseek_v3,
-    "GPT2LMHeadModel": gpt2.gpt2,
-    "Gemma2ForCausalLM": gemma.gemma2,
-    "Gemma3ForCausalLM": gemma.gemma3,
-    "Glm4ForCausalLM": glm.glm4,
-    "GlmForCausalLM": glm.glm,
-    "LlamaForCausalLM": llama.llama,
-    "MixtralForCausalLM": moe.mixtral,
-    "Qwen2ForCausalLM": llama.qwen2,
-    "Qwen2MoeForCausalLM": moe.qwen2_moe,
-    "Qwen3ForCausalLM": llama.qwen3,
-    "Qwen3MoeForCausalLM": moe.qwen3_moe,
+
+class Architecture(NamedTuple):
+    """What makes its table from config.json, and what config.json must say for that."""
+
+    table: Table
+    schema: type[config_schema.Schema]
+
+
+TABLES: dict[str, Architecture] = {
+    "DeepseekV2ForCausalLM": Architecture(deepseek.deepseek_v2, family_schemas.DeepseekV2),
+    "DeepseekV3ForCausalLM": Architecture(deepseek.deepseek_v3, family_schemas.DeepseekV3),
+    "GPT2LMHeadModel": Architecture(gpt2.gpt2, family_schemas.Gpt2),
+    "Gemma2ForCausalLM": Architecture(gemma.gemma2, family_schemas.Gemma2),
+    "Gemma3ForCausalLM": Architecture(gemma.gemma3, family_schemas.Gemma3),
+    "Glm4ForCausalLM": Architecture(glm.glm4, family_schemas.GroupedQuery),
+    "GlmForCausalLM": Architecture(glm.glm, family_schemas.GroupedQuery),
+    "LlamaForCausalLM": Architecture(llama.llama, family_schemas.GroupedQuery),
+    "MixtralForCausalLM": Architecture(moe.mixtral, family_schemas.Mixtral),
+    "Qwen2ForCausalLM": Architecture(llama.qwen2, family_schemas.Qwen),
+    "Qwen2MoeForCausalLM": Architecture(moe.qwen2_moe, family_schemas.Qwen2Moe),
+    "Qwen3ForCausalLM": Architecture(llama.qwen3, family_schemas.Qwen),
+    "Qwen3MoeForCausalLM": Architecture(moe.qwen3_moe, family_schemas.Qwen3Moe),
 }
-"""An entry of config.json's `architectures` -> what makes its table from config.json."""
+"""By an entry of config.json's `architectures`."""
 
 
-def table_for(config: Mapping[str, Any]) -> ModelTable:
-    """Return the table for a Hugging Face config (the contents of config.json).
+def table_for(config: Mapping[str, Any], source: str | Path = "config.json") -> ModelTable:
+    """Return the table for a Hugging Face config.
 
-    Raises UnknownModelError when none of its `architectures` has a table.
+    Args:
+        config: the contents of config.json.
+        source: what errors call it.
+
+    Raises:
+        UnknownModelError: when none of its `architectures` has a table.
+        ConfigError: with everything that is wrong in it; keys of the findings are its own.
     """
-    architectures = config.get("architectures") or []
-    for architecture in architectures:
-        if architecture in TABLES:
-            return TABLES[architecture](config)
-    known = ", ".join(TABLES)
-    raise UnknownModelError(
-        f"no name table for architectures {list(architectures)}; known: {known}. "
-        "A table is one file under hybrid_engine/models"
-    )
+    source = clipped(str(source))
+    names = config_schema.architectures_of(config, source)
+    architecture = next((TABLES[name] for name in names if name in TABLES), None)
+    if architecture is None:
+        known = ", ".join(TABLES)
+        raise UnknownModelError(
+            f"no name table for architectures {shortened(names, 1000)} in {source}; known: {known}. "
+            "A table is one file under hybrid_engine/models"
+        )
+    config_schema.require_valid(config, architecture.schema, source)
+    return architecture.table(config)
 
 
 def read_model(directory: Path, key: str = "model") -> tuple[ModelTable, dict[str, Any]]:
@@ -50,10 +66,6 @@ def read_model(directory: Path, key: str = "model") -> tuple[ModelTable, dict[st
     path = directory / "config.json"
     config = read_json(path, key, "Name a Hugging Face model directory")
     try:
-        return table_for(config), config
+        return table_for(config, path), config
     except UnknownModelError as error:
-        found = Violation(key, clipped(str(error), 2000), "Choose a supported model or add a table")
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        problem = f"{path} cannot be used: {clipped(repr(error))}"
-        found = Violation(key, problem, "Name a directory with a complete config.json")
-    raise ConfigError([found])
+        raise ConfigError([Violation(key, str(error), "Choose a supported model or add a table")]) from None

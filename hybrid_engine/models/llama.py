@@ -76,7 +76,8 @@ def qwen_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Sliding windows, where they are switched on, are in the layers from `max_window_layers` on."""
     if not config.get("use_sliding_window") or not config.get("sliding_window"):
         return ()
-    first = config.get("max_window_layers", 28)
+    first = config.get("max_window_layers")
+    first = 28 if first is None else first
     kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(config["num_hidden_layers"])]
     return windows_by_type(config.get("layer_types") or kinds, config["sliding_window"])
 

@@ -65,7 +65,7 @@ def rope_parameters(config: Config) -> dict[str, Any]:
     """
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     top_level = {"rope_theta": config["rope_theta"]} if config.get("rope_theta") else {}
-    return {**top_level, **given, "rope_type": given.get("rope_type", given.get("type", "default"))}
+    return {**top_level, **given, "rope_type": given.get("rope_type") or given.get("type") or "default"}
 
 
 def rotary_scaling(config: Config) -> RotaryScaling | None:

@@ -45,6 +45,8 @@ OUTSIDE = {
     "ranks": {"torch"},
     "ranks.hosts": set(),
     "models": set(),
+    "models.config_schema": {"pydantic"},
+    "models.family_schemas": {"pydantic"},
     "planning": {"numpy", "scipy"},
     "memory": {"cuda", "numpy", "torch"},
     "memory.spans": set(),

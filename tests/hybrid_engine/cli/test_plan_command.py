@@ -325,7 +325,7 @@ def test_models_that_cannot_be_read(tmp_path: Path) -> None:
     assert "no name table for architectures ['Unknown']" in unknown.stderr
     incomplete = run("--model", saved(tmp_path, {"architectures": ["LlamaForCausalLM"]}), *sizes)
     assert incomplete.exit_code == 2
-    assert "cannot be used: KeyError" in incomplete.stderr
+    assert "hidden_size: is missing, in" in incomplete.stderr
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

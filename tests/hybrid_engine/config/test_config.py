@@ -250,7 +250,8 @@ def test_models_that_cannot_be_used(tmp_path: Path) -> None:
     assert "BertModel" in unknown.problem
     assert "LlamaForCausalLM" in unknown.problem
     incomplete = {name: value for name, value in MODEL.items() if name != "hidden_size"}
-    assert "hidden_size" in violations(write_model(tmp_path / "b", incomplete), 1)["model"].problem
+    missing = violations(write_model(tmp_path / "b", incomplete), 1)["hidden_size"]
+    assert missing.problem == f"is missing, in {tmp_path / 'b' / 'config.json'}"
     assert "is not JSON" in violations(write_model(tmp_path / "c", "{not json"), 1)["model"].problem
 
 

@@ -54,6 +54,7 @@ HOSTILE: dict[str, bytes] = {
     "no date": b"model: 2024-99-99",
     "an object": b"model: !!python/object/apply:os.system [true]",
     "a list as key": b"? [1]\n: 2",
+    "a section twice": b"actor_config: {seed: 1}\nmodel: x\nactor_config: {seed: 2}",
     "two documents": b"a: 1\n---\nb: 2",
     "a list": b"- model",
     "empty": b"",
@@ -127,7 +128,8 @@ def test_problems_that_are_none_are_refused(content: bytes, tmp_path: Path) -> N
     assert len(message) < LONGEST_MESSAGE
 
 
-@pytest.mark.parametrize("content", [b"[]", b'"x"', b"null", b"5", b"[" * 100_000, b"\xff\xfe", b"1" * 10_000, b""])
+@pytest.mark.parametrize("content", [b"[]", b'"x"', b"null", b"5", b"[" * 100_000, b"\xff\xfe", b"1" * 10_000, b"",
+                                     b'{"hidden_size": 8, "hidden_size": 16}'])  # fmt: skip
 def test_a_model_config_that_holds_no_keys_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     assert str(tmp_path / "config.json") in refusal(lambda path: load_config({"model": str(path)}, 1), tmp_path)
@@ -141,6 +143,8 @@ def test_yaml_means_what_it_means_elsewhere(tmp_path: Path) -> None:
     assert read_yaml(path, "key") == yaml.safe_load(text)
     path.write_text('{"a": 1}', encoding="utf-8-sig")
     assert read_yaml(path, "key") == read_json(path, "key", "") == {"a": 1}
+    path.write_text('{"a": 1, "a": 1}')  # twice the same leaves nothing open
+    assert read_json(path, "key", "") == {"a": 1}
 
 
 def test_a_message_shows_the_beginning_of_a_value_without_unfolding_it() -> None:

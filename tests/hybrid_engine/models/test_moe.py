@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from hybrid_engine.errors import ConfigError
 from hybrid_engine.models import ModelTable, table_for
 from hybrid_engine.models.packing import Over
 from tests.zoo import published_configs
@@ -78,7 +79,7 @@ def test_settings_of_older_transformers_are_read() -> None:
     table, same = table_for(published), table_for({**renamed, "num_local_experts": 128})
     assert table.shapes == same.shapes
     assert table.transformer == same.transformer
-    with pytest.raises(KeyError, match="num_experts"):
+    with pytest.raises(ConfigError, match="num_experts: is missing"):
         table_for(renamed)
 
 
