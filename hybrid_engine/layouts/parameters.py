@@ -51,12 +51,15 @@ class Parameter:
         return "mlp" in self.name.removeprefix(self.location)
 
 
-def parameters_of(table: ModelTable) -> Iterator[Parameter]:
+def parameters_of(table: ModelTable, most_experts: int | None = None) -> Iterator[Parameter]:
     """All parameters, each once; one that is on several stages (a tied head, an embedding) once for each location.
+
+    `most_experts`: of each layer, counted from 0; default: all. Experts of a layer have equal shapes.
 
     Raises ValueError for a rule whose names begin with no known location.
     """
     dims = table.dims
+    num_experts = dims.num_experts if most_experts is None else min(dims.num_experts, most_experts)
     layers = {
         Location.DECODER: range(dims.num_layers),
         Location.MTP: range(dims.num_layers, dims.num_layers + dims.num_mtp_layers),
@@ -66,7 +69,7 @@ def parameters_of(table: ModelTable) -> Iterator[Parameter]:
         for location, name in _locations_of(rule).items():
             has_experts = "{expert}" in name
             for layer in layers.get(location, (None,)):
-                for expert in range(dims.num_experts) if has_experts else (None,):
+                for expert in range(num_experts) if has_experts else (None,):
                     numbers = (("layer", layer), ("expert", expert))
                     indices = {key: value for key, value in numbers if value is not None}
                     tensors = tuple(pattern.format(**indices) for pattern in patterns)

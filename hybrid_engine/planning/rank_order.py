@@ -136,10 +136,19 @@ def _by_tensor_groups(gain: _Gain, hosts: Hosts, units: list[np.ndarray]) -> Ord
 def _exchange(gain: _Gain, parts: list[np.ndarray], order: np.ndarray, blocks: list[np.ndarray] | None = None) -> None:
     """Give every block of positions a part of the ranks; without `blocks`, position r belongs to rank r's part."""
     blocks = parts if blocks is None else blocks
-    gains = np.array([[gain.best(ranks, block)[0] for block in blocks] for ranks in parts])
-    for ranks, number in zip(parts, _assign(gains), strict=True):
+    part_kinds, kind_of_part = _kinds(gain.rank_class, parts)
+    block_kinds, kind_of_block = _kinds(gain.position_class, blocks)
+    gains = np.array([[gain.best(ranks, block)[0] for block in block_kinds] for ranks in part_kinds])
+    for ranks, number in zip(parts, _assign(gains[np.ix_(kind_of_part, kind_of_block)]), strict=True):
         block = blocks[number]
         order[block[gain.best(ranks, block)[1]]] = ranks
+
+
+def _kinds(classes: np.ndarray, parts: list[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+    """(one part of each sequence of classes, its index for every part): parts of one kind gain the same anywhere."""
+    kinds: dict[bytes, int] = {}
+    kind_of = np.array([kinds.setdefault(classes[part].tobytes(), len(kinds)) for part in parts])
+    return [parts[index] for index in np.unique(kind_of, return_index=True)[1]], kind_of
 
 
 def _tensor_groups(hosts: Hosts, tensor: int) -> list[np.ndarray] | None:

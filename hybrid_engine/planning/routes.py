@@ -106,12 +106,28 @@ class RoundRobinOffset:
     index: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Flow:
+    """Bytes over one link, each from a sender to a receiver; int arrays of one length. No receiver is in it twice."""
+
+    link: Link
+    senders: np.ndarray
+    receivers: np.ndarray
+    nbytes: np.ndarray
+
+
 class LinkBytes:
     """Bytes of all ranks by link: link -> int array by rank, as seen by receivers and by senders."""
 
     def __init__(self, num_ranks: int) -> None:
         self.received = {link: np.zeros(num_ranks, dtype=np.int64) for link in Link}
         self.sent = {link: np.zeros(num_ranks, dtype=np.int64) for link in Link}
+
+    def add(self, flow: Flow) -> None:
+        """Count it on both sides; a copy within a rank is received only."""
+        self.received[flow.link][flow.receivers] += flow.nbytes
+        if flow.link is not Link.SELF:
+            np.add.at(self.sent[flow.link], flow.senders, flow.nbytes)
 
 
 class _OnHosts:
@@ -199,37 +215,33 @@ class Routes:
             senders, relay_ranks, readers = senders[own], relay_ranks[own], readers[own]
         return zip(zip(senders.tolist(), relay_ranks.tolist(), strict=True), readers.tolist(), strict=True)
 
-    def count(self, first: int, itemsizes: np.ndarray, total: LinkBytes) -> None:
-        """Add the bytes of all ranks for the class's tensors.
+    def flows(self, first: int, itemsizes: np.ndarray) -> Iterator[Flow]:
+        """All bytes of the class's tensors.
 
         Args:
             first: ordinal of the class's first tensor in the plan.
             itemsizes: bytes per element of each tensor.
-            total: is added to.
         """
         for receivers in self.receivers:
             for part in receivers.parts:
-                numel = part.region.numel
-                total.received[part.link][receivers.ranks] += numel * int(itemsizes.sum()) * receivers.copies
-                if part.link is Link.SELF:
-                    continue
-                for offset, itemsize in _distinct_offsets(first, itemsizes, self._period(receivers, part)):
+                numel = part.region.numel * receivers.copies
+                period = 1 if part.link is Link.SELF else self._period(receivers, part)
+                for offset, itemsize in _distinct_offsets(first, itemsizes, period):
                     senders = self.senders(receivers, part, offset)
-                    np.add.at(total.sent[part.link], senders, numel * itemsize * receivers.copies)
+                    yield Flow(part.link, senders, receivers.ranks, numel * itemsize)
         for ingress in self.ingress:
             period = int(np.lcm(len(self._sources[ingress.source].ranks), ingress.readers.shape[1]))
             for offset, itemsize in _distinct_offsets(first, itemsizes, period):
-                self._count_ingress(ingress, offset, ingress.region.numel * itemsize, total)
+                yield from self._flows_of_ingress(ingress, offset, ingress.region.numel * itemsize)
 
-    def _count_ingress(self, ingress: HostIngress, offset: RoundRobinOffset, nbytes: int, total: LinkBytes) -> None:
+    def _flows_of_ingress(self, ingress: HostIngress, offset: RoundRobinOffset, nbytes: int) -> Iterator[Flow]:
         relay_ranks = self.relay_ranks(ingress, offset)
-        np.add.at(total.sent[Link.NETWORK], self.ingress_senders(ingress, offset), nbytes)
-        np.add.at(total.received[Link.NETWORK], relay_ranks, nbytes)
+        once = np.full(len(relay_ranks), nbytes)
+        yield Flow(Link.NETWORK, self.ingress_senders(ingress, offset), relay_ranks, once)
         for column, copies in enumerate(ingress.copies):
             readers = ingress.readers[:, column]
             others = readers != relay_ranks
-            np.add.at(total.received[Link.HOST], readers[others], nbytes * copies)
-            np.add.at(total.sent[Link.HOST], relay_ranks[others], nbytes * copies)
+            yield Flow(Link.HOST, relay_ranks[others], readers[others], once[others] * copies)
 
     def _period(self, receivers: Receivers, part: BoxSource) -> int:
         """Tensors this far apart in a class have the same senders: a multiple of the holders in every round robin."""

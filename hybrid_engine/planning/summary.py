@@ -63,7 +63,8 @@ def summarize(
     network_lower_bound = np.zeros(by_number.count, dtype=np.int64)
     for tensors in tensor_classes(source, destination):
         owners, itemsize = (tensors.sources, tensors.destinations), int(tensors.itemsizes.sum())
-        Routes(*owners, by_number).count(tensors.first, tensors.itemsizes, total)
+        for flow in Routes(*owners, by_number).flows(tensors.first, tensors.itemsizes):
+            total.add(flow)
         for ranks, numel in missing_by_rank(*owners, by_number.num_ranks):
             lower_bound[ranks] += numel * itemsize
         network_lower_bound += missing_by_host(*owners, by_number) * itemsize
@@ -76,3 +77,28 @@ def summarize(
         lower_bound=lower_bound,
         network_lower_bound=network_lower_bound,
     )
+
+
+def group_traffic(
+    source: Holdings,
+    destination: Holdings,
+    hosts: Sequence[object],
+    relaying_hosts: Collection[object],
+    groupings: Sequence[np.ndarray],
+) -> list[np.ndarray]:
+    """Bytes between groups of ranks, [senders, receivers], for each of some ways to group them.
+
+    Args:
+        source, destination, hosts, relaying_hosts: as of `summarize`.
+        groupings: number of its group for each rank, counted from 0.
+
+    Copies within a rank are not in it; what ranks of one group send each other is.
+    """
+    by_number = Hosts(hosts, relaying_hosts)
+    found = [np.zeros((int(groups.max()) + 1,) * 2, dtype=np.int64) for groups in groupings]
+    for tensors in tensor_classes(source, destination):
+        for flow in Routes(tensors.sources, tensors.destinations, by_number).flows(tensors.first, tensors.itemsizes):
+            if flow.link is not Link.SELF:
+                for groups, nbytes in zip(groupings, found, strict=True):
+                    np.add.at(nbytes, (groups[flow.senders], groups[flow.receivers]), flow.nbytes)
+    return found
