@@ -44,7 +44,8 @@ CORE_TESTS := tests/megatron_patches tests/hybrid_engine/backends/megatron tests
 PURE_TESTS := $(addprefix tests/hybrid_engine/,planning advisor config cli records/test_layout.py \
     records/test_validation.py layouts/test_hybrid_pattern.py layouts/test_inference.py layouts/test_sharded.py \
     models/test_packing.py models/test_tables.py tracing/test_recording.py)
-PURE_PACKAGES := numpy packaging pydantic pyyaml rich safetensors scipy typer setuptools hypothesis pytest pytest-timeout
+PURE_PACKAGES := jinja2 markupsafe numpy packaging pydantic pyyaml rich safetensors scipy typer setuptools hypothesis \
+    pytest pytest-timeout
 PURE_REQUIREMENTS := build/pure/requirements-pure.txt
 # Runs leave a record (compatibility/), unless they are not whole.
 RECORD = -p compatibility.recording $(if $(PYTEST_ARGS),,--record $(1))

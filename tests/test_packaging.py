@@ -123,7 +123,9 @@ def test_a_wheel_has_what_its_commands_need(installed: Path, tmp_path: Path) -> 
     assert {str(path) for path in copied} >= set(listed.split())
     sizes = ["--train", "tp=2", "--infer", "tp=1,dp=2"]
     model = str(tmp_path / "mine" / "examples" / "gpt_rl" / "model")
-    assert "least" in run_installed(installed, tmp_path, "-m", "hybrid_engine", "plan", "--model", model, *sizes)
+    plan = ["-m", "hybrid_engine", "plan", "--model", model, *sizes, "--html", "page.html"]
+    assert "least" in run_installed(installed, tmp_path, *plan)
+    assert "Who holds what" in (tmp_path / "page.html").read_text()
     folder, *sets = run_installed(installed, tmp_path, "-m", "megatron_patches", "sets").splitlines()
     assert Path(folder).is_relative_to(installed)
     assert len(sets) == len([*(REPO_ROOT / "patches").glob("core_v*")])

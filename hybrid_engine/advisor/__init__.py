@@ -1,6 +1,7 @@
 """A job as it would be on a cluster, without one: what moves at a switch, what fits, how long it takes.
 
     1  sizes_text.py      "tp=8,pp=2" -> sizes                            called by the command `plan`
+       size_advice.py     what is wrong with them, and which would do
     2  cluster_plan.py    plan_job: both layouts (layouts/), rank order and bytes (planning/) -> JobPlan
     3  trainers.py        Megatron or FSDP2: the training layout, memory and peers, for step 2
        memory_peaks.py    bytes on device and host
@@ -8,7 +9,10 @@
        prefetch_estimate.py   what a rollout could hide of the way back, where it is asked for
        later_switches.py  what later switches move where some weights are frozen
     4  facts.py           JobPlan -> numbers with names: the content of `plan --json`, rows of tables and page
-    5  page.py            JobPlan -> one HTML page, with the picture of picture.py
+    5  job_verdict.py     whether it fits, what moves, how long: the answer in a few sentences
+       sections.py        the numbers as people read them, the same on the terminal and on the page
+    6  page.py            an answer -> one HTML page, of page_files/
+       picture.py         who holds what; overview.py: by groups of ranks; drawing.py: as SVG
 
 Nothing here plans by itself: bytes are those of `planning.summary`, the transfers of a rank those of
 `planning.planner`.

@@ -5,7 +5,7 @@ read_model(directory)  ->  parse_job(sizes)  ->  a trainer (trainers.py)  ->  pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -28,6 +28,16 @@ GIB = 1024**3
 LINK_GBPS: Mapping[Link, float] = {Link.SELF: 2000.0, Link.HOST: 400.0, Link.NETWORK: 45.0}
 """Assumed gigabytes (10^9) per second of one rank, in each direction: a copy within an H200's memory, NVLink 4, one
 400 Gbit/s adapter for each GPU; each somewhat below its nominal rate."""
+
+DEVICE_GIB: Mapping[str, float] = {
+    "a100-40": 39.3,
+    "a100-80": 79.1,
+    "l40s": 44.3,
+    "h100": 79.1,
+    "h200": 139.7,
+    "b200": 178.3,
+}
+"""Memory that CUDA reports of a device, which is less than its name says; boards of one name differ by some 0.2 GiB."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,7 @@ def plan_job(
     train_dtype: str | None = None,
     bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
     release_weights: bool = True,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> JobPlan:
     """Lay out both sides, choose the order of ranks, count bytes.
 
@@ -155,17 +166,22 @@ def plan_job(
         order: "auto" or "sequential", see `planning.rank_order`.
         dtype: of the weights in inference; `train_dtype`: in training, default: the same.
         release_weights: inference weights give up their memory while training.
+        progress: is told what is being done.
 
     Raises ConfigError with every violation, DependencyError for "auto" without scipy.
     """
     train_dtype = train_dtype or dtype
+    progress("laying out both sides")
     source = trainer.side(table, train_dtype)
     positions = inference_side(table, infer, dtype)
     hosts, relaying = cluster.hosts(infer.world_size), cluster.relaying_hosts(infer.world_size)
+    progress("counting bytes")
     sequential = summarize(source.holdings, positions.holdings, hosts, relaying)
+    progress("choosing the order of ranks")
     chosen = rank_order(order, source.holdings, positions.holdings, hosts, infer.tensor)
     destination, moved = positions, sequential
     if chosen != tuple(range(infer.world_size)):
+        progress("counting bytes in that order")
         infer = replace(infer, rank_order=chosen)
         destination = inference_side(table, infer, dtype)
         moved = summarize(source.holdings, destination.holdings, hosts, relaying)

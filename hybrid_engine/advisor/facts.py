@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from hybrid_engine.advisor.cluster_plan import GIB, JobPlan
+from hybrid_engine.advisor.job_verdict import JobVerdict
 from hybrid_engine.advisor.later_switches import LaterSwitches
 from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
 from hybrid_engine.layouts.parallelism import Parallelism, ShardedParallelism
@@ -64,7 +65,8 @@ class Answer:
         of_rank = {} if self.rank is None else {"rank": self.rank}
         ahead = {} if self.prefetch is None else {"prefetch": prefetch_facts(self.prefetch)}
         later = {} if self.later is None else {"later_switches": facts_of_later(self.later)}
-        return {**facts_of(self.job), "planning": self.planning, **of_rank, **ahead, **later}
+        verdict = JobVerdict(self.job).as_dict()
+        return {"verdict": verdict, **facts_of(self.job), "planning": self.planning, **of_rank, **ahead, **later}
 
 
 def range_of(values: np.ndarray) -> MinMeanMax:

@@ -28,6 +28,12 @@ from hybrid_engine.planning.tensor_classes import tensor_classes
 from hybrid_engine.records.holdings import Holdings
 from hybrid_engine.records.owners import BoxOwners
 
+SYMBOLS = (
+    "M: bytes of the model; held: what of them a rank holds in training; t, p: tensor and pipeline parallel size in "
+    "training; tg, pg: in generation."
+)
+"""What the formulas are made of."""
+
 
 @dataclass(frozen=True, slots=True)
 class PeerBytes:

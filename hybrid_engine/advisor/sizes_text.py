@@ -1,6 +1,6 @@
 """Parallel sizes as text: `tp=8,pp=2,dp=4`.
 
-training     tp pp vpp cp dp ep etp     sizes; dp is checked, or taken from the other side's number of ranks
+training     tp pp vpp cp dp ep etp     sizes; etp is tp unless given, dp what the other side's number of ranks makes
              first last                 layers of the first and last pipeline stage
              embedding=1 loss=1         count embedding, head as a layer in the split
              layout=Et*2|t|tL           megatron-core's notation of every stage, without commas
@@ -11,15 +11,20 @@ or, with FSDP2
              fsdp                       ranks that shard every parameter
              replicas                   groups of so many ranks; 1 unless given
 inference    tp pp dp ep
+
+Where neither side gives dp there are as few ranks as both can share out: one replica of the larger, of the other as
+many as fill them.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from hybrid_engine.advisor.size_advice import fewest_ranks, model_findings, rank_findings
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 from hybrid_engine.layouts.parallelism import (
     LARGEST_SIZE,
@@ -30,7 +35,6 @@ from hybrid_engine.layouts.parallelism import (
     TrainParallelism,
     sizes_of,
 )
-from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.models.table import ModelTable
 
 TRAIN, INFER = "--train", "--infer"
@@ -74,7 +78,7 @@ def parse_job(
 ) -> tuple[TrainParallelism | ShardedParallelism, InferenceParallelism]:
     """Both sides' sizes on one number of ranks, in sequential order; without a table only the texts are checked.
 
-    `world_size`: number of ranks where neither side gives dp.
+    `world_size`: number of ranks where neither side gives dp; default: as few as both can share out.
 
     Raises ConfigError with every violation; keys are those of the texts, e.g. `--train tp`.
     """
@@ -88,22 +92,41 @@ def parse_job(
         raise ConfigError(found)
     dps = {TRAIN: training.pop(_DATA.name, 1 if with_fsdp else None), INFER: inference.pop(_DATA.name, None)}
     one = _one_replica(training), InferenceParallelism(1, **inference)
-    ranks_per_replica = {TRAIN: one[0].ranks_per_replica, INFER: one[1].ranks_per_replica}
-    worlds = {option: ranks_per_replica[option] * dp for option, dp in dps.items() if dp is not None}
-    world_size = _world_size(worlds, world_size, found) or max(ranks_per_replica.values())
+    worlds = {
+        option: sizes.ranks_per_replica * dp
+        for (option, dp), sizes in zip(dps.items(), one, strict=True)
+        if dp is not None
+    }
+    world_size = _world_size(worlds, found) or world_size or math.lcm(*map(_fewest_ranks, one))
     if world_size > MOST_RANKS:
         found.append(Violation(f"{TRAIN} dp", f"{world_size} ranks", f"Use sizes that make at most {MOST_RANKS}"))
         raise ConfigError(found)
     sides = _on_ranks(one[0], world_size), replace(one[1], world_size=world_size)
-    options: tuple[tuple[Parallelism | ShardedParallelism, str], ...] = ((sides[0], TRAIN), (sides[1], INFER))
-    for sizes, option in options:
-        if table is not None and not isinstance(sizes, ShardedParallelism):
-            texts = {size.name: size.text for size in sizes_of(type(sizes))}
-            for each in violations(sizes, table):
-                found.append(Violation(f"{option} {texts.get(each.key, _DATA.text)}", each.problem, each.remedy))
+    if table is not None:
+        found += _findings(sides, table, model_findings) or _findings(sides, table, rank_findings)
     if found:
         raise ConfigError(found)
     return sides
+
+
+def _fewest_ranks(sizes: TrainParallelism | ShardedParallelism | InferenceParallelism) -> int:
+    return sizes.world_size if isinstance(sizes, ShardedParallelism) else fewest_ranks(sizes)
+
+
+def _findings(
+    sides: tuple[TrainParallelism | ShardedParallelism, InferenceParallelism],
+    table: ModelTable,
+    find: Callable[[Parallelism, ModelTable], Sequence[Violation]],
+) -> list[Violation]:
+    """Of both sides, under the keys of their texts. What FSDP2 shards has no rules."""
+    found = []
+    for sizes, option in zip(sides, (TRAIN, INFER), strict=True):
+        if not isinstance(sizes, ShardedParallelism):
+            texts = {size.name: size.text for size in sizes_of(type(sizes))}
+            found += [
+                replace(finding, key=f"{option} {texts.get(finding.key, _DATA.text)}") for finding in find(sizes, table)
+            ]
+    return found
 
 
 def _one_replica(values: Mapping[str, Any]) -> TrainParallelism | ShardedParallelism:
@@ -155,12 +178,9 @@ def _unknown(key: str, option: str, sizes: Mapping[str, Size]) -> tuple[str, str
     return "unknown key", known if sizes is _SHARDED else f"{known}; or {', '.join(_SHARDED)}"
 
 
-def _world_size(worlds: Mapping[str, int], otherwise: int | None, found: list[Violation]) -> int | None:
-    """Number of ranks, from the sides that say how many replicas they have; None where it stays open."""
-    if not worlds and otherwise is None:
-        problem = "neither side says how many replicas there are, so the number of ranks is unknown"
-        found.append(Violation(f"{TRAIN} dp", problem, "Give dp on one side or on both"))
+def _world_size(worlds: Mapping[str, int], found: list[Violation]) -> int | None:
+    """Number of ranks, from the sides that say how many replicas they have; None where neither does."""
     if len(set(worlds.values())) > 1:
         problem = f"training has {worlds[TRAIN]} ranks, inference {worlds[INFER]}"
         found.append(Violation(f"{INFER} dp", problem, "They are the same ranks: leave dp out on one side"))
-    return next(iter(worlds.values()), otherwise)
+    return next(iter(worlds.values()), None)

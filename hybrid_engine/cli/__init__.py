@@ -1,7 +1,7 @@
 """The command line: `hybrid-engine plan …`, `verify …`, `check-gpu …` and `example …`; `python -m hybrid_engine` too.
 
     plan_command.py       `plan`: its options, checked; the work is done by advisor/
-    plan_tables.py        its answer as tables
+    plan_tables.py        its answer as the verdict and tables
     verify_command.py     `verify`: its options, checked, and its verdict; the work is done by verification/
     check_gpu_command.py  `check-gpu`: its options, checked, and its lines; the work is done by verification/gpu/
     example_command.py    `example`: copies the examples out of the package
@@ -13,7 +13,8 @@ Exit status:
     1   `verify` found a difference, or `check-gpu` something red
     2   the request is invalid, and every reason was printed before anything started; or the answer could not be
         written; or something of `check-gpu` could not run, and nothing was red
-    3   the ranks of `verify` ended without a verdict; their output is printed
+    3   `plan`: the job does not fit its devices or hosts. `verify`: the ranks ended without a verdict; their output is
+        printed
 """
 
 from __future__ import annotations

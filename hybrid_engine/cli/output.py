@@ -5,15 +5,29 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import typer
 from rich import console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from hybrid_engine.errors import FileError, clipped
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Give a function that says what is being done: on stderr, for as long as it is done, where that is a terminal."""
+    errors = console.Console(stderr=True)
+    if not errors.is_terminal:
+        yield lambda _: None
+        return
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=errors, transient=True, redirect_stdout=False, redirect_stderr=False) as shown:
+        task = shown.add_task("starting", total=None)
+        yield lambda doing: shown.update(task, description=doing)
 
 
 @contextmanager

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from hybrid_engine.advisor.cluster_plan import GIB, LINK_GBPS, Cluster, plan_job
+from hybrid_engine.advisor.cluster_plan import DEVICE_GIB, GIB, LINK_GBPS, Cluster, JobPlan, plan_job
 from hybrid_engine.advisor.facts import Answer, PlanningCost, facts_of_rank
+from hybrid_engine.advisor.job_verdict import JobVerdict
 from hybrid_engine.advisor.later_switches import later_switches
 from hybrid_engine.advisor.page import page_of
 from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
 from hybrid_engine.advisor.sizes_text import is_sharded, parse_job
 from hybrid_engine.advisor.trainers import Fsdp, Megatron, PlannedTrainer
-from hybrid_engine.cli.options import Order, collect, integer_option, refuse
-from hybrid_engine.cli.output import unwritable, writing
-from hybrid_engine.cli.plan_tables import print_tables
+from hybrid_engine.cli.options import (
+    Order,
+    collect,
+    integer_option,
+    model_directory,
+    model_option,
+    name_of_model,
+    refuse,
+)
+from hybrid_engine.cli.output import progress, unwritable, writing
+from hybrid_engine.cli.plan_tables import print_answer
 from hybrid_engine.errors import ConfigError, DependencyError, Violation, shortened
 from hybrid_engine.files.durable import write_text
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE, ShardedParallelism, TrainParallelism
@@ -34,18 +44,22 @@ _RATES = ",".join(f"{link.value}={rate:g}" for link, rate in LINK_GBPS.items())
 
 
 def plan(
-    model: Annotated[Path, typer.Option(help="Directory with a Hugging Face config.json; weights are not needed.")],
+    model: Annotated[str, model_option()],
     train: Annotated[
         str,
         typer.Option(
             help="Training sizes: tp,pp,vpp,cp,dp,ep,etp; first,last,embedding,loss,layout for uneven stages; "
-            "noop=3:7; vocab. For example tp=8,pp=2,dp=4. Or FSDP2's: fsdp,replicas. For example fsdp=8,replicas=2."
+            "noop=3:7; vocab. For example tp=8,pp=2,dp=4. etp is tp unless given; dp is what the other side makes, or "
+            "1. Or FSDP2's: fsdp,replicas. For example fsdp=8,replicas=2."
         ),
     ],
     infer: Annotated[str, typer.Option(help="Inference sizes: tp,pp,dp,ep. For example tp=4,dp=16.")],
     order: Annotated[Order, typer.Option(help="auto gives each rank what it already holds most of.")] = Order.AUTO,
     hosts_of: Annotated[int, integer_option("Ranks of one host.")] = 8,
-    device_gib: Annotated[float, typer.Option(help="Memory of one device, GiB.")] = 141.0,
+    device: Annotated[str | None, typer.Option(help=f"Memory by name: {', '.join(DEVICE_GIB)}.")] = None,
+    device_gib: Annotated[
+        float | None, typer.Option(help=f"Memory of one device, GiB; default: {Cluster().device_gib:g}.")
+    ] = None,
     host_gib: Annotated[float | None, typer.Option(help="Memory of one host, GiB; not checked without.")] = None,
     link_gbps: Annotated[
         str, typer.Option(help="10^9 bytes per second of one rank, each direction: self, host, network.")
@@ -81,54 +95,95 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print numbers as JSON, in bytes and seconds.")] = False,
     html: Annotated[Path | None, typer.Option(help="Write a page that shows who holds what.")] = None,
 ) -> None:
-    """Say what a switch between two layouts would move, and whether it fits. Needs no device and no weights."""
+    """Say whether a job fits its devices and what a switch between its two layouts moves. Needs no device, no weights.
+
+    The verdict comes first, then the numbers. Exits with 3 if the job does not fit.
+    """
     found: list[Violation] = list(_option_violations(hosts_of, device_gib, host_gib, bucket_mb, html))
     found += _prefetch_violations(prefetch_gbps, gpu_memory_utilization)
+    size = collect(found, _size_of_device, device, device_gib)
     rates = collect(found, _parse_rates, link_gbps)
-    table, config = collect(found, read_model, model, "--model") or (None, {})
+    directory = collect(found, model_directory, model)
+    table, config = (directory and collect(found, read_model, directory, "--model")) or (None, {})
     sizes = collect(found, parse_job, train, infer, table)
     if sizes is not None and rank is not None and not 0 <= rank < sizes[0].world_size:
         found.append(Violation("--rank", f"{rank} of {sizes[0].world_size} ranks, counted from 0", "Name one of them"))
     dtypes = collect(found, _dtypes, dtype, train_dtype, config, is_sharded=is_sharded(train))
-    if found or sizes is None or table is None or rates is None or dtypes is None:
+    if found or not (directory and table and sizes and rates and dtypes and size):
         refuse(found)
     training, inference = sizes
-    trainer = collect(found, _trainer, training, model, table)
+    trainer = collect(found, _trainer, training, directory, table)
     if trainer is None:
         refuse(found)
     has_elastic_buffers = _has_elastic_buffers() if elastic is None else elastic
-    cluster = Cluster(hosts_of, device_gib, host_gib, rates, has_elastic_buffers)
-    started = time.perf_counter()
-    try:
-        job = plan_job(
-            *(table, trainer, inference, cluster),
-            order=order.value,
-            dtype=dtypes.infer,
-            train_dtype=dtypes.train,
-            bucket_nbytes=bucket_mb * 1024**2,
-            release_weights=release_weights,
-        )
-    except DependencyError as error:
-        refuse([Violation("--order", str(error), "Install it or use --order sequential")])
-    later = None if frozen is None else collect(found, later_switches, job, frozen.replace(" ", "").split(","))
-    if found:
-        refuse(found)
-    seconds, of_rank = time.perf_counter() - started, None
-    if rank is not None:
-        started = time.perf_counter()
-        own_plan = job.plan_of(rank)
-        of_rank = facts_of_rank(own_plan, rank, time.perf_counter() - started)
-    ahead = None
-    if prefetch_gbps is not None:
-        ahead = PrefetchEstimate(job.memory, device_gib * GIB, gpu_memory_utilization, prefetch_gbps * 1e9)
-    answer = Answer(job, PlanningCost(seconds=seconds, peak_memory=_peak_memory()), of_rank, ahead, later)
-    with writing():
+    make = partial(
+        plan_job,
+        *(table, trainer, inference, Cluster(hosts_of, size, host_gib, rates, has_elastic_buffers)),
+        order=order.value,
+        dtype=dtypes.infer,
+        train_dtype=dtypes.train,
+        bucket_nbytes=bucket_mb * 1024**2,
+        release_weights=release_weights,
+    )
+    page = None
+    with progress() as doing:
+        answer = _answer(make, _Beside(rank, frozen, prefetch_gbps, gpu_memory_utilization), doing)
         if html is not None:
-            write_text(html, page_of(job, f"{model.resolve().name}: {train} to {infer}"))
+            doing("drawing the page")
+            page = page_of(answer, f"{name_of_model(model)}: training {train}, generation {infer}")
+    with writing():
+        if html is not None and page is not None:
+            write_text(html, page)
         if as_json:
             typer.echo(json.dumps(answer.as_dict(), indent=2))
         else:
-            print_tables(answer)
+            print_answer(answer)
+    raise typer.Exit(0 if JobVerdict(answer.job).fits else 3)
+
+
+class _Beside(NamedTuple):
+    """What is asked for beside the plan, as the options say it."""
+
+    rank: int | None
+    frozen: str | None
+    prefetch_gbps: float | None
+    gpu_memory_utilization: float
+
+
+def _answer(make: Callable[..., JobPlan], beside: _Beside, doing: Callable[[str], None]) -> Answer:
+    """Plan the job, and what is asked for beside it. Ends the command where that cannot be."""
+    started = time.perf_counter()
+    try:
+        job = make(progress=doing)
+    except DependencyError as error:
+        refuse([Violation("--order", str(error), "Install it or use --order sequential")])
+    found: list[Violation] = []
+    later = beside.frozen and collect(found, later_switches, job, beside.frozen.replace(" ", "").split(","))
+    if found:
+        refuse(found)
+    cost = PlanningCost(seconds=time.perf_counter() - started, peak_memory=_peak_memory())
+    of_rank = ahead = None
+    if beside.rank is not None:
+        doing(f"every transfer of rank {beside.rank}")
+        started = time.perf_counter()
+        own_plan = job.plan_of(beside.rank)
+        of_rank = facts_of_rank(own_plan, beside.rank, time.perf_counter() - started)
+    if beside.prefetch_gbps is not None:
+        device_nbytes = job.cluster.device_gib * GIB
+        ahead = PrefetchEstimate(job.memory, device_nbytes, beside.gpu_memory_utilization, beside.prefetch_gbps * 1e9)
+    return Answer(job, cost, of_rank, ahead, later or None)
+
+
+def _size_of_device(name: str | None, gib: float | None) -> float:
+    """Return the memory of a device in GiB. Raises ConfigError for an unknown name, and for both."""
+    if name is None:
+        return Cluster().device_gib if gib is None else gib
+    if gib is not None:
+        raise ConfigError([Violation("--device", f"{shortened(name)}, and --device-gib {gib:g}", "Leave out one")])
+    if name.lower() not in DEVICE_GIB:
+        known = f"Use one of {', '.join(DEVICE_GIB)}, or --device-gib"
+        raise ConfigError([Violation("--device", f"unknown device {shortened(name)}", known)])
+    return DEVICE_GIB[name.lower()]
 
 
 def _has_elastic_buffers() -> bool:
@@ -176,7 +231,7 @@ def _dtypes(infer: str | None, train: str | None, config: Mapping[str, Any], *, 
 
 
 def _option_violations(
-    hosts_of: int, device_gib: float, host_gib: float | None, bucket_mb: int, html: Path | None
+    hosts_of: int, device_gib: float | None, host_gib: float | None, bucket_mb: int, html: Path | None
 ) -> Iterator[Violation]:
     numbers = {"--hosts-of": hosts_of, "--bucket-mb": bucket_mb, "--device-gib": device_gib, "--host-gib": host_gib}
     for key, value in numbers.items():

@@ -60,7 +60,9 @@ def count_violations(sizes: Parallelism) -> Iterator[Violation]:
 def _train_ranks(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
     yield from _product("tensor", {"TP": sizes.tensor, "PP": sizes.pipeline, "CP": sizes.context}, sizes)
     if table.dims.num_experts:
-        yield from _product("expert", {"ETP": sizes.expert_cut, "EP": sizes.expert, "PP": sizes.pipeline}, sizes)
+        factors = {"ETP": sizes.expert_cut, "EP": sizes.expert, "PP": sizes.pipeline}
+        remedy = "ETP is TP unless it is given: try ETP 1" if sizes.expert_tensor is None and sizes.tensor > 1 else ""
+        yield from _product("expert", factors, sizes, remedy)
 
 
 def _train_experts(sizes: TrainParallelism, table: ModelTable) -> Iterator[Violation]:
@@ -158,13 +160,13 @@ def _infer_cuts(sizes: InferenceParallelism, table: ModelTable) -> Iterator[Viol
 # -- either ----------------------------------------------------------------------------------------------------------
 
 
-def _product(key: str, factors: Mapping[str, int], sizes: Parallelism) -> Iterator[Violation]:
+def _product(key: str, factors: Mapping[str, int], sizes: Parallelism, remedy: str = "") -> Iterator[Violation]:
     """Sizes whose product does not divide the number of ranks."""
     product = math.prod(factors.values())
     if sizes.world_size % product:
         text = " x ".join(f"{name} {size}" for name, size in factors.items())
         problem = f"{text} = {product} does not divide the world size {sizes.world_size}"
-        yield Violation(key, problem, "Choose sizes whose product divides it")
+        yield Violation(key, problem, remedy or "Choose sizes whose product divides it")
 
 
 def _heads(sizes: Parallelism, table: ModelTable) -> Iterator[Violation]:
@@ -188,7 +190,7 @@ def _cuts(
         is_even: whether a parameter is cut evenly at all.
     """
     seen: set[tuple[int, int]] = set()
-    for parameter in parameters_of(table):
+    for parameter in parameters_of(table, most_experts=1):
         packing, num_parts = parameter.packing, parts[parameter.packing.over]
         length = packed_size(packing, table.shapes, parameter.tensors)
         if num_parts == 1 or (parameter.rule, length) in seen or not is_even(parameter):

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hybrid_engine.errors import Violation, clipped, shortened
 from hybrid_engine.layouts.hybrid_pattern import Share, hybrid_shares
@@ -158,6 +159,29 @@ def _stage_lengths(sizes: TrainParallelism, num_positions: int) -> list[int]:
     return lengths if last is None else [*lengths, last]
 
 
+class StageEnds(NamedTuple):
+    """Layers of the first and the last stage."""
+
+    first: int
+    last: int
+
+
+def uneven_ends(sizes: TrainParallelism, num_layers: int) -> StageEnds | None:
+    """Lengths of the two ends that leave equally long stages between them, at most half as long as an end.
+
+    None where there are no such, or where the split counts more than layers.
+    """
+    chunks, num_between = sizes.virtual_pipeline or 1, sizes.pipeline - 2
+    num_groups = num_layers // chunks  # every stage has whole groups, a layer for each of its virtual chunks
+    if num_layers % chunks or _num_counted(sizes) or num_between < (1 if chunks > 1 else 0):
+        return None
+    for between in (-(-num_groups // sizes.pipeline), num_groups // sizes.pipeline):
+        left = num_groups - between * num_between
+        if 2 <= left <= 4 * between:
+            return StageEnds(-(-left // 2) * chunks, left // 2 * chunks)
+    return None
+
+
 def _num_counted(sizes: TrainParallelism) -> int:
     """What the split counts beside layers."""
     return sizes.account_for_embedding_in_pipeline_split + sizes.account_for_loss_in_pipeline_split
@@ -168,6 +192,8 @@ def _count_violations(sizes: TrainParallelism, num_positions: int) -> Iterator[V
     lengths, counted = _stage_lengths(sizes, num_positions), num_positions + _num_counted(sizes)
     if sum(lengths) != counted or min(lengths) < 0:
         key, ends, remedy = "pipeline", "", "Use a divisor, first/last stage sizes or a layout"
+        if (uneven := uneven_ends(sizes, num_positions)) is not None:
+            remedy = f"Give the first stage {uneven.first} and the last {uneven.last}, or use a divisor or a layout"
         if first is not None or last is not None:
             key, remedy = (_LAST if first is None else _FIRST), "Choose stages that add up"
             ends = f", {first or 'even'} in the first and {last or 'even'} in the last"

@@ -54,7 +54,7 @@ OUTSIDE = {
     "layouts": {"numpy"},
     "ports": {"torch"},
     "config": {"pydantic"},
-    "advisor": {"numpy"},
+    "advisor": {"jinja2", "numpy"},
     "transports": {"torch"},
     "transports.registry": set(),
     "switch": {"torch"},
@@ -74,7 +74,7 @@ OUTSIDE = {
     "verification.cases": set(),
     "verification.small_model": set(),
     "verification.verdict": set(),
-    "cli": {"rich", "typer"},
+    "cli": {"huggingface_hub", "rich", "typer"},
 }
 # Modules of one name, and what it means in every place.
 SAME_MEANING = {

@@ -12,7 +12,8 @@ from hypothesis import given
 from hybrid_engine.advisor.cluster_plan import GIB, Cluster, JobPlan, plan_job
 from hybrid_engine.advisor.memory_peaks import MemoryPeaks, megatron_memory, sharded_memory
 from hybrid_engine.advisor.other_systems import megatron_peers
-from hybrid_engine.advisor.picture import picture_of, rows_of
+from hybrid_engine.advisor.overview import overview_of
+from hybrid_engine.advisor.picture import picture_of
 from hybrid_engine.advisor.trainers import Megatron
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism
@@ -20,7 +21,8 @@ from hybrid_engine.layouts.sharded import Packed, PackedModel, sharded_side
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.plan import Link
-from hybrid_engine.planning.summary import summarize
+from hybrid_engine.planning.routes import Hosts
+from hybrid_engine.planning.summary import group_traffic, summarize
 from hybrid_engine.records.regions import StridedView, contiguous_strides
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, layout_cases
 
@@ -173,11 +175,8 @@ def test_bars_are_where_something_is_held(case: LayoutCase) -> None:
     picture = picture_of(case.table, case.source.holdings, case.destination.holdings)
     assert sorted(rank for column in picture.columns for rank in column.ranks) == list(range(len(case.hosts)))
     assert sorted(name for row in picture.rows for name in row.tensors) == sorted(case.table.shapes)
-    drawn = {
-        (bar.column, row, bar.side): bar
-        for bar in picture.bars
-        for row in range(bar.first_row, bar.first_row + bar.num_rows)
-    }
+    assert [number for group in picture.groups for number in group.columns] == [*range(len(picture.columns))]
+    drawn = {(bar.column, row, bar.side): bar for bar in picture.bars for row in bar.rows}
     assert len(drawn) == sum(bar.num_rows for bar in picture.bars), "no two bars in one place"
     for column, ranks in enumerate(picture.columns):
         for rank in ranks.ranks:
@@ -186,6 +185,9 @@ def test_bars_are_where_something_is_held(case: LayoutCase) -> None:
                 held = {shard.region.tensor for shard in layout.shards}
                 for number, row in enumerate(picture.rows):
                     assert ((column, number, side) in drawn) == bool(held & set(row.tensors))
+        group = next(group for group in picture.groups if column in group.columns)
+        for side, number in ((side, number) for side in ("train", "infer") for number in range(len(picture.rows))):
+            assert ((column, number, side) in drawn) == ((group.columns.start, number, side) in drawn)
 
 
 def test_bars_are_slices() -> None:
@@ -193,7 +195,8 @@ def test_bars_are_slices() -> None:
     source = training_side(table, TrainParallelism(2, tensor=2)).holdings
     destination = inference_side(table, InferenceParallelism(2)).holdings
     picture = picture_of(table, source, destination)
-    layers = {(bar.column, bar.side): bar for bar in picture.bars if bar.num_rows == 4}
+    assert [row.label for row in picture.rows] == ["embedding", "layers 0-3", "norm and head"]
+    layers = {(bar.column, bar.side): bar for bar in picture.bars if bar.first_row == 1}
     assert layers[0, "train"].extents == layers[0, "both"].extents == ((0.0, 0.5),)
     assert layers[1, "train"].extents == ((0.5, 1.0),)
     assert layers[1, "infer"].extents == ((0.0, 1.0),)
@@ -206,7 +209,7 @@ def test_bars_are_slices() -> None:
         inference_side(experts, InferenceParallelism(6, tensor=3)),
     )
     picture = picture_of(experts, *(side.holdings for side in sides))
-    first = len([row for row in rows_of(experts) if row.experts is None])
+    first = len([row for row in picture.rows if row.experts is None])
     bars = {bar.side: bar for bar in picture.bars if bar.column == 0 and bar.first_row == first}
     assert bars["train"].extents == ((0.0, pytest.approx(1 / 3)),)
     assert bars["train"].share == 0.5
@@ -216,8 +219,38 @@ def test_bars_are_slices() -> None:
     assert picture.texts[bars["train"].text].startswith("experts 0-1, of each\ngate_proj.weight [0:6, :]")
 
 
-def test_too_many_columns_are_said() -> None:
+def test_of_too_many_columns_some_of_every_group_are_drawn() -> None:
+    """Two stages of six ranks that hold different slices."""
     table = table_for(DENSE)
-    source = training_side(table, TrainParallelism(6, tensor=6)).holdings
-    picture = picture_of(table, source, source, max_columns=4)
-    assert (len(picture.columns), picture.num_hidden) == (4, 2)
+    source = training_side(table, TrainParallelism(12, tensor=6, pipeline=2, make_vocab_size_divisible_by=1)).holdings
+    picture = picture_of(table, source, source, most_columns=4)
+    assert [column.ranks for column in picture.columns] == [(0,), (3,), (6,), (9,)]
+    assert [(group.columns, group.num_hidden) for group in picture.groups] == [(range(2), 4), (range(2, 4), 4)]
+
+
+def test_an_overview_says_how_much_a_rank_of_each_group_holds() -> None:
+    table = table_for(DENSE)
+    source = training_side(table, TrainParallelism(4, tensor=2, pipeline=2)).holdings
+    destination = inference_side(table, InferenceParallelism(4)).holdings
+    overview = overview_of(picture_of(table, source, destination))
+    assert [column.ranks for column in overview.columns] == [(0, 1), (2, 3)]
+    assert [row.label for row in overview.rows] == ["embedding", "layers 0-1", "layers 2-3", "norm and head"]
+    drawn = {(bar.column, row, bar.side): bar for bar in overview.bars for row in bar.rows}
+    assert len(drawn) == sum(bar.num_rows for bar in overview.bars)
+    for column, row in ((0, 1), (1, 2)):
+        assert drawn[column, row, "train"].part == drawn[column, row, "both"].part == 0.5
+        assert drawn[column, 3 - row, "infer"].part == 1.0
+        assert (column, 3 - row, "train") not in drawn
+    assert overview.texts[drawn[0, 1, "train"].text] == "50 % by each rank"
+
+
+@JOBS
+@given(layout_cases())
+def test_traffic_between_groups_is_what_is_sent(case: LayoutCase) -> None:
+    sides = case.source.holdings, case.destination.holdings
+    moved, ranks = summarize(*sides, case.hosts), np.arange(len(case.hosts))
+    by_rank, by_host = group_traffic(*sides, case.hosts, (), [ranks, np.array(Hosts(case.hosts).numbers)])
+    assert (by_rank.sum(axis=0) == moved.received).all()
+    assert (by_rank.sum(axis=1) == moved.sent).all()
+    assert by_host.diagonal().sum() == moved.host.sum()
+    assert by_host.sum() == moved.received.sum()

@@ -1,0 +1,104 @@
+"""The answer of `plan` in four sentences: does it fit, what moves, how long, and what the figures leave out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hybrid_engine.advisor.cluster_plan import GIB, JobPlan
+
+LEFT_OUT = ("activations", "KV cache", "CUDA context", "workspaces of libraries")
+"""What takes device memory beside what is counted."""
+
+
+@dataclass(frozen=True)
+class JobVerdict:
+    """What decides whether a job can run as planned; bytes of the rank that has most.
+
+    Attributes:
+        job: the plan.
+    """
+
+    job: JobPlan
+
+    @property
+    def fits(self) -> bool:
+        """On the device, and on the host where its size is known."""
+        return self.job.fits_device and self.job.fits_host is not False
+
+    @property
+    def room(self) -> float:
+        """Bytes of the device beside the peak; negative: so much is missing."""
+        return self.job.cluster.device_gib * GIB - float(self.job.memory.device.max())
+
+    @property
+    def peak_is_of_training(self) -> bool:
+        """The peak is that of training state, not that of a switch."""
+        memory = self.job.memory
+        return bool(memory.device.max() > memory.interleaved_switch.max())
+
+    @property
+    def room_for_cache(self) -> float:
+        """Bytes of the device beside vLLM's weights."""
+        return self.job.cluster.device_gib * GIB - float(self.job.memory.inference.max())
+
+    def sentences(self) -> dict[str, str]:
+        """Heading -> what is to be said under it."""
+        found = {"Fits" if self.fits else "Does not fit": self._of_device()}
+        if self.job.cluster.host_gib is not None:
+            found["Host"] = self._of_host()
+        return {**found, "Left out": self._left_out(), "Moves": self._moved(), "Takes": self._time()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """The part of `plan --json` of this name, in bytes."""
+        return {
+            "fits": self.fits,
+            "room": self.room,
+            "room_for_cache": self.room_for_cache,
+            "peak_during": "training" if self.peak_is_of_training else "switch",
+            "left_out": list(LEFT_OUT),
+        }
+
+    def _of_device(self) -> str:
+        peak, size = gib(self.job.memory.device.max()), f"{self.job.cluster.device_gib:g} GiB"
+        when = "while training" if self.peak_is_of_training else "at the switch"
+        if self.room < 0:
+            return f"the peak of {peak} on a device, {when}, is {gib(-self.room)} more than its {size}."
+        return f"the peak of {peak} on a device, {when}, leaves {gib(self.room)} of its {size}."
+
+    def _of_host(self) -> str:
+        largest, size = gib(self.job.host_nbytes.max()), f"{self.job.cluster.host_gib:g} GiB"
+        fits = "fit" if self.job.fits_host else "do not fit"
+        return f"{largest} of offloaded training state {fits} a host of {size}."
+
+    def _left_out(self) -> str:
+        cache = (
+            f"beside vLLM's weights {gib(self.room_for_cache)} are left for the KV cache"
+            if self.room_for_cache > 0
+            else "vLLM's weights alone leave no room for the KV cache"
+        )
+        return f"the peak does not count {', '.join(LEFT_OUT[:-1])} and {LEFT_OUT[-1]}; {cache}."
+
+    def _moved(self) -> str:
+        moved, gathered = self.job.bytes, self.job.peers[0].nbytes
+        received, least = float(moved.received.mean()), float(moved.lower_bound.mean())
+        if received > least:
+            text = f"{gib(received)} to a rank on average, {gib(received - least)} more than the least possible"
+        else:
+            text = f"{gib(received)} to a rank on average, the least that these two layouts allow"
+        if gathered:
+            text += f", {1 - received / gathered:.0%} less than all weights on every rank ({gib(gathered)})"
+        return f"{text}."
+
+    def _time(self) -> str:
+        seconds = self.job.seconds
+        return (
+            f"{seconds.max():.3g} s for the transfers of the slowest rank ({seconds.mean():.3g} s on average), at link "
+            "speeds that are assumed, not measured."
+        )
+
+
+def gib(nbytes: float) -> str:
+    """Bytes in a sentence."""
+    size = nbytes / GIB
+    return f"{size:.1f} GiB" if abs(size) >= 10 else f"{size:.2f} GiB" if abs(size) >= 1 else f"{size:.3g} GiB"

@@ -1,0 +1,149 @@
+"""The numbers of an answer as people read them: sections of rows, the same on the terminal and on the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from hybrid_engine.advisor.cluster_plan import GIB, JobPlan
+from hybrid_engine.advisor.facts import (
+    Answer,
+    MinMeanMax,
+    Ranges,
+    bytes_across_hosts,
+    device_memory,
+    host_memory,
+    moved_bytes,
+    prefetched_bytes,
+    range_of,
+)
+from hybrid_engine.advisor.later_switches import LaterSwitches
+from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
+
+UNITS = "GiB are 2^30 bytes; min, mean and max are over ranks, or over hosts where a row says so."
+
+
+@dataclass(frozen=True)
+class Row:
+    """Numbers under one name; `is_part`: of those of a row above."""
+
+    label: str
+    numbers: MinMeanMax
+    is_part: bool = False
+
+    @property
+    def cells(self) -> tuple[str, str, str, str]:
+        """The label, and GiB."""
+        low, mean, high = (number_of_gib(self.numbers[name]) for name in ("min", "mean", "max"))
+        return self.label, low, mean, high
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows that belong together; `note` explains what is not plain."""
+
+    title: str
+    rows: tuple[Row, ...]
+    note: str = ""
+
+
+def sections_of(answer: Answer) -> Iterator[Section]:
+    """In the order in which they are read."""
+    job = answer.job
+    yield _moved(job)
+    yield _memory(job)
+    if answer.prefetch is not None:
+        yield _prefetched(answer.prefetch)
+    if answer.later is not None:
+        yield _later(answer.later)
+
+
+def number_of_gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.3f}" if abs(nbytes) >= GIB / 1000 or nbytes == 0 else f"{nbytes / GIB:.3g}"
+
+
+def how_many(number: int, what: str) -> str:
+    """`1 host`, `2 hosts`."""
+    return f"{number:,} {what}" + "s" * (number != 1)
+
+
+_PARTS = "  of it "
+_MOVED: Mapping[str, str] = {
+    "received": "received from other ranks",
+    "received_same_host": "from the same host",
+    "received_across_hosts": "from other hosts",
+    "least": "least that a rank must receive",
+    "copied_on_the_rank": "copied within the rank",
+    "sent": "sent to other ranks",
+    "sent_same_host": "to the same host",
+    "sent_across_hosts": "to other hosts",
+}
+_IS_PART = {"received_same_host", "received_across_hosts", "sent_same_host", "sent_across_hosts", "inelastic"}
+
+
+def _rows(numbers: Ranges, labels: Mapping[str, str]) -> Iterator[Row]:
+    for name, label in labels.items():
+        if name in numbers:
+            is_part = name in _IS_PART
+            yield Row(_PARTS * is_part + label, numbers[name], is_part)
+
+
+def _moved(job: JobPlan) -> Section:
+    hosts = len(set(job.cluster.hosts(job.world_size)))
+    across = bytes_across_hosts(job)
+    rows = (
+        *_rows(moved_bytes(job.bytes), _MOVED),
+        Row("received by a host from other hosts", across["received"]),
+        Row("least that a host must receive", across["least"]),
+        Row("received, with --order sequential", range_of(job.sequential.received)),
+    )
+    return Section(
+        f"What a switch moves, GiB by rank: {how_many(job.world_size, 'rank')} on {how_many(hosts, 'host')}",
+        rows,
+        "Least: what is needed in generation and not held in training; no plan can receive less.",
+    )
+
+
+def _memory(job: JobPlan) -> Section:
+    labels = {
+        "params": "parameters",
+        "inelastic": "leaving only at the end of a switch",
+        "grads": f"gradients, {job.trainer.grad_dtype or job.train_dtype}",
+        "optimizer": "optimizer state",
+        "training": "training state: these three",
+        "inference": "vLLM's weights",
+        "switch": "a switch, if vLLM's weights came all at once",
+        "interleaved_switch": "a switch, as it is: bucket by bucket",
+        "peak": "device peak",
+    }
+    host = host_memory(job)
+    rows = (
+        *_rows(device_memory(job), labels),
+        Row("host memory while generating", host["per_rank"]),
+        Row("the same, by host", host["per_host"]),
+    )
+    note = (
+        "A switch bucket by bucket takes the larger of parameters and vLLM's weights, and two buckets. The peak is the "
+        "larger of training state and that."
+    )
+    if job.memory.keeps_inference:
+        note = "vLLM's weights stay while training, so the peak has them beside training state."
+    return Section("Memory, GiB by rank", rows, note)
+
+
+def _prefetched(estimate: PrefetchEstimate) -> Section:
+    labels = {
+        "returning": "parameters and optimizer state, which come back",
+        "within_peak": "during a rollout, within the peak above",
+        "with_room": "during a rollout, with a large prefetch_mb",
+        "peak_with_room": "device peak with that",
+    }
+    return Section("prefetch: auto, GiB by rank", tuple(_rows(prefetched_bytes(estimate), labels)))
+
+
+def _later(later: LaterSwitches) -> Section:
+    title = f"Later switches, GiB by rank, with incremental: auto and incremental_mb: {later.incremental_mb}"
+    kept = Row("kept on the device", range_of(np.asarray(later.kept)))
+    return Section(title, (*_rows(moved_bytes(later.bytes), _MOVED), kept))
