@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,8 +11,8 @@ from rich.table import Table
 
 from hybrid_engine.advisor.cluster_plan import GIB
 from hybrid_engine.advisor.sizes_text import parse_job
-from hybrid_engine.cli.options import Order, collect, integer_option, refuse
-from hybrid_engine.cli.output import Console, new_table, writing
+from hybrid_engine.cli.options import Order, collect, integer_option, model_directory, model_option, refuse
+from hybrid_engine.cli.output import Console, new_table, progress, writing
 from hybrid_engine.errors import ConfigError, FileError, ReshardError, Violation
 from hybrid_engine.models.families import read_model
 
@@ -25,10 +24,12 @@ _GIB_PER_RANK = 1.0  # both engines' libraries and a small model
 
 
 def verify(
-    model: Annotated[Path, typer.Option(help="Directory with a Hugging Face config.json; weights are not needed.")],
+    model: Annotated[str, model_option()],
     train: Annotated[str, typer.Option(help="Training sizes, as for plan. For example tp=2,pp=2, or fsdp=4.")],
     infer: Annotated[str, typer.Option(help="Inference sizes, as for plan. For example tp=2.")],
-    layers: Annotated[int, integer_option("Decoder layers of the small model.")] = 4,
+    layers: Annotated[
+        int | None, integer_option("Decoder layers of the small model; default: 4, or as many as the layouts need.")
+    ] = None,
     nproc: Annotated[int | None, integer_option("Processes; default: as many ranks as the sizes make.")] = None,
     order: Annotated[Order, typer.Option(help="Which rank takes which inference position.")] = Order.AUTO,
     dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32",
@@ -46,14 +47,15 @@ def verify(
     from hybrid_engine.verification.verify import SCRATCH_PREFIX, run_cases
 
     found: list[Violation] = []
-    if layers < 1:
+    if layers is not None and layers < 1:
         found.append(Violation("--layers", f"{layers}, but must be at least 1", "Use 1 or more"))
     if nproc is not None and nproc < 1:
         found.append(Violation("--nproc", f"{nproc}, but must be at least 1", "Use 1 or more"))
         nproc = None
-    table, _ = collect(found, read_model, model, "--model") or (None, {})
+    directory = collect(found, model_directory, model)
+    table, _ = (directory and collect(found, read_model, directory, "--model")) or (None, {})
     sizes = collect(found, parse_job, train, infer, table, nproc)
-    if found or sizes is None:
+    if found or sizes is None or directory is None:
         refuse(found)
     training, inference = sizes
     world_size = training.world_size
@@ -65,12 +67,14 @@ def verify(
         if found:
             refuse(found)
     try:
-        with unwinding_on_sigterm(), scratch_directory(SCRATCH_PREFIX) as directory:
-            case = case_of(f"{train} to {infer}", model, directory, training, inference, layers, order.value, dtype)
+        with unwinding_on_sigterm(), scratch_directory(SCRATCH_PREFIX) as scratch:
+            case = case_of(f"{train} to {infer}", directory, scratch, training, inference, layers, order.value, dtype)
             collect(found, case.config, world_size)
             if found:
                 refuse(found)
-            (verdict,) = run_cases([case], world_size)
+            with progress() as doing:
+                doing(f"starting {world_size} processes")
+                (verdict,) = run_cases([case], world_size, progress=doing)
     except (FileError, ReshardError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2 if isinstance(error, FileError) else 3) from None

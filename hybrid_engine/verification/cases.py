@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism, named
+from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.models import table_for
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.verification.small_model import reduced_config
+from hybrid_engine.verification.small_model import Divisors, reduced_config
 
 SEQ_LENGTH = 32
 """Tokens of a training sequence."""
+_FEWEST_LAYERS = 4
 
 _ACTOR_DEFAULTS: dict[str, Any] = {
     "params_dtype": "float32",
@@ -62,17 +64,48 @@ def case_of(
     directory: Path,
     training: TrainParallelism | ShardedParallelism,
     inference: InferenceParallelism,
-    num_layers: int,
+    num_layers: int | None,
     rank_order: str,
     dtype: str,
 ) -> Case:
-    """Return the case for a published model in these layouts; its small model is written below `directory`."""
-    tp_sizes = (inference.tensor,) if isinstance(training, ShardedParallelism) else (training.tensor, inference.tensor)
-    small = prepare_model(model, directory, num_layers, tp_sizes)
-    table = table_for(json.loads(_config_text(small)))
+    """Return the case for a published model in these layouts; its small model is written below `directory`.
+
+    `num_layers`: of the small model; None: as few as the layouts can have, at least 4. Raises UnknownModelError without
+    a table.
+    """
+    divisors = _divisors(training, inference)
+    if num_layers is None:
+        num_layers = _fewest_layers(_config_of(model), training, inference, divisors)
+    small = prepare_model(model, directory, num_layers, divisors)
+    table = table_for(_config_of(small))
     actor = _of_fsdp(training) if isinstance(training, ShardedParallelism) else _of_megatron(training, table)
     generate = {**named(inference, "key"), "infer_rank_order": rank_order}
     return Case(name, str(small), {**actor, "params_dtype": dtype}, generate)
+
+
+def _divisors(training: TrainParallelism | ShardedParallelism, inference: InferenceParallelism) -> Divisors:
+    if isinstance(training, ShardedParallelism):
+        return Divisors((inference.tensor,), (inference.expert,))
+    tensor, expert = (training.tensor, inference.tensor), (training.expert, inference.expert)
+    return Divisors(tensor, expert, (training.expert_cut,))
+
+
+def _fewest_layers(
+    config: Mapping[str, Any],
+    training: TrainParallelism | ShardedParallelism,
+    inference: InferenceParallelism,
+    divisors: Divisors,
+) -> int:
+    """The smallest number of layers that both layouts can have, a layer on every stage; else that to begin with."""
+    own = table_for(config).dims.num_layers
+    chunks = 1 if isinstance(training, ShardedParallelism) else training.pipeline * (training.virtual_pipeline or 1)
+    first = min(max(_FEWEST_LAYERS, chunks, inference.pipeline), own)
+    sides = [side for side in (training, inference) if not isinstance(side, ShardedParallelism)]
+    for num_layers in range(first, own + 1):
+        table = table_for(reduced_config(config, num_layers, divisors))
+        if not any(violations(side, table) for side in sides):
+            return num_layers
+    return first
 
 
 def _of_megatron(sizes: TrainParallelism, table: ModelTable) -> dict[str, Any]:
@@ -90,14 +123,15 @@ def _of_fsdp(sizes: ShardedParallelism) -> dict[str, Any]:
     return {"fsdp": {"sharding_strategy": strategy, "replicas": sizes.replicas}}
 
 
-def _config_text(model: Path) -> str:
-    return (model / "config.json").read_text()
-
-
-def prepare_model(model: Path, directory: Path, num_layers: int, tp_sizes: Sequence[int]) -> Path:
+def prepare_model(model: Path, directory: Path, num_layers: int, divisors: Divisors) -> Path:
     """Write the reduced config of `model` to `directory` and return it. Raises UnknownModelError without a table."""
-    config = reduced_config(json.loads(_config_text(model)), num_layers, tp_sizes)
+    config = reduced_config(_config_of(model), num_layers, divisors)
     table_for(config)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     return directory
+
+
+def _config_of(model: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
+    return config

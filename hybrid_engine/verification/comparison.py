@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,31 +19,46 @@ if TYPE_CHECKING:
     from hybrid_engine.worker import ActorHybridWorker
 
 NUM_SEQUENCES = 8
-"""Of a training step, or the next multiple of the data parallel size."""
+"""Of a training step, or the next number that replicas and pipeline stages can share out."""
+_NUM_COMPARED = 4
+"""Sequences of which all log-probabilities are compared, likewise."""
 
 _MOST_SKIPPED_STEPS = 40
 
 
 class Comparison:
-    """The switches of one case on one rank; what it finds goes into `verdict`."""
+    """The switches of one case on one rank; what it finds goes into `verdict`, what it is doing to `say`."""
 
-    def __init__(self, worker: ActorHybridWorker, reference: Reference, scratch: Path, verdict: Verdict) -> None:
-        self.worker, self.reference, self.scratch, self.verdict = worker, reference, scratch, verdict
+    def __init__(
+        self,
+        worker: ActorHybridWorker,
+        reference: Reference,
+        scratch: Path,
+        verdict: Verdict,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.worker, self.reference, self.scratch, self.verdict, self._say = worker, reference, scratch, verdict, say
         self.table: ModelTable = worker.table
         self.rank = worker.rank
         self.trains = not verdict.remarks  # remarks say why training does not compute here
         if self.table.dims.num_experts and verdict.served_dtype != "float32":
             verdict.statistic = "median"
+        self._stages = (
+            worker.config.actor_config.pipeline_model_parallel_size
+        )  # virtual ones need as many micro batches
         self._digests: set[float] = set()
 
     def run(self) -> None:
         """Change the weights, switch, compare; `NUM_SWITCHES` times."""
         for version in range(NUM_SWITCHES):
             checkpoint = self.scratch / f"version{version}"
+            self._say(f"weights {version + 1} of {NUM_SWITCHES}: training")
             with self.worker.train_context():
                 trained = self._change_weights(version, checkpoint)
+            self._say(f"weights {version + 1} of {NUM_SWITCHES}: transformers")
             expected = self._expected_logits(checkpoint)
             self._note("training", expected, trained)
+            self._say(f"weights {version + 1} of {NUM_SWITCHES}: switch and comparison")
             self._switch(checkpoint, expected)
         self.verdict.num_versions = len(self._digests)
 
@@ -64,8 +79,7 @@ class Comparison:
 
     def _train(self, version: int) -> None:
         """Take one optimizer step; with float16 as many as needed for a loss scale without overflow."""
-        replicas = self.worker.train.dp_size
-        num_sequences = -(-NUM_SEQUENCES // replicas) * replicas
+        num_sequences = _next_multiple(NUM_SEQUENCES, self.worker.train.dp_size * self._stages)
         for _ in range(_MOST_SKIPPED_STEPS):
             batch = tokens_and_labels(version, self.table.dims.vocab_size, num_sequences)
             report = self.worker.update(batch, cross_entropy)
@@ -109,7 +123,8 @@ class Comparison:
         return torch.stack(rows)
 
     def _tokens(self) -> torch.Tensor:
-        return tokens_and_labels(99, self.table.dims.vocab_size)["tokens"][:4]
+        num_sequences = _next_multiple(_NUM_COMPARED, self._stages)
+        return tokens_and_labels(99, self.table.dims.vocab_size, num_sequences)["tokens"]
 
     def _expected_logits(self, checkpoint: Path) -> torch.Tensor:
         """Return the log-probabilities by transformers in float32, computed on rank 0."""
@@ -174,6 +189,10 @@ def difference_of(logits: torch.Tensor, log_probs: torch.Tensor, statistic: str)
     """
     by_position = (logits.float().log_softmax(-1) - log_probs).abs().amax(-1)
     return float(by_position.median() if statistic == "median" else by_position.max())
+
+
+def _next_multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
 
 
 def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

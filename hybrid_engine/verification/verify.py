@@ -6,9 +6,11 @@ import gc
 import json
 import shutil
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -25,9 +27,13 @@ SCRATCH_PREFIX = "hybrid-engine-verify-"
 
 _SECONDS_TO_WAIT = 300
 """Longest wait of one rank for another."""
+_PHASE = "phase"
+_SECONDS_BETWEEN_LOOKS = 0.2
 
 
-def run_cases(cases: Sequence[Case], num_ranks: int, timeout: float = 1800) -> list[Verdict]:
+def run_cases(
+    cases: Sequence[Case], num_ranks: int, timeout: float = 1800, progress: Callable[[str], None] = lambda _: None
+) -> list[Verdict]:
     """Run cases one after the other on the same `num_ranks` processes.
 
     Configurations are checked by the caller (`Case.config`), before anything is started.
@@ -36,6 +42,7 @@ def run_cases(cases: Sequence[Case], num_ranks: int, timeout: float = 1800) -> l
         cases: what to run.
         num_ranks: processes, all on this machine.
         timeout: seconds for all cases together.
+        progress: is told, from another thread, what rank 0 is doing.
 
     Raises:
         ReshardError: the ranks exited without a verdict or ran out of time; the message has their output.
@@ -43,17 +50,37 @@ def run_cases(cases: Sequence[Case], num_ranks: int, timeout: float = 1800) -> l
     with scratch_directory(SCRATCH_PREFIX) as directory:
         job, out = directory / "cases.json", directory / "verdicts.json"
         job.write_text(json.dumps([asdict(case) for case in cases]))
-        ended = run_ranks(
-            ["-m", "hybrid_engine.verification.verify", str(job), str(out)],
-            num_ranks,
-            timeout,
-            environment={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
-        )
+        with _following(directory / _PHASE, progress):
+            ended = run_ranks(
+                ["-m", "hybrid_engine.verification.verify", str(job), str(out)],
+                num_ranks,
+                timeout,
+                environment={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+            )
         if ended.status is None:
             raise ReshardError(f"no verdict within {timeout:g} s:\n{ended.output}")
         if ended.status != 0 or not out.is_file():
             raise ReshardError(f"verify ended with status {ended.status}:\n{ended.output}")
         return [Verdict(**verdict) for verdict in json.loads(out.read_text())]
+
+
+@contextmanager
+def _following(file: Path, progress: Callable[[str], None]) -> Iterator[None]:
+    """Hand on what is written to a file, for as long as this lasts."""
+    over = threading.Event()
+
+    def follow() -> None:
+        while not over.wait(_SECONDS_BETWEEN_LOOKS):
+            if file.is_file() and (phase := file.read_text()):
+                progress(phase)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def main(job: str, out: str) -> None:
@@ -68,13 +95,18 @@ def main(job: str, out: str) -> None:
     directory = Path(job).parent
     cases = [Case(**case) for case in json.loads(Path(job).read_text())]
     verdicts = []
+
+    def say(phase: str) -> None:
+        if dist.get_rank() == 0:
+            (directory / _PHASE).write_text(phase)
+
     with Reference() as reference:
         for number, case in enumerate(cases):
             scratch = directory / str(number)
             gc.collect()
             gc.freeze()  # vLLM collects garbage many times per engine, and would go through all modules each time
             everyone = [Verdict(case.name)] * dist.get_world_size()
-            dist.all_gather_object(everyone, _verdict_of_rank(case, reference, scratch))
+            dist.all_gather_object(everyone, _verdict_of_rank(case, reference, scratch, say))
             verdicts.append(join(everyone))
             if dist.get_rank() == 0:
                 Path(out).write_text(json.dumps([asdict(verdict) for verdict in verdicts]))
@@ -83,7 +115,7 @@ def main(job: str, out: str) -> None:
     dist.destroy_process_group()
 
 
-def _verdict_of_rank(case: Case, reference: Reference, scratch: Path) -> Verdict:
+def _verdict_of_rank(case: Case, reference: Reference, scratch: Path, say: Callable[[str], None]) -> Verdict:
     """Return what this rank finds.
 
     An error becomes part of the verdict, so that the other cases run; one that only this rank sees ends the job.
@@ -99,9 +131,10 @@ def _verdict_of_rank(case: Case, reference: Reference, scratch: Path) -> Verdict
         verdict.trainer = "megatron" if config.actor_config.fsdp is None else "fsdp2"
         verdict.dtype, verdict.served_dtype = config.actor_config.params_dtype, config.wire_dtype
         verdict.remarks = [str(violation) for violation in find_violations(config, dist.get_world_size())]
+        say("building both engines")
         worker = ActorHybridWorker(config, weights_only=bool(verdict.remarks))
         try:
-            Comparison(worker, reference, scratch, verdict).run()
+            Comparison(worker, reference, scratch, verdict, say).run()
         finally:
             worker.shutdown()
     except Exception:

@@ -27,6 +27,7 @@ from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.models.families import TABLES, read_model
 from hybrid_engine.verification.cases import prepare_model
+from hybrid_engine.verification.small_model import Divisors
 from tests.zoo.families import FAMILIES, SERVED_VARIANTS, served_config, tiny_config
 from tests.zoo.published_configs import PUBLISHED
 
@@ -150,7 +151,7 @@ def _reduce(directory: Path) -> None:
     """A sound model stays sound when it is made small."""
     read_model(directory, "--model")
     try:
-        prepare_model(directory, directory / "small", 2, (1, 2))
+        prepare_model(directory, directory / "small", 2, Divisors((1, 2)))
     except ConfigError as error:
         raise AssertionError("the small model is refused") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_engine.advisor.sizes_text import parse_job
+from hybrid_engine.layouts.parallelism import ShardedParallelism
+from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.models import table_for
-from hybrid_engine.verification.cases import SEQ_LENGTH
+from hybrid_engine.verification.cases import SEQ_LENGTH, case_of
 from hybrid_engine.verification.comparison import difference_of
-from hybrid_engine.verification.small_model import VOCABULARY, reduced_config
+from hybrid_engine.verification.small_model import VOCABULARY, Divisors, reduced_config
 from hybrid_engine.verification.verdict import LOGITS_ATOL, NUM_SWITCHES, Verdict
 from tests.zoo import published_configs
+from tests.zoo.families import write_config
 
 GOOD = Verdict(
     "case",
@@ -73,7 +78,7 @@ def test_the_median_position_is_not_moved_by_a_few() -> None:
 @pytest.mark.parametrize("family", published_configs.PUBLISHED)
 def test_small_models_keep_their_form(family: str) -> None:
     published = published_configs.PUBLISHED[family]
-    large, small = table_for(published), table_for(reduced_config(published, 4, (1, 2)))
+    large, small = table_for(published), table_for(reduced_config(published, 4, Divisors((1, 2))))
     assert small.dims.num_layers == 4
     assert small.dims.vocab_size == VOCABULARY
     assert small.dims.tied_embeddings == large.dims.tied_embeddings
@@ -103,7 +108,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 )
 def test_heads_suit_the_layouts(heads: int, kv_heads: int, tp_sizes: tuple[int, ...]) -> None:
     config = {**published_configs.QWEN3_8B, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
-    small = reduced_config(config, 4, tp_sizes)
+    small = reduced_config(config, 4, Divisors(tp_sizes))
     for tp in tp_sizes:
         assert small["num_attention_heads"] % tp == 0
         assert small["num_key_value_heads"] % tp == 0 or tp % small["num_key_value_heads"] == 0
@@ -125,3 +130,34 @@ def test_small_tokens_and_layer_lists(tmp_path: Path) -> None:
     assert small["layer_types"] == ["full_attention"] * 3
     assert all(token < VOCABULARY for token in (small["bos_token_id"], *small["eos_token_id"]))
     assert small["pad_token_id"] is None
+
+
+QWEN3_MOE = published_configs.PUBLISHED["qwen3-moe"]
+
+
+@pytest.mark.parametrize(
+    ("model", "train", "infer", "num_layers"),
+    [
+        ({**QWEN3_MOE, "num_experts": 12}, "ep=3", "ep=3", 4),
+        ({**QWEN3_MOE, "num_hidden_layers": 6}, "pp=3", "tp=1", 6),
+        ({**QWEN3_MOE, "num_experts": 40}, "ep=10,etp=1", "ep=20", 4),
+        ({**QWEN3_MOE, "num_hidden_layers": 48}, "pp=3,vpp=4", "pp=5", 12),
+        (published_configs.DEEPSEEK_V3, "tp=2,pp=8,ep=4,etp=1,first=5", "tp=4,ep=32", 12),
+        (published_configs.DEEPSEEK_V3, "pp=4,ep=8,layout=" + "E|t*31|t*30|mL", "tp=1,ep=8", 61),
+        (published_configs.DEEPSEEK_V3, "fsdp=8", "tp=8,ep=8", 4),
+        ({**published_configs.QWEN3_8B, **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 20),
+          "intermediate_size": 1920, "vocab_size": 64000}, "tp=5", "tp=5,pp=2", 4),
+    ],
+)  # fmt: skip
+def test_small_models_keep_what_the_layouts_need(
+    model: dict[str, Any], train: str, infer: str, num_layers: int, tmp_path: Path
+) -> None:
+    published = write_config(tmp_path / "published", model)
+    training, inference = parse_job(train, infer, table_for(model))
+    case = case_of("case", published, tmp_path / "small", training, inference, None, "auto", "float32")
+    small = table_for(json.loads((Path(case.model) / "config.json").read_text()))
+    assert small.dims.num_layers == num_layers
+    assert sum(map(_numel, small.shapes.values())) < 8e7
+    for side in (training, inference):
+        if not isinstance(side, ShardedParallelism):
+            assert violations(side, small) == []
