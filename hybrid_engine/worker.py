@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling
 
 
+logger = logging.getLogger("hybrid_engine")
+
+
 class ActorHybridWorker(SwitchContexts):
     """The actor: Megatron or FSDP2 for training, vLLM for generation, on the same devices.
 
     Build one on every rank, under torchrun. It creates the process group when there is none, applies the Megatron
-    patches where Megatron trains, and builds both engines; the weights that are trained are the only ones initialised,
-    vLLM's come by resharding.
+    patches where Megatron trains, and builds both engines. Each rank reads its part of the model's weights; with
+    `random_weights` they are initialised instead. vLLM's come by resharding.
 
     Batches and prompts are global: every rank passes the same, and gets the whole result.
 
@@ -39,11 +43,15 @@ class ActorHybridWorker(SwitchContexts):
         config: see `load_config`.
         weights_only: the training model holds weights and is not asked to compute. For checks of the switch with models
             or layouts that this project does not train.
+        load_weights: False for one that goes on from a checkpoint: the model's weights are not read, and are random
+            until `load_checkpoint` or `load_hf_checkpoint`.
         job: default: `Job.join`, which ends with this worker. One that is given outlives it, and has the timeout of
             the configuration.
     """
 
-    def __init__(self, config: HybridConfig, *, weights_only: bool = False, job: Job | None = None) -> None:
+    def __init__(
+        self, config: HybridConfig, *, weights_only: bool = False, load_weights: bool = True, job: Job | None = None
+    ) -> None:
         self.config = config
         self.adapter: str | None = None  # what completions are drawn with, where adapters are delivered apart
         with ExitStack() as undo:  # the last first, each even if another fails
@@ -51,10 +59,11 @@ class ActorHybridWorker(SwitchContexts):
                 job = undo.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
             self.job, self.rank, self.world_size = job, job.rank, job.world_size
             with job.agreement.building():
-                self._build(job, weights_only, undo)
+                self._build(job, weights_only, load_weights and not config.random_weights, undo)
             self._ends = undo.pop_all()
 
-    def _build(self, job: Job, weights_only: bool, undo: ExitStack) -> None:
+    def _build(self, job: Job, weights_only: bool, load_weights: bool, undo: ExitStack) -> None:
+        from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
         from hybrid_engine.backends.vllm import require_vllm
 
         with job.agreement.phase("checking what is installed"):
@@ -62,9 +71,18 @@ class ActorHybridWorker(SwitchContexts):
             require_vllm(allow_version=self.config.generate_config.allow_version)
             build_actor = _builder(self.config)
             self.table = table_for(self.config.hf_config())
+        if load_weights:
+            fetch_weights(self.config.model, job)
         with job.agreement.phase("building the training engine", SHORT_PATIENCE):
             self.train = build_actor(self.config, self.table, job, undo, weights_only=weights_only)
             self.actor = getattr(self.train, "actor", None)  # Megatron's own objects, where it trains
+        if load_weights:
+            load_pretrained(self.config.model, self.train.weights.base, self.table, job)
+            if job.rank == 0 and self.config.actor_config.lora is not None:
+                logger.warning("actor_config.lora: the adapters are new; they add nothing yet")
+        with job.agreement.phase("taking training state off the device", SHORT_PATIENCE):
+            if load_weights:
+                self.train.reload_main_params()
             offloader = Offloader(self.train.offload_items, reachable=self.train.reachable_tensors)
             offloader.offload()  # vLLM looks at the memory that is free while it starts
         layouts = gather_layouts(job, self.train.weights)

@@ -19,7 +19,7 @@ PAGES = [
 ]
 
 # Written at present; each joins the navigation when it is there.
-EXPECTED = "bring_your_own_megatron loading generation batches ppo planning tuning troubleshooting".split()
+EXPECTED = ["bring_your_own_megatron", "generation", "batches", "ppo", "planning", "tuning", "troubleshooting"]
 
 PACKAGES = sorted(
     path.parent.relative_to(REPO_ROOT)

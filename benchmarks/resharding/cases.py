@@ -104,6 +104,7 @@ class Case:
         training, inference = parse_job(self.train, self.infer, None)
         values = {
             "model": str(self.write_model(directory)),
+            "random_weights": True,
             "actor_config": {
                 **named(training, "key"),
                 "make_vocab_size_divisible_by": 32,  # no padding at any of these sizes: others do not handle it

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from examples.gpt_rl import task
 from hybrid_engine import HybridConfig, load_config
-from hybrid_engine.config.keys import Count, NonNegative, Positive, Seed
+from hybrid_engine.config.keys import Count, File, NonNegative, Positive, Seed
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_yaml
 
@@ -46,7 +46,7 @@ class WarmUpConfig(_Section):
 class RLConfig(_Section):
     """`rl_config`: the task and GRPO."""
 
-    data: Path
+    data: File
     """Directory with train.jsonl and held_out.jsonl."""
     seed: Seed = 0
     """Of everything: weights, batches, samples. Sections without a `seed` of their own take this one."""
@@ -105,14 +105,14 @@ class Settings(pydantic.BaseModel):
 
     def fingerprint(self, *, exclude_defaults: bool = False) -> dict[str, Any]:
         """What a resumed run must have in common with the one it continues: all but how long it runs, what it looks at,
-        and when memory moves; `exclude_defaults`: only what differs from the defaults."""
+        when memory moves, and which weights it began with; `exclude_defaults`: only what differs from the defaults."""
         free = {"iterations", "evaluate_every", "checkpoint_every", "data"}
         has_any_size = self.engine.actor_config.fsdp is not None  # its checkpoints fit any number of ranks
-        prefetch = {"prefetch", "prefetch_share", "prefetch_mb"}
+        unasked = {"prefetch", "prefetch_share", "prefetch_mb", "verify", "trace"}
         values = {
             "world_size": "any" if has_any_size else self.world_size,
             **self.engine.model_dump(
-                exclude={"model": True, "generate_config": {*prefetch, "verify", "trace"}},
+                exclude={"model": True, "revision": True, "random_weights": True, "generate_config": unasked},
                 exclude_defaults=exclude_defaults,
             ),
             "rl_config": self.rl.model_dump(exclude=free, exclude_defaults=exclude_defaults),
@@ -141,17 +141,18 @@ def load_settings(
     values = read_yaml(path, "--config")
     violations: list[Violation] = [*_override(values, overrides)]
     rl = _parse_rl(
-        values.pop("rl_config", None) or {}, path.parent, {"iterations": iterations, "seed": seed}, violations
+        values.pop("rl_config", None) or {},
+        path.absolute().parent,
+        {"iterations": iterations, "seed": seed},
+        violations,
     )
     if rl is not None:
         for name in SHARED_SEED_SECTIONS:
             section = values.setdefault(name, {})
             if isinstance(section, Mapping) and (seed is not None or "seed" not in section):
                 values[name] = {**section, "seed": rl.seed}
-    if isinstance(values.get("model"), str):
-        values["model"] = str(_relative_to(path.parent, values["model"]))
     try:
-        engine = load_config(values, world_size)
+        engine = load_config(values, world_size, directory=path.absolute().parent)
     except ConfigError as error:
         raise ConfigError([*error.findings, *violations]) from None
     if rl is not None:
@@ -189,10 +190,6 @@ def _override(values: dict[str, Any], overrides: Sequence[str]) -> Iterator[Viol
             yield Violation(clipped(name), f"{shortened(value)} cannot be read: {error}", "Write it as in the file")
 
 
-def _relative_to(directory: Path, path: str) -> Path:
-    return directory.absolute() / path
-
-
 def _parse_rl(
     values: Any, directory: Path, overrides: Mapping[str, Any], violations: list[Violation]
 ) -> RLConfig | None:
@@ -201,10 +198,8 @@ def _parse_rl(
         violations.append(Violation("rl_config", f"is {shortened(values)}", "Make it a section of keys and values"))
         return None
     merged = {**values, **{key: value for key, value in overrides.items() if value is not None}}
-    if isinstance(merged.get("data"), str):
-        merged["data"] = _relative_to(directory, merged["data"])
     try:
-        return RLConfig.model_validate(merged)
+        return RLConfig.model_validate(merged, context={"directory": directory})
     except pydantic.ValidationError as error:
         violations.extend(_violation_of(item) for item in error.errors())
         return None

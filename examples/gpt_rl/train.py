@@ -111,8 +111,9 @@ def run(
         from examples.gpt_rl.trainer import Interrupted, Trainer
         from hybrid_engine import ActorHybridWorker
 
-        worker = ActorHybridWorker(settings.engine)
-        if is_first and (not resume or directory.progress() is None):
+        begins = not resume or directory.progress() is None
+        worker = ActorHybridWorker(settings.engine, load_weights=begins)
+        if is_first and begins:
             directory.start_over(settings.fingerprint())
         worker.barrier("preparing the run's directory")
         if report:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
 
 from hybrid_engine.files.documents import read_json
 from hybrid_engine.layouts.parallelism import (
@@ -30,6 +30,12 @@ def _not_a_flag(value: Any) -> Any:
     return value
 
 
+def _beside_its_file(path: Path, info: ValidationInfo) -> Path:
+    """A relative path begins at the configuration file's directory, which `load_config` gives as context."""
+    directory = (info.context or {}).get("directory")
+    return path if directory is None else directory / path
+
+
 # Upper bounds are far beyond any job, and small enough that nothing which is made of them takes long or overflows.
 _Number = BeforeValidator(_not_a_flag)
 Count = Annotated[int, _Number, Field(ge=1, le=LARGEST_SIZE)]
@@ -45,6 +51,8 @@ Decay = Annotated[float, _Number, Field(ge=0, lt=1)]
 Seconds = Annotated[float, _Number, Field(ge=1, le=30 * 24 * 3600)]
 Name = Annotated[str, Field(min_length=1, max_length=500)]
 Names = Annotated[tuple[Name, ...], Field(max_length=1000)]
+File = Annotated[Path, AfterValidator(_beside_its_file)]
+"""A path; a relative one begins at the directory of the file that it is written in."""
 EngineArguments = Annotated[dict[Name, pydantic.JsonValue], Field(max_length=100)]
 Dtype = Literal["bfloat16", "float16", "float32"]
 
@@ -249,7 +257,7 @@ class GenerateConfig(Section):
     verify: Literal["off", "sample", "full"] = "off"
     """Compare vLLM's weights with training's in the switch, bit by bit: all of them, or a few tensors each time. A
     difference fails the switch, and the state before is restored."""
-    trace: Path | None = None
+    trace: File | None = None
     """A file for a timeline of all switches on all ranks, which https://ui.perfetto.dev shows; default: none."""
     timeout_seconds: Seconds = 300.0
     """Longest wait for a peer in seconds, also in vLLM and for a replica that generates longer than another. While
@@ -268,7 +276,12 @@ class HybridConfig(Section):
     """Both sides and the model."""
 
     model: Path
-    """Directory with a Hugging Face config.json; weights are not needed."""
+    """Directory of a Hugging Face model, or its id on the Hub (`org/name`), from where it is downloaded into the cache.
+    A relative path begins at the directory of the file that it is written in. Training begins with its weights."""
+    revision: Name | None = None
+    """Branch, tag or commit of a model on the Hub; default: main."""
+    random_weights: bool = False
+    """Begin with random weights; the model's directory needs none then."""
     actor_config: ActorConfig = ActorConfig()
     """Training side."""
     generate_config: GenerateConfig = GenerateConfig()

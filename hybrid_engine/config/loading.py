@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -12,36 +13,75 @@ import pydantic
 from hybrid_engine.config.constraints import broken_rules
 from hybrid_engine.config.keys import HybridConfig, Section
 from hybrid_engine.config.rules import JobContext
-from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
+from hybrid_engine.errors import ConfigError, FileError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_yaml
+from hybrid_engine.files.hub import Snapshot, find_model
+from hybrid_engine.files.model_files import weight_files
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
 from hybrid_engine.models.families import read_model
 
 
-def load_config(source: str | Path | Mapping[str, Any], world_size: int, *, weights_only: bool = False) -> HybridConfig:
+def load_config(
+    source: str | Path | Mapping[str, Any],
+    world_size: int,
+    *,
+    weights_only: bool = False,
+    own_weights: bool = False,
+    directory: Path | None = None,
+) -> HybridConfig:
     """Read and check a configuration.
 
     Args:
         source: a YAML file, or the same as a mapping.
         world_size: number of ranks.
         weights_only: see `find_violations`.
+        own_weights: the caller brings the weights: the model's directory needs none.
+        directory: where relative paths of a mapping begin; default: the working directory. Those of a file begin at the
+            file's directory.
+
+    A model on the Hub is downloaded, but for its weights; `model` is then the directory in the cache.
 
     Raises ConfigError with every violation: first of all unknown keys and wrong values; then, since these decide what
-    a layout is, of all impossible layouts.
+    a layout is, of all impossible layouts, and of a model without weights.
     """
-    values = source if isinstance(source, Mapping) else read_yaml(source, clipped(str(source)))
-    found = []
+    if isinstance(source, Mapping):
+        values = source
+    else:
+        values, directory = read_yaml(source, clipped(str(source))), Path(source).absolute().parent
+    found: list[Violation] = []
     if isinstance(world_size, bool) or not 1 <= world_size <= LARGEST_SIZE:
         problem, remedy = f"{shortened(world_size)} ranks", f"Use a whole number from 1 to {LARGEST_SIZE}"
         found.append(Violation("world_size", problem, remedy))
     try:
-        config = HybridConfig.model_validate(values)
+        config = HybridConfig.model_validate(values, context={"directory": directory})
     except pydantic.ValidationError as error:
         found += violations_of(error, HybridConfig)
-    violations = found or find_violations(config, world_size, weights_only=weights_only)
+    if found:
+        raise ConfigError(found)
+    model = find_model(config.model, config.revision, relative_to=directory)
+    config = config.model_copy(update={"model": model})
+    violations = find_violations(config, world_size, weights_only=weights_only)
+    if not (own_weights or config.random_weights):
+        violations += _missing_weights(model)
     if violations:
         raise ConfigError(violations)
     return config
+
+
+def _missing_weights(model: Path) -> list[Violation]:
+    """Why a directory's weights cannot be loaded, by the names of its files; those on the Hub come later."""
+    if Snapshot.at(model) is not None:
+        return []
+    if not os.path.isdir(model):  # which is said where its config.json is read
+        return []
+    try:
+        weight_files(model, "model")
+    except ConfigError as error:
+        remedy = "or set random_weights: true to begin without"
+        return [Violation(each.key, each.problem, f"{each.remedy}, {remedy}") for each in error.findings]
+    except FileError as error:
+        return [Violation("model", str(error), "Or name another directory")]
+    return []
 
 
 def find_violations(config: HybridConfig, world_size: int, *, weights_only: bool = False) -> list[Violation]:

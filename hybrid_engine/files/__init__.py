@@ -3,5 +3,7 @@
 documents.py   YAML and JSON files of users: limits, and errors that name the file
 durable.py     atomic writes, appended lines, directories that are replaced as a whole, checksums; `naming` turns
                errors into FileError
+model_files.py which files a Hugging Face model consists of
+hub.py         a model's directory, by path or by its id on the Hub
 scratch.py     temporary directories that do not outlive their process
 """

@@ -1,6 +1,6 @@
 """What `--enable-resharding` is to do: Megatron's arguments, our command line and its YAML file, checked together.
 
-    model: path/to/hf_model        # config.json; weights come from training
+    model: path/to/hf_model        # config.json, or a Hub id; weights come from training
     generate_config: {...}         # as everywhere; --infer-… and --offload-train-… override it
     sampling: {max_tokens: 64}     # of `Sampling`
 
@@ -22,6 +22,7 @@ from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_text, read_yaml
+from hybrid_engine.files.hub import find_model
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
 from hybrid_engine.megatron_script.matching import model_mismatches
 from hybrid_engine.models.families import read_model
@@ -35,6 +36,9 @@ Prompt = str | tuple[int, ...]
 Callback = Callable[[Any], Callable[[list[Any]], None] | None]
 """Called on every rank with the `InferenceEngine`, which has the new weights. A function it returns is called with
 Megatron's model chunks once training state is back, before the next step."""
+
+_KEYS = ("model", "revision", "generate_config", "sampling")
+"""Of the YAML file."""
 
 _SAME_NAME = (
     *("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"),
@@ -97,7 +101,7 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
     if args.rank == 0:  # it alone writes
         values.of(lambda: _require_writable(options.output), None)
     config = values.of(lambda: _read_config(content, options, args), None)
-    table = _table_of(content)
+    table = _table_of(content, options)
     transformer_config = script.transformer_config()
     found += _refused_by_core(args, transformer_config, config)
     if table is not None:
@@ -168,11 +172,11 @@ def _read_yaml(path: Path | None) -> dict[str, Any]:
     if path is None:
         raise ConfigError([Violation(key, "is missing", "Name a YAML file with `model` and `generate_config`")])
     content = read_yaml(path, key)
-    unknown = sorted(clipped(str(name)) for name in set(content) - {"model", "generate_config", "sampling"})
+    unknown = sorted(clipped(str(name)) for name in set(content) - set(_KEYS))
     if "actor_config" in unknown:
         raise ConfigError([Violation("actor_config", "is what Megatron's own arguments say", f"Remove it from {path}")])
     if unknown:
-        remedy = "Known keys: model, generate_config, sampling"
+        remedy = f"Known keys: {', '.join(_KEYS)}"
         raise ConfigError([Violation(key, f"{path}: unknown keys {', '.join(unknown[:10])}", remedy)])
     return content
 
@@ -200,19 +204,27 @@ def _read_config(content: Mapping[str, Any], options: ReshardingOptions, args: N
     generate = content.get("generate_config") or {}
     return load_config(
         {
-            "model": content.get("model"),
+            **{name: content.get(name) for name in ("model", "revision")},
             "actor_config": actor_values(args),
             "generate_config": {**generate, **overrides} if isinstance(generate, Mapping) else generate,
         },
         args.world_size,
         weights_only=True,  # Megatron's own loop computes
+        own_weights=True,
+        directory=_directory(options),
     )
 
 
-def _table_of(content: Mapping[str, Any]) -> ModelTable | None:
+def _directory(options: ReshardingOptions) -> Path | None:
+    """Where relative paths of the YAML file begin."""
+    return None if options.config is None else options.config.absolute().parent
+
+
+def _table_of(content: Mapping[str, Any], options: ReshardingOptions) -> ModelTable | None:
     """None where the model cannot be read or is unknown: `load_config` says so, among other things."""
     try:
-        return read_model(Path(content["model"]))[0]
+        model = find_model(content["model"], content.get("revision"), relative_to=_directory(options))
+        return read_model(model)[0]
     except (ConfigError, KeyError, TypeError):
         return None
 

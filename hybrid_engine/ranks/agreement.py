@@ -14,7 +14,8 @@ All of them know of it at once (ranks/failure_watch.py), every wait has an end, 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +33,9 @@ SECONDS_TO_BUILD = 300.0
 
 LARGEST_RING = 8
 """Ranks that meet in one ring: as many as a host usually has."""
+
+SECONDS_OF_A_ROUND = 5.0
+"""Between two agreements of ranks that work for as long as it takes (`Agreement.rounds`)."""
 
 SHORT_PATIENCE = 30.0
 """Seconds for which a rank that failed waits for others that cannot come back, since they wait for it in a library."""
@@ -132,6 +136,22 @@ class Agreement:
             self._watch.tell(name, _described(interrupt), patience or self.timeout_seconds, waiting)
             raise
         self.conclude(name, error, patience, waiting)
+
+    def rounds(self, name: str, steps: Iterable[object]) -> None:
+        """Go through this rank's steps, for as long as all ranks need; they meet every few seconds.
+
+        So no wait is longer than a round and one step, and what fails on one rank is raised on all.
+        """
+        remaining, goes_on = iter(steps), True
+        seconds = min(SECONDS_OF_A_ROUND, self.timeout_seconds / 4)
+        while goes_on:
+            with self.phase(name):
+                end, has_more = time.monotonic() + seconds, False
+                for _ in remaining:
+                    if time.monotonic() > end:
+                        has_more = True
+                        break
+            (goes_on,) = self.any_of([has_more], name)
 
     @contextmanager
     def call(self, name: str) -> Iterator[None]:

@@ -52,6 +52,7 @@ class Case:
         """Return the checked configuration; the model need not be one that can train. Raises ConfigError."""
         values = {
             "model": self.model,
+            "random_weights": True,
             "actor_config": {**_ACTOR_DEFAULTS, **self.actor},
             "generate_config": {**_GENERATE_DEFAULTS, **self.generate},
         }

@@ -40,7 +40,7 @@ MODULES_AT_THE_TOP = 8
 # What each imports beside the standard library; the longest name that fits a module counts. Without torch: pure.
 OUTSIDE = {
     "errors": set(),
-    "files": {"yaml"},
+    "files": {"huggingface_hub", "yaml"},
     "records": {"numpy"},
     "ranks": {"torch"},
     "ranks.hosts": set(),
@@ -61,7 +61,7 @@ OUTSIDE = {
     "switch.report": set(),
     "switch.states": set(),
     "backends": {
-        *("megatron", "megatron_patches", "numpy", "packaging", "peft", "pydantic", "safetensors", "torch"),
+        *("megatron", "megatron_patches", "numpy", "packaging", "peft", "pydantic", "rich", "safetensors", "torch"),
         *("transformers", "vllm"),
     },
     "backends.vllm.engine_settings": set(),

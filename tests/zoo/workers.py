@@ -23,10 +23,13 @@ def write_model(directory: Path, family: str, **changes: Any) -> Path:
     return write_config(directory, served_config(family, **{**sizes, **changes}))
 
 
-def configuration(model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None) -> HybridConfig:
+def configuration(
+    model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None, *, random_weights: bool = True
+) -> HybridConfig:
     """A configuration with sizes that keep a test short."""
     values = {
         "model": str(model),
+        "random_weights": random_weights,
         "actor_config": {
             "params_dtype": "float32",
             "make_vocab_size_divisible_by": 8,
@@ -40,9 +43,11 @@ def configuration(model: Path, actor: Mapping[str, Any], generate: Mapping[str, 
     return load_config(values, int(os.environ["WORLD_SIZE"]))
 
 
-def build_worker(model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None) -> ActorHybridWorker:
+def build_worker(
+    model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None, *, random_weights: bool = True
+) -> ActorHybridWorker:
     """The worker of this rank."""
-    return ActorHybridWorker(configuration(model, actor, generate))
+    return ActorHybridWorker(configuration(model, actor, generate, random_weights=random_weights))
 
 
 def batch(seed: int) -> dict[str, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 hf_checkpoint.py       `load_hf_checkpoint`, `save_hf_checkpoint` (called by `ActorHybridWorker` and verify)
 safetensors_files.py   names, headers, offsets and checksums of files; slices read in place
+pretrained.py          the weights that training begins with, from the Hub where need be (called by `ActorHybridWorker`)
+progress.py            how far reading has come
 publishing.py          new files, filled by all ranks, which replace an older set
 
 load   1  headers of all files -> the checkpoint as a layout of one more rank -> plan: files -> training shards
@@ -13,5 +15,6 @@ save   1  layouts of all ranks -> plan: training shards -> files; among replicas
 """
 
 from hybrid_engine.backends.huggingface.hf_checkpoint import load_hf_checkpoint, save_hf_checkpoint
+from hybrid_engine.backends.huggingface.pretrained import fetch_weights, load_pretrained
 
-__all__ = ["load_hf_checkpoint", "save_hf_checkpoint"]
+__all__ = ["fetch_weights", "load_hf_checkpoint", "load_pretrained", "save_hf_checkpoint"]

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,14 +20,16 @@ import torch
 
 from hybrid_engine.backends.huggingface import publishing
 from hybrid_engine.backends.huggingface import safetensors_files as files
+from hybrid_engine.backends.huggingface.progress import Advance, progress
 from hybrid_engine.errors import ConfigError, HybridEngineError, ParameterMismatchError, Violation
 from hybrid_engine.files.durable import naming, write_bytes, write_text
+from hybrid_engine.files.model_files import COMPANIONS, CONFIG, DOWNLOAD_AGAIN, INDEX, SINGLE
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Transfer
 from hybrid_engine.planning.planner import box_transfers
 from hybrid_engine.ports import LoadableWeights, TrainingWeights
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
+from hybrid_engine.records.layout import DTYPE_NBYTES, Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region, contiguous_strides
 from hybrid_engine.transports.copies import strided
 
@@ -36,22 +38,18 @@ logger = logging.getLogger(__name__)
 FILE_NBYTES = 5 * 10**9
 """Data per file of a saved checkpoint: the default of transformers."""
 
+HEAD = "lm_head.weight"
+"""The output head's canonical name, in every family."""
+
+_FLOATS = ("bfloat16", "float16", "float32", "float64")
+
 NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 """Endings of tensors that older checkpoints carry and no model reads."""
 
-COMPANIONS = (
-    "config.json",
-    "generation_config.json",
-    "*token*.json",
-    "tokenizer.model",
-    "vocab.*",
-    "merges.txt",
-    "*.jinja",
-)
-"""Files that belong to a model beside its weights."""
 
-
-def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelTable, job: Job) -> None:
+def load_hf_checkpoint(
+    path: str | Path, weights: LoadableWeights, table: ModelTable, job: Job, *, key: str = "path"
+) -> None:
     """Fill this rank's training shards from a checkpoint; on all ranks or on none. Collective.
 
     Args:
@@ -59,6 +57,7 @@ def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelT
         weights: the shards, on the device.
         table: the model's name table.
         job: of all ranks.
+        key: what names `path`, for errors.
 
     Stored values are cast to the shards' dtype. Padding of the vocabulary becomes zero, and LoRA adds nothing.
     Main parameters of an optimizer are not touched: see `ActorHybridWorker.load_hf_checkpoint`.
@@ -68,13 +67,14 @@ def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelT
     that reading, by file.
 
     Raises:
-        ConfigError: for a directory without a usable checkpoint.
+        ConfigError: for a directory without a usable checkpoint, quantised ones among them.
         FileError: naming the damaged or unreadable file.
         ParameterMismatchError: naming every tensor that is missing, has another shape or is unknown to the table.
     """
     directory = Path(path)
     with job.agreement.phase("reading the checkpoint's headers"):
-        stored = files.stored_tensors(directory)
+        stored = files.stored_tensors(directory, key)
+        _require_floats(stored, directory, key)
         own = weights.layout()
         _check_names(stored, table, held=own.tensors)
         known = {name: stored[name] for name in table.shapes if name in stored}
@@ -82,18 +82,19 @@ def load_hf_checkpoint(path: str | Path, weights: LoadableWeights, table: ModelT
         source = _layout_of(known | new, job.world_size, {})
         transfers = box_transfers(source, own, _hosts(job), job.rank, table.shapes)
         transfers = [transfer for transfer in transfers if transfer.tensor not in new]
-    with job.agreement.phase("verifying the checkpoint"):
-        for file in _share_of_files(stored, job):
-            if not files.verify_checksum(directory / file):
-                logger.info("%s has no checksum: its contents are not verified", directory / file)
+    job.agreement.rounds("verifying the checkpoint", _verify(directory, _share_of_files(stored, job)))
     with ExitStack() as stack:
         with job.agreement.phase("preparing the weights"):
             weights.prepare()
             buffers = weights.buffers()
             names = sorted({known[transfer.tensor].file for transfer in transfers})
             reader = stack.enter_context(files.SliceReader(directory, names))
-        with job.agreement.phase("reading the checkpoint"), torch.no_grad():
-            _read(transfers, buffers, known, reader)
+        nbytes = sum(_stored_nbytes(transfer, known) for transfer in transfers)
+        shown = progress(f"reading {directory}", nbytes, is_shown=job.rank == 0)
+        with shown as advance, torch.no_grad():
+            steps = _read(transfers, buffers, known, reader, advance)
+            job.agreement.rounds("reading the checkpoint", steps)
+        with job.agreement.phase("zeroing what no weight covers"), torch.no_grad():
             weights.zero_padding()
             weights.zero_adapters()
     if new and job.rank == 0:
@@ -161,14 +162,14 @@ def save_hf_checkpoint(
 
 def older_weights(directory: Path, table: ModelTable) -> dict[str, files.StoredTensor]:
     """The weights in the directory, which will be replaced. Raises ConfigError unless they are of the same model."""
-    if not any((directory / name).is_file() for name in (files.INDEX, files.SINGLE)):
+    if not any((directory / name).is_file() for name in (INDEX, SINGLE)):
         return {}
     place = directory
     try:
         older = files.stored_tensors(directory)
         _check_names(older, table)
-        place = directory / files.SINGLE  # transformers prefers it to the index, so it would hide the new weights
-        if place.is_file() and files.SINGLE not in {tensor.file for tensor in older.values()}:
+        place = directory / SINGLE  # transformers prefers it to the index, so it would hide the new weights
+        if place.is_file() and SINGLE not in {tensor.file for tensor in older.values()}:
             _check_names(files.stored_in(place), table)
     except HybridEngineError as error:
         reason = error.findings[0] if isinstance(error, ParameterMismatchError) else error
@@ -212,6 +213,15 @@ def _share_of_files(stored: Mapping[str, files.StoredTensor], job: Job) -> list[
     return sorted({tensor.file for tensor in stored.values()})[job.rank :: job.world_size]
 
 
+def _require_floats(stored: Mapping[str, files.StoredTensor], directory: Path, key: str) -> None:
+    """Raise ConfigError for quantised weights, which mean nothing without their scales."""
+    weights = {name: tensor.dtype for name, tensor in stored.items() if not name.endswith(NOT_WEIGHTS)}
+    if strange := {name: dtype for name, dtype in weights.items() if dtype not in _FLOATS}:
+        name, dtype = next(iter(strange.items()))
+        problem = f"{directory} has quantised weights: {len(strange)} tensors, e.g. {name} in {dtype}"
+        raise ConfigError([Violation(key, problem, f"Name a checkpoint in one of {', '.join(_FLOATS)}")])
+
+
 def _check_names(stored: Mapping[str, files.StoredTensor], table: ModelTable, held: Container[str] = ()) -> None:
     """Raise ParameterMismatchError unless these are the table's tensors; only who holds one that vLLM does not read,
     of a layer for multi-token prediction, needs it."""
@@ -223,7 +233,7 @@ def _check_names(stored: Mapping[str, files.StoredTensor], table: ModelTable, he
         if name in stored and stored[name].shape != shape
     ]
     for name in stored:
-        is_copy = name in table.copies or (table.dims.tied_embeddings and name == "lm_head.weight")
+        is_copy = name in table.copies or (table.dims.tied_embeddings and name == HEAD)
         is_ignored = is_copy or name in table.left_out or name.endswith(NOT_WEIGHTS)
         if name not in table.shapes and not is_ignored:
             findings.append(f"{name}: in the checkpoint, but unknown to the model's name table")
@@ -259,18 +269,34 @@ def _layout_of(stored: Mapping[str, files.StoredTensor], rank: int, copies: Mapp
     return Layout(shapes, buffers, tuple(shards))
 
 
+def _verify(directory: Path, names: Sequence[str]) -> Iterator[None]:
+    """File by file."""
+    for name in names:
+        if not files.verify_checksum(directory / name):
+            logger.info("%s has no checksum: its contents are not verified", directory / name)
+        yield
+
+
+def _stored_nbytes(transfer: Transfer, stored: Mapping[str, files.StoredTensor]) -> int:
+    return math.prod(transfer.lengths) * DTYPE_NBYTES[stored[transfer.tensor].dtype]
+
+
 def _read(
     transfers: list[Transfer],
     buffers: Mapping[str, torch.Tensor],
     stored: Mapping[str, files.StoredTensor],
     reader: files.SliceReader,
-) -> None:
+    advance: Advance,
+) -> Iterator[None]:
+    """Box by box."""
     for transfer in transfers:
         tensor = stored[transfer.tensor]
         # stored tensors are contiguous, so the first element's position says where in the tensor the box begins
         offsets = tuple(int(index) for index in np.unravel_index(transfer.src.offset, tensor.shape))
         box = reader.read(transfer.tensor, tensor, offsets, transfer.lengths)
         strided(buffers[transfer.dst.buffer.name], transfer.lengths, transfer.dst).copy_(box)
+        advance(_stored_nbytes(transfer, stored))
+        yield
 
 
 def _write(
@@ -306,7 +332,7 @@ def _copy_companions(model_dir: str | Path | None, directory: Path, dtype: str) 
     if model_dir is not None and Path(model_dir).resolve() != directory.resolve():
         for pattern in COMPANIONS:
             for path in Path(model_dir).glob(pattern):
-                if path.name != "config.json":
+                if path.name != CONFIG:
                     with naming("copying", path):
                         write_bytes(directory / path.name, path.read_bytes())
     _write_config(directory if model_dir is None else Path(model_dir), directory, dtype)
@@ -314,10 +340,10 @@ def _copy_companions(model_dir: str | Path | None, directory: Path, dtype: str) 
 
 def _write_config(source: Path, directory: Path, dtype: str) -> None:
     """Write the configuration of `source`, with `dtype` and without quantisation."""
-    path = source / "config.json"
+    path = source / CONFIG
     if not path.is_file():
         return
-    with naming("reading", path, files.DOWNLOAD_AGAIN):
+    with naming("reading", path, DOWNLOAD_AGAIN):
         config = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError(f"a {type(config).__name__}, not a mapping")

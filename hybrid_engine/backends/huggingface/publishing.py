@@ -29,17 +29,14 @@ import torch
 from hybrid_engine.backends.huggingface.safetensors_files import (
     CHECKSUM,
     DTYPE_NAMES,
-    INDEX,
     NO_CHECKSUM,
-    SINGLE,
     StoredTensor,
     checksum,
-    indexed_files,
-    is_plain_name,
     read_header,
     stored_tensors,
 )
 from hybrid_engine.files.durable import naming, reserve, sync, write_text
+from hybrid_engine.files.model_files import INDEX, SINGLE, indexed_files, is_plain_name
 from hybrid_engine.records.layout import DTYPE_NBYTES, Place
 
 RECORD = "model.safetensors.saving.json"

@@ -23,10 +23,8 @@ import torch
 
 from hybrid_engine.errors import ConfigError, FileError, Violation
 from hybrid_engine.files.durable import crc32_of, naming
+from hybrid_engine.files.model_files import DOWNLOAD_AGAIN, weight_files
 from hybrid_engine.records.layout import DTYPE_NBYTES
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 CHECKSUM = "hybrid_engine.crc32"
 """Entry of a file's metadata: CRC-32 of the whole file, in hex, taken while these digits were NO_CHECKSUM.
@@ -37,8 +35,6 @@ NO_CHECKSUM = b"00000000"
 
 MAX_HEADER_NBYTES = 100_000_000
 """The limit of safetensors, which keeps a damaged length from being allocated."""
-
-DOWNLOAD_AGAIN = "Download it again, or restore it from a copy"
 
 DTYPE_NAMES = {
     "float64": "F64",
@@ -78,55 +74,25 @@ class StoredTensor:
         return math.prod(self.shape) * DTYPE_NBYTES[self.dtype]
 
 
-def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+def stored_tensors(directory: Path, key: str = "path") -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint, from the index and the headers alone; no weights are read.
 
-    Raises:
+    Raises, under `key`:
         ConfigError: without safetensors files, for an index that is invalid or names missing files, and for a tensor
             that is in two files.
         FileError: for a file whose length is not what its header says, or whose header is damaged.
     """
-    names = indexed_files(directory)
-    if names is None:
-        if not (directory / SINGLE).is_file():
-            problem = f"{directory} has neither {INDEX} nor {SINGLE}"
-            raise ConfigError([Violation("path", problem, "Name the directory of a safetensors checkpoint")])
-        names = [SINGLE]
-    if missing := [name for name in names if not (directory / name).is_file()]:
-        problem = f"{directory / INDEX} names missing files: {', '.join(missing)}"
-        raise ConfigError([Violation("path", problem, "Complete the download")])
     stored: dict[str, StoredTensor] = {}
-    for file in names:
-        found = stored_in(directory / file)
+    for file in weight_files(directory, key):
+        found = stored_in(directory / file, key)
         if twice := sorted(stored.keys() & found.keys()):
             problem = f"{directory} has {twice[0]} in both {stored[twice[0]].file} and {file}"
-            raise ConfigError([Violation("path", problem, "Download the checkpoint again")])
+            raise ConfigError([Violation(key, problem, "Download the checkpoint again")])
         stored |= found
     return stored
 
 
-def indexed_files(directory: Path) -> list[str] | None:
-    """Names of the files that the index names, sorted; None without an index. Raises ConfigError, FileError."""
-    index = directory / INDEX
-    if not index.is_file():
-        return None
-    with naming("reading", index, DOWNLOAD_AGAIN):
-        found = json.loads(index.read_text(encoding="utf-8"))
-    weight_map = found.get("weight_map") if isinstance(found, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError([Violation("path", f"{index} has no weight_map", "Download it again")])
-    if foreign := [str(name) for name in weight_map.values() if not is_plain_name(name)]:
-        problem = f"{index} names files outside its directory: {', '.join(foreign)[:200]}"
-        raise ConfigError([Violation("path", problem, "Name files without directories")])
-    return sorted(set(weight_map.values()))
-
-
-def is_plain_name(name: object) -> bool:
-    """Whether it is a file name without a directory."""
-    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name
-
-
-def stored_in(path: Path) -> dict[str, StoredTensor]:
+def stored_in(path: Path, key: str = "path") -> dict[str, StoredTensor]:
     """The tensors of one file, checked against its length. Raises ConfigError, FileError."""
     with naming("reading", path, DOWNLOAD_AGAIN):
         with path.open("rb") as file:
@@ -134,7 +100,7 @@ def stored_in(path: Path) -> dict[str, StoredTensor]:
         entries = _entries(json.loads(encoded))
         if strange := {entry.dtype for entry in entries} - _DTYPES.keys():
             problem = f"{path} has unsupported dtypes {sorted(strange)}"
-            raise ConfigError([Violation("path", problem, f"Use one of {list(_DTYPES)}")])
+            raise ConfigError([Violation(key, problem, f"Use one of {list(_DTYPES)}")])
         return _without_gaps(path.name, entries, 8 + len(encoded), nbytes)
 
 

@@ -98,6 +98,7 @@ class SmallJob:
         return load_config(
             {
                 "model": str(Path(self.directory, "model")),
+                "random_weights": True,
                 "actor_config": {
                     "params_dtype": "bfloat16" if on_gpu else "float32",
                     "seq_length": SEQ_LENGTH,

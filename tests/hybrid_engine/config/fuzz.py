@@ -123,7 +123,7 @@ def check(directory: Path, config: Any, values: dict[str, Any], train: str, infe
     """What `load_config`, `plan` and `verify` do with a model config; raises what is no ConfigError."""
     (directory / "config.json").write_text(json.dumps(config))
     steps = {
-        "load_config": lambda: load_config({"model": str(directory), **values}, 2),
+        "load_config": lambda: load_config({"model": str(directory), "random_weights": True, **values}, 2),
         "plan": lambda: _plan(directory, train, infer),
         "verify": lambda: _reduce(directory),
     }

@@ -38,11 +38,16 @@ def write_model(directory: Path, values: Any) -> Path:
 
 
 def violations(
-    model: Path, world_size: int, actor: dict[str, Any] | None = None, generate: dict[str, Any] | None = None
+    model: Path,
+    world_size: int,
+    actor: dict[str, Any] | None = None,
+    generate: dict[str, Any] | None = None,
+    **others: Any,
 ) -> dict[str, Violation]:
     """Key -> violation; every one has a problem and a remedy."""
+    values = {"model": model, "random_weights": True, "actor_config": actor or {}, "generate_config": generate or {}}
     with pytest.raises(ConfigError) as caught:
-        load_config({"model": model, "actor_config": actor or {}, "generate_config": generate or {}}, world_size)
+        load_config({**values, **others}, world_size)
     findings = caught.value.findings
     assert all(isinstance(finding, Violation) and finding.problem and finding.remedy for finding in findings)
     assert all(str(finding) in str(caught.value) for finding in findings)
@@ -52,6 +57,7 @@ def violations(
 def test_yaml_and_mapping_are_equal(model: Path, tmp_path: Path) -> None:
     values = {
         "model": str(model),
+        "random_weights": True,
         "actor_config": {"tensor_model_parallel_size": 2, "optimizer": {"lr": 1e-4}, "params_dtype": "float32"},
         "generate_config": {"infer_data_parallel_size": 2, "bucket_mb": 3},
     }
@@ -64,9 +70,44 @@ def test_yaml_and_mapping_are_equal(model: Path, tmp_path: Path) -> None:
     assert from_file.hf_config() == MODEL
 
 
+def test_relative_paths_of_a_file_begin_at_its_directory(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"model": "../model", "random_weights": True, "generate_config": {"trace": "traces/one.json"}}
+    file = tmp_path / "configs" / "config.yaml"
+    file.parent.mkdir()
+    file.write_text(yaml.safe_dump(values))
+    monkeypatch.chdir(file.parent)
+    for found in (load_config("config.yaml", 1), load_config(values, 1, directory=file.parent)):
+        assert found.model.is_absolute()
+        assert found.model.samefile(model)
+        assert found.generate_config.trace == file.parent / "traces/one.json"
+    from_mapping = load_config(values, 1)
+    assert (from_mapping.model, from_mapping.generate_config.trace) == (Path("../model"), Path("traces/one.json"))
+    monkeypatch.chdir(tmp_path)
+    assert load_config("configs/config.yaml", 1).model.samefile(model)
+
+
+def test_weights_are_there_or_not_asked_for(model: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"model": model, "actor_config": {"tensor_model_parallel_size": 3}}, 2)
+    found = next(each for each in caught.value.findings if each.key == "model")
+    assert f"{model} has neither model.safetensors.index.json nor model.safetensors" in found.problem
+    assert found.remedy.startswith("Name the directory of a safetensors checkpoint, or set random_weights: true")
+    assert len(caught.value.findings) > 1
+    assert load_config({"model": model}, 1, own_weights=True) == HybridConfig(model=model)
+    (model / "model.safetensors.index.json").write_text('{"weight')
+    damaged = violations(model, 1, random_weights=False)["model"]
+    assert "model.safetensors.index.json: damaged or cut short" in damaged.problem
+    (model / "model.safetensors.index.json").unlink()
+    (model / "model.safetensors").touch()
+    assert load_config({"model": model}, 1) == HybridConfig(model=model)
+    assert violations(model, 1, revision="main")["revision"].remedy == "Leave it out, or name a model on the Hub"
+
+
 def test_defaults_are_sound(model: Path) -> None:
-    config = load_config({"model": model}, 1)
-    assert config == HybridConfig(model=model)
+    config = load_config({"model": model, "random_weights": True}, 1)
+    assert config == HybridConfig(model=model, random_weights=True)
     with pytest.raises(Exception, match="frozen"):
         config.model = Path("/elsewhere")
 
@@ -83,7 +124,9 @@ def test_defaults_are_sound(model: Path) -> None:
     ],
 )
 def test_sound_layouts(model: Path, world_size: int, actor: dict[str, Any], generate: dict[str, Any]) -> None:
-    config = load_config({"model": model, "actor_config": actor, "generate_config": generate}, world_size)
+    config = load_config(
+        {"model": model, "random_weights": True, "actor_config": actor, "generate_config": generate}, world_size
+    )
     assert actor.items() <= config.actor_config.model_dump().items()
     assert generate.items() <= config.generate_config.model_dump().items()
 
@@ -92,7 +135,7 @@ def test_three_ways_on_two_ranks(model: Path) -> None:
     found = violations(model, 2, {"tensor_model_parallel_size": 3}, {"infer_tensor_parallel_size": 3})
     assert found.keys() == {"actor_config.tensor_model_parallel_size", "generate_config.infer_tensor_parallel_size"}
     with pytest.raises(ConfigError) as caught:
-        load_config({"model": model, "actor_config": {"tensor_model_parallel_size": 3}}, 2)
+        load_config({"model": model, "random_weights": True, "actor_config": {"tensor_model_parallel_size": 3}}, 2)
     message = str(caught.value)
     assert message.startswith("invalid configuration (")
     assert (
@@ -201,7 +244,9 @@ def test_texts_and_large_numbers_stay_possible(model: Path) -> None:
     """YAML 1.1 takes 1e-6 for a text."""
     actor = {"optimizer": {"lr": "1e-6", "clip_grad": 1e10}, "seed": 2**31 - 1, "frozen_parameters": ["embedding.*"]}
     generate = {"timeout_seconds": 86400, "bucket_mb": 65536, "kv_cache_mb": 2**20}
-    config = load_config({"model": model, "actor_config": actor, "generate_config": generate}, 1)
+    config = load_config(
+        {"model": model, "random_weights": True, "actor_config": actor, "generate_config": generate}, 1
+    )
     assert config.actor_config.optimizer.lr == 1e-6
 
 

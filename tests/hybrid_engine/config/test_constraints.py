@@ -264,7 +264,10 @@ def test_what_breaks_a_rule_is_found(case: Break, tmp_path: Path) -> None:
     found = [text for rule, text in broken_by(case, tmp_path) if rule.rule.startswith(case.rule)]
     assert any(case.says in text for text in found), found
     with pytest.raises(ConfigError) as caught:
-        load_config({"model": tmp_path, "actor_config": case.actor, "generate_config": case.generate}, case.world_size)
+        load_config(
+            {"model": tmp_path, "random_weights": True, "actor_config": case.actor, "generate_config": case.generate},
+            case.world_size,
+        )
     assert case.says in str(caught.value)
 
 
@@ -284,7 +287,7 @@ def test_rules_have_sections_that_exist() -> None:
 
 def test_weights_alone_need_not_compute(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
-    values = {"model": tmp_path, "actor_config": {**TP2, "context_parallel_size": 2}}
+    values = {"model": tmp_path, "random_weights": True, "actor_config": {**TP2, "context_parallel_size": 2}}
     config = load_config(values, 4, weights_only=True)
     assert {violation.key for violation in find_violations(config, 4)} == {
         "actor_config.context_parallel_size",
@@ -324,9 +327,11 @@ def test_fsdp_and_megatrons_keys_exclude_each_other(tmp_path: Path) -> None:
         "lora": {},
     }
     with pytest.raises(ConfigError) as caught:
-        load_config({"model": tmp_path, "actor_config": {**FSDP, **set_too}}, 4)
+        load_config({"model": tmp_path, "random_weights": True, "actor_config": {**FSDP, **set_too}}, 4)
     assert {violation.key for violation in caught.value.findings} == {f"actor_config.{key}" for key in set_too}
-    config = load_config({"model": tmp_path, "actor_config": {**FSDP, "tensor_model_parallel_size": 1}}, 4)
+    config = load_config(
+        {"model": tmp_path, "random_weights": True, "actor_config": {**FSDP, "tensor_model_parallel_size": 1}}, 4
+    )
     assert config.train_sizes(4) == ShardedParallelism(4)
 
 
@@ -354,7 +359,9 @@ def test_nothing_is_found_in_a_sound_configuration(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     actor = {**TP2, **PP2, "sequence_parallel": True, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     generate = {"infer_tensor_parallel_size": 2, "infer_expert_parallel_size": 4}
-    config = load_config({"model": tmp_path, "actor_config": actor, "generate_config": generate}, 4)
+    config = load_config(
+        {"model": tmp_path, "random_weights": True, "actor_config": actor, "generate_config": generate}, 4
+    )
     assert config.generate_config.infer_rank_order == "auto"
 
 

@@ -76,10 +76,11 @@ def without(model: Path) -> dict[str, Any]:
         return {"losses": losses, "state": training_state(engine)}
 
 
-def with_replicas(model: Path, directory: Path) -> dict[str, Any]:
-    """Another worker in the same processes, whole on every rank: takes up what the first has saved."""
-    worker = workers.build_worker(model, HYBRID, {"infer_tensor_parallel_size": 2})
+def with_replicas(directory: Path) -> dict[str, Any]:
+    """Another worker in the same processes, whole on every rank, that begins with what the first has saved."""
+    worker = workers.build_worker(directory / "hf", HYBRID, {"infer_tensor_parallel_size": 2}, random_weights=False)
     with worker.train_context():
+        at_start = worker.compute_log_probs(workers.batch(seed=9))
         worker.load_checkpoint(directory / "resume")
         scores = worker.compute_log_probs(workers.batch(seed=9))
     with worker.rollout_context():
@@ -87,7 +88,7 @@ def with_replicas(model: Path, directory: Path) -> dict[str, Any]:
     with worker.forward_context():
         difference = _difference(worker, completions)
     worker.shutdown()
-    return {"scores": scores, "difference": difference}
+    return {"begins as saved": torch.equal(at_start, scores), "difference": difference}
 
 
 def _difference(worker: Any, completions: Any) -> float:
@@ -112,7 +113,7 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
     calls = {
         "alone": (without, (model,)),
         "switched": (with_switches, (model, directory)),
-        "replicas": (with_replicas, (model, directory)),
+        "replicas": (with_replicas, (directory,)),
     }
     return engines.launch_in_turn(2, calls)
 
@@ -140,6 +141,10 @@ def test_checkpoints_bring_back_what_they_were_given(launched: Outcomes) -> None
         assert found["weights are back"]
         assert found["state is back"]
         assert found["version"] == NUM_UPDATES
+
+
+def test_training_begins_with_the_models_weights(launched: Outcomes) -> None:
+    assert all(found["begins as saved"] for found in launched["replicas"])
 
 
 def test_nothing_is_left_of_a_worker_that_was_shut_down(launched: Outcomes) -> None:

@@ -187,12 +187,14 @@ class Readers:
 
     Attributes:
         reference: a ReferenceModel made then.
-        fresh, loaded: a second worker with another seed, before and after it loads the checkpoint made then.
+        begun: a second worker with another seed, whose model's directory has the weights that were saved then.
+        fresh, loaded: that worker after an update, and after it loads the checkpoint made then.
         refused: the second worker after a checkpoint that rank 1 lacks.
         version: of the second worker.
     """
 
     reference: bool
+    begun: bool
     fresh: bool
     loaded: bool
     refused: bool
@@ -207,11 +209,14 @@ def follow_overlapped_gathers(model: Path, directory: Path) -> Readers:
             worker.update(workers.batch(seed=number), workers.cross_entropy)
         reference = ReferenceModel(worker)
         worker.save_checkpoint(directory)
+        worker.save_hf_checkpoint(directory.with_name("hf"))
         live = worker.compute_log_probs(batch)
         of_reference = reference.compute_log_probs(batch)
     worker.shutdown()
-    second = workers.build_worker(model, {**OVERLAP, "seed": 99})
+    second = workers.build_worker(directory.with_name("hf"), {**OVERLAP, "seed": 99}, random_weights=False)
     with second.train_context():
+        begun = second.compute_log_probs(batch)
+        second.update(workers.batch(seed=5), workers.cross_entropy)
         fresh = second.compute_log_probs(batch)
         second.load_checkpoint(directory)
         loaded = second.compute_log_probs(batch)
@@ -222,7 +227,7 @@ def follow_overlapped_gathers(model: Path, directory: Path) -> Readers:
             second.load_checkpoint(directory)
         refused = second.compute_log_probs(batch)
     second.shutdown()
-    is_live = [torch.equal(live, scores) for scores in (of_reference, fresh, loaded, refused)]
+    is_live = [torch.equal(live, scores) for scores in (of_reference, begun, fresh, loaded, refused)]
     return Readers(*is_live, version)
 
 
@@ -233,6 +238,10 @@ def readers(outcomes: Callable[[int], Outcomes]) -> list[Readers]:
 
 def test_a_reference_has_the_latest_weights(readers: list[Readers]) -> None:
     assert all(found.reference for found in readers)
+
+
+def test_training_begins_with_the_models_weights(readers: list[Readers]) -> None:
+    assert all(found.begun for found in readers)
 
 
 def test_a_checkpoint_has_the_latest_weights_and_their_version(readers: list[Readers]) -> None:

@@ -188,7 +188,8 @@ def test_every_value_loads_or_is_refused(
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps({**LLAMA_3_8B, "num_hidden_layers": 2}))
     try:
-        load_config({"model": str(model), "actor_config": actor, "generate_config": generate, **others}, world_size)
+        values = {"model": str(model), "random_weights": True, "actor_config": actor, "generate_config": generate}
+        load_config({**values, **others}, world_size)
         return
     except ConfigError as refused:
         error = refused

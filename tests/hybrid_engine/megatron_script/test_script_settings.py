@@ -119,7 +119,7 @@ def test_megatron_cores_own_configuration_is_refused_and_allowed_by_name(files: 
         ("model: [", "config.yaml is not YAML: "),
         ("- model", "must hold keys and values, found a list"),
         ("model: x\nactor_config: {}", "actor_config: is what Megatron's own arguments say"),
-        ("model: x\nsampler: {}", "unknown keys sampler. Known keys: model, generate_config, sampling"),
+        ("model: x\nsampler: {}", "unknown keys sampler. Known keys: model, revision, generate_config, sampling"),
         ("model: x\nsampling: {tokens: 3}", "sampling: unknown keys tokens"),
         *((f"model: x\nsampling: {{{value}}}", f"sampling.{value.split(':')[0]}: ") for value in WRONG_SAMPLING),
         *((f"model: x\nsampling: {value}", f"sampling: expected a mapping, got {value}") for value in ("5", "[1]")),

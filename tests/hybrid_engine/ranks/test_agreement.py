@@ -43,6 +43,24 @@ def test_a_phase_that_succeeds_goes_on(alone: Agreement):
     assert alone.total(-7) == -7
 
 
+def test_rounds_go_on_until_all_steps_are_done(alone: Agreement, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("hybrid_engine.ranks.agreement.SECONDS_OF_A_ROUND", 0.0)  # each step is one
+    done = []
+
+    def steps() -> Iterator[None]:
+        for number in range(3):
+            done.append(number)
+            yield
+        if len(done) == 6:
+            raise StateError("the last")
+
+    alone.rounds("work", steps())
+    assert done == [0, 1, 2]
+    alone.rounds("nothing to do", ())
+    with pytest.raises(StateError, match="the last"):
+        alone.rounds("work", steps())
+
+
 def test_a_closed_one_says_so(alone: Agreement):
     alone.close()
     alone.close()

@@ -38,7 +38,7 @@ def actor(path: Path, **settings: Any) -> Iterator[FsdpActor]:
 
 def configuration(path: Path, world_size: int, **settings: Any) -> HybridConfig:
     own = {"fsdp": {}, "params_dtype": "float32", "micro_batch_size": 2, "seq_length": 12, "optimizer": OPTIMIZER}
-    return load_config({"model": path, "actor_config": {**own, **settings}}, world_size)
+    return load_config({"model": path, "random_weights": True, "actor_config": {**own, **settings}}, world_size)
 
 
 def train(engine: FsdpTrainEngine, step: int) -> dict[str, float]:

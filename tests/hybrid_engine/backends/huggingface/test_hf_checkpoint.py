@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
-from hybrid_engine.backends.huggingface import load_hf_checkpoint, save_hf_checkpoint
-from hybrid_engine.backends.huggingface import safetensors_files as files
+from hybrid_engine.backends.huggingface import load_hf_checkpoint, load_pretrained, save_hf_checkpoint
+from hybrid_engine.backends.huggingface.hf_checkpoint import HEAD
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, HybridEngineError, ParameterMismatchError
+from hybrid_engine.files import model_files
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Outcomes, Ranks
 from tests.harness.small_disks import file_size_limit
@@ -68,6 +70,7 @@ BROKEN: dict[str, tuple[str, str, dict[str, Any] | None]] = {
         "model.layers.2.mlp.down_proj.weight: in the checkpoint, but",
         {"num_hidden_layers": 3},
     ),
+    "quantised": ("ConfigError", "has quantised weights: 1 tensors, e.g. model.norm.weight in float8_e4m3fn", {}),
     "no files": ("ConfigError", "has neither model.safetensors.index.json nor model.safetensors", None),
 }
 
@@ -151,9 +154,13 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     broken = {name: directory / name for name in BROKEN}
     for name, (_, _, changes) in BROKEN.items():
         broken[name].mkdir() if changes is None else save_model(broken[name], "qwen3", **changes)
+    rewrite(broken["quantised"], "model.norm.weight", lambda tensor: tensor.to(torch.float8_e4m3fn))
+    headless = save_model(directory / "headless", "qwen3")
+    rewrite(headless, HEAD, lambda tensor: None)
     calls = {
         "good": (load_and_save, (paths, directory / "out")),
         "broken": (load_what_is_wrong, (model, broken)),
+        "headless": (load_without_a_head, (model, headless)),
         "damaged": (load_what_is_damaged, (model, directory / "damaged")),
         "refused": (save_where_it_cannot_be, (model, broken["other sizes"])),
     }
@@ -181,13 +188,13 @@ def test_what_is_saved_is_what_was_loaded(outcome: Any, name: str) -> None:
     before, after = read_canonical(paths[name]), read_canonical(out / name)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[tensor].to(dtype), after[tensor]) for tensor in before)
-    index = json.loads((out / name / files.INDEX).read_text())
+    index = json.loads((out / name / model_files.INDEX).read_text())
     assert len(set(index["weight_map"].values())) > 1
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in after.values())
     assert not list((out / name).glob("*.incomplete"))
     half = read_canonical(out / f"{name} half")
     assert all(torch.equal(before[tensor].to(torch.bfloat16), half[tensor]) for tensor in before)
-    assert (out / f"{name} half" / files.SINGLE).is_file()
+    assert (out / f"{name} half" / model_files.SINGLE).is_file()
 
 
 def test_transformers_reads_a_saved_checkpoint(outcome: Any) -> None:
@@ -221,6 +228,32 @@ def test_what_is_wrong_is_named_and_nothing_is_lost(launched: Any, name: str) ->
         assert results[name][0] == error
         assert message in results[name][1]
         assert results[name][2]
+
+
+def rewrite(path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Change, or leave out, one tensor of a checkpoint."""
+    tensors = read_canonical(path)
+    changed = change(tensors.pop(name))
+    save_file(tensors | ({} if changed is None else {name: changed}), path / model_files.SINGLE)
+
+
+def load_without_a_head(model: Path, headless: Path) -> tuple[str, list[str], bool]:
+    """What is said of it, what is wrong once training begins with it, and whether the head stayed."""
+    with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
+        weights = run.engine.weights
+        (head,) = (shard for shard in weights.layout().shards if shard.region.tensor == HEAD)
+        before = view_of(weights.buffers(), head).clone()
+        with pytest.raises(ParameterMismatchError) as caught:
+            load_hf_checkpoint(headless, weights, run.table, Job.join(60))
+        load_pretrained(headless, weights, run.table, Job.join(60))
+        wrong = wrong_shards(weights, read_canonical(model))
+        return str(caught.value), wrong, torch.equal(view_of(weights.buffers(), head), before)
+
+
+def test_a_head_that_the_checkpoint_lacks_may_be_new_at_the_start(launched: Any) -> None:
+    for said, wrong, stayed in launched[2]["headless"]:
+        assert f"{HEAD}: missing in the checkpoint" in said
+        assert (wrong, stayed) == ([HEAD], True)
 
 
 def load_what_is_damaged(model: Path, directory: Path) -> dict[str, tuple[str, str, bool]]:

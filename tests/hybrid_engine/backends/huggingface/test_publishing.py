@@ -20,6 +20,7 @@ from hybrid_engine.backends.huggingface import hf_checkpoint as checkpoint
 from hybrid_engine.backends.huggingface import publishing
 from hybrid_engine.backends.huggingface import safetensors_files as files
 from hybrid_engine.errors import ConfigError, FileError, HybridEngineError
+from hybrid_engine.files import model_files
 from hybrid_engine.records.regions import contiguous_strides
 from tests.harness.kills import kill_at_every_step
 from tests.harness.launch import Ranks
@@ -34,20 +35,20 @@ def our_files(directory: Path) -> list[Path]:
 
 def transformers_files(directory: Path) -> list[Path]:
     """transformers.modeling_utils._get_resolved_checkpoint_files"""
-    if (directory / files.SINGLE).is_file():
-        return [directory / files.SINGLE]
+    if (directory / model_files.SINGLE).is_file():
+        return [directory / model_files.SINGLE]
     return named_by_the_index(directory)
 
 
 def vllm_files(directory: Path) -> list[Path]:
     """vllm.model_executor.model_loader.weight_utils.filter_duplicate_safetensors_files"""
-    if (directory / files.INDEX).is_file():
+    if (directory / model_files.INDEX).is_file():
         return named_by_the_index(directory)
     return sorted(directory.glob("*.safetensors"))
 
 
 def named_by_the_index(directory: Path) -> list[Path]:
-    index = json.loads((directory / files.INDEX).read_text())
+    index = json.loads((directory / model_files.INDEX).read_text())
     return sorted({directory / name for name in index["weight_map"].values()})
 
 
@@ -86,7 +87,7 @@ def test_the_readers_rules_are_those_of_the_readers(engines: Ranks, tmp_path: Pa
     directories = [tmp_path / name for name in ("one file", "several files", "both")]
     for path in directories:
         save(path, ONE_FILE if path.name == "one file" else SEVERAL_FILES)
-    save_file({"a": torch.ones(2)}, tmp_path / "both" / files.SINGLE)
+    save_file({"a": torch.ones(2)}, tmp_path / "both" / model_files.SINGLE)
     (found,) = engines.launch(really_read, 1, directories)
     assert found == [(transformers_files(path), vllm_files(path)) for path in directories]
 
@@ -133,7 +134,7 @@ def test_boxes_are_written_where_they_belong(tmp_path: Path) -> None:
             writer.write(stored, place(shape, offset), box)
         writer.write(stored, place(shape), torch.empty(0, 3, 6))
     publication.publish()
-    assert torch.equal(load_file(tmp_path / files.SINGLE)["a"], expected)
+    assert torch.equal(load_file(tmp_path / model_files.SINGLE)["a"], expected)
 
 
 # what is there before: a save of files of that size, nothing, or "foreign": one file without an index or a checksum
@@ -144,7 +145,7 @@ def make_older(directory: Path, kind: int | str | None) -> None:
     directory.mkdir()
     if kind == "foreign":
         tensors = {name: torch.ones(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in WANTED.items()}
-        save_file(tensors, directory / files.SINGLE)
+        save_file(tensors, directory / model_files.SINGLE)
     elif kind is not None:
         save(directory, kind, value=1)
 
@@ -176,7 +177,7 @@ def test_a_killed_save_leaves_the_old_set_or_the_new(quick_path: Path, older: st
         if step % 4 == 0:
             save(directory, newer, 3)
             assert {seen_by(name, directory) for name in READERS} == {3.0}
-            assert set(directory.iterdir()) == {directory / files.INDEX, *our_files(directory)}
+            assert set(directory.iterdir()) == {directory / model_files.INDEX, *our_files(directory)}
     for name, values in seen.items():
         changes = [old] * values.count(old) + [2.0] * values.count(2.0)
         assert values == changes, f"{name} saw neither the old set nor the new one"
@@ -217,7 +218,12 @@ def test_the_config_of_a_killed_save_rounds_no_weights(quick_path: Path, dtypes:
 def table_of(**shapes: tuple[int, ...]) -> Any:
     """What a save asks of a model's name table."""
     return SimpleNamespace(
-        shapes=shapes, copies={}, dims=SimpleNamespace(tied_embeddings=False), is_served=shapes.__contains__
+        shapes=shapes,
+        copies={},
+        dims=SimpleNamespace(tied_embeddings=False),
+        is_served=shapes.__contains__,
+        may_be_new=frozenset(),
+        left_out=frozenset(),
     )
 
 
@@ -235,9 +241,9 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
 def test_weights_that_came_after_a_killed_save_stay(tmp_path: Path) -> None:
     """It had not put any file in place, so what has such a name is somebody else's."""
     killed = begun(tmp_path)
-    (tmp_path / files.SINGLE).write_text("of a user")
+    (tmp_path / model_files.SINGLE).write_text("of a user")
     killed.abandon()
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(files.SINGLE, "of a user")]
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(model_files.SINGLE, "of a user")]
 
 
 def test_the_clean_up_of_a_killed_first_save_can_be_killed(quick_path: Path) -> None:
@@ -267,10 +273,12 @@ def test_other_weights_beside_the_index_are_refused(tmp_path: Path) -> None:
     publication.begin()
     publication.publish()
     table = table_of(a=(3,), b=(2,))
-    save_file({"a": torch.ones(3), "b": torch.ones(2)}, tmp_path / files.SINGLE)
+    save_file({"a": torch.ones(3), "b": torch.ones(2)}, tmp_path / model_files.SINGLE)
     assert checkpoint.older_weights(tmp_path, table).keys() == {"a", "b"}
-    save_file({"a": torch.ones(3), "b": torch.ones(2), "other": torch.ones(1)}, tmp_path / files.SINGLE)
-    with pytest.raises(ConfigError, match=rf"{tmp_path / files.SINGLE} holds other weights .*\(other: in the check"):
+    save_file({"a": torch.ones(3), "b": torch.ones(2), "other": torch.ones(1)}, tmp_path / model_files.SINGLE)
+    with pytest.raises(
+        ConfigError, match=rf"{tmp_path / model_files.SINGLE} holds other weights .*\(other: in the check"
+    ):
         checkpoint.older_weights(tmp_path, table)
 
 

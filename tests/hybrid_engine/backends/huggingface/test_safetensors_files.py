@@ -12,13 +12,14 @@ from safetensors.torch import save_file
 
 from hybrid_engine.backends.huggingface import safetensors_files as files
 from hybrid_engine.errors import ConfigError, FileError, HybridEngineError
+from hybrid_engine.files import model_files
 from tests.hybrid_engine.backends.huggingface.saves import save
 
 
 @pytest.mark.parametrize("position", [20, 100, -1])
 def test_a_flipped_byte_is_found(tmp_path: Path, position: int) -> None:
     save(tmp_path)
-    path = tmp_path / files.SINGLE
+    path = tmp_path / model_files.SINGLE
     contents = bytearray(path.read_bytes())
     contents[position] ^= 1
     path.write_bytes(contents)
@@ -28,9 +29,9 @@ def test_a_flipped_byte_is_found(tmp_path: Path, position: int) -> None:
 
 
 def test_files_of_other_programs_have_no_checksum(tmp_path: Path) -> None:
-    save_file({"a": torch.ones(2)}, tmp_path / files.SINGLE)
+    save_file({"a": torch.ones(2)}, tmp_path / model_files.SINGLE)
     assert files.stored_tensors(tmp_path).keys() == {"a"}
-    assert not files.verify_checksum(tmp_path / files.SINGLE)
+    assert not files.verify_checksum(tmp_path / model_files.SINGLE)
 
 
 def with_header(header: object, data: bytes = b"") -> bytes:
@@ -64,7 +65,7 @@ DAMAGED = {
 @pytest.mark.parametrize("name", DAMAGED)
 def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
     contents, message = DAMAGED[name]
-    path = tmp_path / files.SINGLE
+    path = tmp_path / model_files.SINGLE
     path.write_bytes(contents)
     with pytest.raises(FileError) as caught:
         files.stored_tensors(tmp_path)
@@ -74,7 +75,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["../a.safetensors", "/etc/passwd", "a/b.safetensors", "..", "", None, 5, ["a"]])
 def test_an_index_names_files_of_its_directory(tmp_path: Path, name: object) -> None:
-    (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
+    (tmp_path / model_files.INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(ConfigError, match="names files outside its directory"):
         files.stored_tensors(tmp_path)
 
@@ -83,19 +84,19 @@ def test_an_index_names_files_of_its_directory(tmp_path: Path, name: object) -> 
     "text", ["[]", "null", "{}", '{"weight_map": null}', '{"weight_map": {}}', '{"weight_map": 5}']
 )
 def test_an_index_without_a_map(tmp_path: Path, text: str) -> None:
-    (tmp_path / files.INDEX).write_text(text)
-    with pytest.raises(ConfigError, match=f"{tmp_path / files.INDEX} has no weight_map"):
+    (tmp_path / model_files.INDEX).write_text(text)
+    with pytest.raises(ConfigError, match=f"{tmp_path / model_files.INDEX} has no weight_map"):
         files.stored_tensors(tmp_path)
 
 
 def test_an_index_that_is_cut_short(tmp_path: Path) -> None:
-    (tmp_path / files.INDEX).write_text('{"weight_map": {')
-    with pytest.raises(FileError, match=f"reading {tmp_path / files.INDEX}: damaged or cut short"):
+    (tmp_path / model_files.INDEX).write_text('{"weight_map": {')
+    with pytest.raises(FileError, match=f"reading {tmp_path / model_files.INDEX}: damaged or cut short"):
         files.stored_tensors(tmp_path)
 
 
 def test_index_without_its_files(tmp_path: Path) -> None:
-    (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    (tmp_path / model_files.INDEX).write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
     with pytest.raises(ConfigError, match="missing files: model-00001-of-00002"):
         files.stored_tensors(tmp_path)
 
@@ -104,6 +105,6 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     for name in ("x.safetensors", "y.safetensors"):
         save_file({"a": torch.ones(2)}, tmp_path / name)
     weight_map = {"a": "x.safetensors", "b": "y.safetensors"}
-    (tmp_path / files.INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / model_files.INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ConfigError, match=r"has a in both x\.safetensors and y\.safetensors"):
         files.stored_tensors(tmp_path)

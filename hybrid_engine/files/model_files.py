@@ -1,0 +1,78 @@
+"""Which files a Hugging Face model consists of, and which of them hold its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.files.durable import naming
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+COMPANIONS = (
+    CONFIG,
+    "generation_config.json",
+    "*token*.json",
+    "tokenizer.model",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
+)
+"""Patterns of the files that belong to a model beside its weights."""
+
+DOWNLOAD_AGAIN = "Download it again, or restore it from a copy"
+
+_PICKLED = ("pytorch_model*.bin", "*.pt", "*.pth")
+
+
+def weight_files(directory: Path, key: str = "path") -> list[str]:
+    """Names of the safetensors files with a model's weights, all of which are there.
+
+    Raises, under `key`:
+        ConfigError: without safetensors files, and for an index that is invalid or names missing files.
+        FileError: for an index that cannot be read.
+    """
+    names = indexed_files(directory, key)
+    if names is None:
+        if not (directory / SINGLE).is_file():
+            raise ConfigError([_without_weights(directory, key)])
+        return [SINGLE]
+    if missing := [name for name in names if not (directory / name).is_file()]:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        problem = f"{directory / INDEX} names missing files: {', '.join(missing[:5])}{more}"
+        raise ConfigError([Violation(key, problem, "Complete the download")])
+    return names
+
+
+def _without_weights(directory: Path, key: str) -> Violation:
+    problem = f"{directory} has neither {INDEX} nor {SINGLE}"
+    pickled = next((path.name for pattern in _PICKLED for path in sorted(directory.glob(pattern))), None)
+    if pickled is not None:
+        problem = f"{directory} has its weights in {pickled}, a pickle, which is not read"
+        remedy = "Convert them: load it with transformers and call save_pretrained, which writes safetensors"
+        return Violation(key, problem, remedy)
+    return Violation(key, problem, "Name the directory of a safetensors checkpoint")
+
+
+def indexed_files(directory: Path, key: str = "path") -> list[str] | None:
+    """Names of the files that the index names, sorted; None without an index. Raises ConfigError, FileError."""
+    index = directory / INDEX
+    if not index.is_file():
+        return None
+    with naming("reading", index, DOWNLOAD_AGAIN):
+        found = json.loads(index.read_text(encoding="utf-8"))
+    weight_map = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ConfigError([Violation(key, f"{index} has no weight_map", "Download it again")])
+    if foreign := [str(name) for name in weight_map.values() if not is_plain_name(name)]:
+        problem = f"{index} names files outside its directory: {', '.join(foreign)[:200]}"
+        raise ConfigError([Violation(key, problem, "Name files without directories")])
+    return sorted(set(weight_map.values()))
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether it is a file name without a directory."""
+    return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and "\0" not in name

@@ -1,0 +1,159 @@
+"""Models by id: huggingface_hub's real client, its cache on disk, and a small server in place of the Hub."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.files.hub import Snapshot, find_model
+from hybrid_engine.files.model_files import INDEX, SINGLE
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {"config.json": "{}", "tokenizer_config.json": "{}", "README.md": "#", SINGLE: "weights", "extra.bin": "?"}
+SHARDS = {INDEX: json.dumps({"weight_map": {"a": "one.safetensors"}}), "one.safetensors": "weights"}
+REPOSITORIES: dict[str, dict[str, str]] = {
+    "org/single": FILES,
+    "org/sharded": {"config.json": "{}", "consolidated.safetensors": "twice", **SHARDS},
+    "org/pickled": {"config.json": "{}", "pytorch_model.bin": ""},
+}
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """What huggingface_hub asks of the Hub for a download: a commit, its files, their contents."""
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0].removeprefix("/")
+        for repository, files in REPOSITORIES.items():
+            if path in (f"api/models/{repository}", f"api/models/{repository}/revision/main"):
+                return self._answer(json.dumps({"id": repository, "sha": COMMIT, "siblings": []}))
+            if path.startswith(f"api/models/{repository}/revision/"):
+                return self._refuse(404, "RevisionNotFound")
+            if path == f"api/models/{repository}/tree/{COMMIT}":
+                kind = {"type": "file", "oid": "0" * 40}
+                return self._answer(json.dumps([{**kind, "path": name, "size": len(files[name])} for name in files]))
+            if path.startswith(f"{repository}/resolve/{COMMIT}/"):
+                return self._answer(files[path.rpartition("/")[2]])
+        if "gated" in path:
+            return self._refuse(403, "GatedRepo")
+        return self._refuse(404, "RepoNotFound")
+
+    do_HEAD = do_GET
+
+    def _answer(self, text: str) -> None:
+        self.send_response(200)
+        self.send_header("ETag", f'"{hash(text) & 0xFFFFFFFF:08x}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(text.encode())
+
+    def _refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The cache of a client that is online."""
+    from huggingface_hub import constants, hf_api
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    site = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(constants, "ENDPOINT", site)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", site + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(hf_api.api, "endpoint", site)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    yield tmp_path / "cache"
+    server.shutdown()
+    server.server_close()
+
+
+def refusal(name: str, revision: str | None = None) -> Violation:
+    with pytest.raises(ConfigError) as caught:
+        find_model(name, revision)
+    (found,) = caught.value.findings
+    return found
+
+
+def names_in(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_configuration_comes_first_and_weights_when_they_are_needed(hub: Path) -> None:
+    directory = find_model("org/single")
+    assert directory == hub / "models--org--single" / "snapshots" / COMMIT
+    assert names_in(directory) == {"config.json", "tokenizer_config.json"}
+    snapshot = Snapshot.at(directory)
+    assert snapshot == Snapshot("org/single", COMMIT, hub)
+    snapshot.download()
+    assert names_in(directory) == {"config.json", "tokenizer_config.json", SINGLE}
+    assert (directory / SINGLE).read_text() == "weights"
+
+
+def test_of_several_sets_of_weights_the_indexed_one_is_brought(hub: Path) -> None:
+    directory = find_model("org/sharded", COMMIT)
+    snapshot = Snapshot.at(directory)
+    assert snapshot is not None
+    snapshot.download()
+    assert names_in(directory) == {"config.json", *SHARDS}
+
+
+def test_what_was_brought_once_is_found_without_a_network(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    directory = find_model("org/single", "main")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert find_model("org/single") == find_model("org/single", "main") == directory
+    snapshot = Snapshot.at(directory)
+    assert snapshot is not None
+    with pytest.raises(ConfigError, match=r"model: org/single at 0123.* nor complete in the cache, and HF_HUB_OFFLINE"):
+        snapshot.download()
+    assert "run `hf download org/other`" in refusal("org/other").remedy
+
+
+def test_what_the_hub_refuses_has_a_remedy(hub: Path) -> None:
+    assert "is gated" in refusal("org/gated").problem
+    assert "hf auth login" in refusal("org/gated").remedy
+    assert "neither a directory nor a model on the Hub" in refusal("org/unknown").problem
+    found = refusal("org/single", "v9")
+    assert (found.key, found.problem) == ("revision", "org/single has no revision v9")
+    pickled = Snapshot.at(find_model("org/pickled"))
+    assert pickled is not None
+    with pytest.raises(ConfigError, match="org/pickled has no complete safetensors weights"):
+        pickled.download()
+
+
+def test_a_path_is_no_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    (tmp_path / "org" / "name" / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    assert find_model("org/name") == Path("org/name")
+    assert find_model("org/name/config.json") == Path("org/name")
+    assert find_model("name", relative_to=tmp_path / "org") == tmp_path / "org" / "name"
+    assert find_model("./nowhere") == Path("nowhere")
+    assert find_model("a/b/c") == Path("a/b/c")
+    assert "main, but model is a path" in refusal("org/name", "main").problem
+
+
+@pytest.mark.parametrize(
+    "path", ["models--org--name/snapshots/main", f"snapshots/{COMMIT}", f"a--b--c/snapshots/{COMMIT}"]
+)
+def test_other_directories_are_no_snapshots(path: str) -> None:
+    assert Snapshot.at(Path("/cache") / path) is None
