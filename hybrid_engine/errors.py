@@ -11,6 +11,7 @@ HybridEngineError
 ├── StateError           the call is not allowed in the current state
 ├── FileError            a file cannot be read or written; names the file, the problem and a remedy
 ├── DeviceMemoryError    the device's driver refused an allocation or another call on memory
+├── GenerationError      vLLM failed while it generated; weights and state are as before
 └── ReshardError         a switch failed; says in which phase, and what state was restored
     ├── OffloadError     state could not be moved off the device or back
     ├── LostRankError    a rank exited or does not respond; the job cannot continue
@@ -150,6 +151,13 @@ class DeviceMemoryError(HybridEngineError):
     def __init__(self, message: str, *, is_out_of_memory: bool = False) -> None:
         super().__init__(message)
         self.is_out_of_memory = is_out_of_memory
+
+
+class GenerationError(HybridEngineError):
+    """vLLM failed while it generated; the message has its error. Other ranks raise RemoteError.
+
+    Weights and state are as before, and vLLM has forgotten the requests: generate again, or train.
+    """
 
 
 class ReshardError(HybridEngineError):

@@ -114,7 +114,13 @@ class Agreement:
                 self._end_group()
 
     @contextmanager
-    def phase(self, name: str, patience: float | None = None, waiting: Collection[int] | None = None) -> Iterator[None]:
+    def phase(
+        self,
+        name: str,
+        patience: float | None = None,
+        waiting: Collection[int] | None = None,
+        kind: type[HybridEngineError] = ReshardError,
+    ) -> Iterator[None]:
         """Leave the block on all ranks or raise on all ranks. No other collective of this group inside.
 
         Args:
@@ -122,6 +128,7 @@ class Agreement:
             patience: seconds for which a rank that failed waits for those in `waiting`; default: the timeout. Shorter
                 where they cannot come back by themselves, since they wait for this rank in a library.
             waiting: those ranks; default: all. The others have the timeout.
+            kind: what an error that is not this project's becomes.
         """
         self._open_group()
         error, self._agreed = None, None
@@ -135,7 +142,7 @@ class Agreement:
         except BaseException as interrupt:  # not held back, but the others hear of it
             self._watch.tell(name, _described(interrupt), patience or self.timeout_seconds, waiting)
             raise
-        self.conclude(name, error, patience, waiting)
+        self.conclude(name, error, patience, waiting, kind)
 
     def rounds(self, name: str, steps: Iterable[object]) -> None:
         """Go through this rank's steps, for as long as all ranks need; they meet every few seconds.
@@ -180,10 +187,11 @@ class Agreement:
         error: Exception | None = None,
         patience: float | None = None,
         waiting: Collection[int] | None = None,
+        kind: type[HybridEngineError] = ReshardError,
     ) -> None:
         """End a phase: return when no rank failed. Otherwise raise on all of them. Without an `error`, a barrier.
 
-        Where it happened: `error` itself if it is one of this project's, else a ReshardError from it. Elsewhere:
+        Where it happened: `error` itself if it is one of this project's, else one of `kind` from it. Elsewhere:
         RemoteError with the messages of the ranks that failed; so does a RemoteError of which this rank came to know
         inside the block. LostRankError, with this rank's own error if it has one, when a rank does not come.
         """
@@ -198,7 +206,7 @@ class Agreement:
                 return
             told = None if error is None else (_described(error), _is_secondhand(error))
             messages = self._gather(told, phase, error)
-        self._agreed = _agreed_error(phase, error, messages)
+        self._agreed = _agreed_error(phase, error, messages, kind)
         raise self._agreed from (error if error is not self._agreed else error.__cause__)
 
     def gather(self, value: object, phase: str = "gather") -> list[Any]:
@@ -217,6 +225,15 @@ class Agreement:
         with self._connected(phase):
             self._maximum(raised)
         return [bool(flag) for flag in raised.tolist()]
+
+    def is_same(self, values: Sequence[int], phase: str) -> bool:
+        """Whether all ranks give the same numbers, as many each. Raises RemoteError."""
+        self.conclude(phase)
+        extremes = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64)
+        with self._connected(phase):
+            self._maximum(extremes)
+        highest, negated_lowest = extremes.chunk(2)
+        return bool((highest == -negated_lowest).all())
 
     def _maximum(self, values: torch.Tensor) -> None:
         """Over all ranks, in place."""
@@ -288,7 +305,12 @@ def _parted(phase: str, error: Exception | None, reasons: list[str]) -> str:
     return f"{phase}: {_described(error)}\nThe other ranks did not come: {known}. The job cannot go on"
 
 
-def _agreed_error(phase: str, error: Exception | None, messages: Sequence[tuple[str, bool] | None]) -> Exception:
+def _agreed_error(
+    phase: str,
+    error: Exception | None,
+    messages: Sequence[tuple[str, bool] | None],
+    kind: type[HybridEngineError],
+) -> Exception:
     """What a rank raises when all know what each has to tell: by rank, (text, whether it is secondhand), or None."""
     firsthand = {rank: told[0] for rank, told in enumerate(messages) if told and not told[1]}
     texts = firsthand or {rank: told[0] for rank, told in enumerate(messages) if told}
@@ -297,7 +319,7 @@ def _agreed_error(phase: str, error: Exception | None, messages: Sequence[tuple[
         return RemoteError(f"{phase} failed on {len(texts)} rank(s):\n{causes}")
     if firsthand and isinstance(error, RemoteError):
         return type(error)(f"{error}\n{causes}")
-    return error if isinstance(error, HybridEngineError) else ReshardError(f"{phase}: {_described(error)}")
+    return error if isinstance(error, HybridEngineError) else kind(f"{phase}: {_described(error)}")
 
 
 def _described(error: BaseException) -> str:

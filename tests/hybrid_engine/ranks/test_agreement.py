@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from hybrid_engine.errors import RemoteError, ReshardError, StateError, WeightError
+from hybrid_engine.errors import GenerationError, RemoteError, ReshardError, StateError, WeightError
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
@@ -86,6 +86,8 @@ def test_foreign_errors_become_reshard_errors_where_they_happen(alone: Agreement
         raise cause
     assert not isinstance(failure.value, RemoteError)
     assert failure.value.__cause__ is cause
+    with pytest.raises(GenerationError, match=message), alone.phase("prepare", kind=GenerationError):
+        raise cause
     with alone.phase("afterwards"):
         pass
 
@@ -120,6 +122,7 @@ def fail_on_rank() -> dict[str, object]:
     results["conclude"] = outcome_of(lambda: agreement.conclude("fill", own if rank == 0 else None))
     results["long text"] = len(_phase(agreement, ValueError("x" * 100_000) if rank == 1 else None)) >= 100_000
     results["gather"] = agreement.gather({"rank": rank, "payload": "y" * (10 + 1000 * rank)})
+    results["same"] = [agreement.is_same(values, "compare") for values in ([5, -7], [5, -rank])]
     results["total"] = [agreement.total(rank + 1), agreement.total(2**40)]
     results["both well again"] = _phase(agreement, None)
     dist.destroy_process_group()
@@ -161,6 +164,7 @@ def test_gather_and_total(failures: list[dict[str, object]]):
         assert [value["rank"] for value in results["gather"]] == [0, 1]
         assert [len(value["payload"]) for value in results["gather"]] == [10, 1010]
         assert results["total"] == [3, 2**41]
+        assert results["same"] == [True, False]
 
 
 LOST_CALLS: dict[str, Callable[[Agreement], object]] = {
