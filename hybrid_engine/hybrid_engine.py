@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
@@ -22,8 +21,10 @@ from hybrid_engine.switch.states import State
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.fsdp import ShardedModel
-    from hybrid_engine.backends.vllm import InferenceEngine, Sampling
-    from hybrid_engine.backends.vllm.prompts import Prompts
+    from hybrid_engine.backends.vllm import InferenceEngine
+    from hybrid_engine.backends.vllm.generation.prompts import Prompts
+    from hybrid_engine.backends.vllm.generation.replica_exchange import Data
+    from hybrid_engine.backends.vllm.generation.sampling_params import AnySampling
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 
@@ -143,28 +144,39 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         return self.inference.job
 
     def generate(
-        self, prompts: Prompts, sampling: Sampling | None = None, attention_mask: torch.Tensor | None = None
+        self,
+        prompts: Prompts,
+        sampling: AnySampling | None = None,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        data: Data = "global",
     ) -> Any:
-        """Completions of all prompts, spread over the inference replicas; the same on every rank. In `rollout_context`.
+        """Completions of prompts, in the form of the prompts, spread over the inference replicas. In `rollout_context`.
 
         Args:
-            prompts: the same on every rank: token ids [B, S] int64, which are answered by a tensor [B * n, S + longest]
-                of prompts and completions, padded on the right; texts, by n texts each; or lists of token ids, by n
+            prompts: token ids [B, S] int64, which are answered by a tensor [B * n, S + longest] of prompts and
+                completions, padded on the right; texts or chats, by n texts each; or lists of token ids, by n
                 `Completion`s each.
-            sampling: how; default: `Sampling()`.
-            attention_mask: [B, S], 0 where a prompt of a tensor is padded.
+            sampling: how, ours or `vllm.SamplingParams`; default: `Sampling()`.
+            attention_mask: [B, S], 0 where a prompt of a tensor is padded, on either side.
+            data: "global": all ranks pass the same prompts and get all completions; "local": each rank passes its own,
+                any number of them, and gets theirs.
 
-        Raises StateError outside the context, ConfigError for prompts that cannot be.
+        Raises StateError outside the context, ConfigError for prompts that cannot be, GenerationError.
         """
         from hybrid_engine.backends.vllm import Sampling
-        from hybrid_engine.backends.vllm.prompts import complete
+        from hybrid_engine.backends.vllm.generation.prompts import in_form_of
 
         self.sharding.require(State.INFER)
+        completions = self.inference.generate_over_replicas(
+            prompts, sampling or Sampling(), self._lora, attention_mask, data
+        )
+        return in_form_of(prompts, completions, self._pad_token_id())
+
+    def _pad_token_id(self) -> int:
         hf_config = self.config.hf_config()
         ends = (hf_config.get("pad_token_id"), hf_config.get("eos_token_id"))
-        pad = next((token for token in ends if isinstance(token, int)), 0)
-        generate = partial(self.inference.generate_over_replicas, lora=self._lora)
-        return complete(prompts, sampling or Sampling(), generate, str(self.config.model), pad, attention_mask)
+        return next((token for token in ends if isinstance(token, int)), 0)
 
     def shutdown(self) -> None:
         """End vLLM and the job, where this engine made them; idempotent. Model and optimizer stay, on the device."""

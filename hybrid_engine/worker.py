@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +24,10 @@ from hybrid_engine.switch.rendezvous import gather_layouts
 from hybrid_engine.switch.states import State
 
 if TYPE_CHECKING:
-    from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling
+    from hybrid_engine.backends.vllm import Completion, InferenceEngine
+    from hybrid_engine.backends.vllm.generation.prompts import Prompts
+    from hybrid_engine.backends.vllm.generation.replica_exchange import Data
+    from hybrid_engine.backends.vllm.generation.sampling_params import AnySampling
 
 
 logger = logging.getLogger("hybrid_engine")
@@ -37,7 +40,8 @@ class ActorHybridWorker(SwitchContexts):
     patches where Megatron trains, and builds both engines. Each rank reads its part of the model's weights; with
     `random_weights` they are initialised instead. vLLM's come by resharding.
 
-    Batches and prompts are global: every rank passes the same, and gets the whole result.
+    Batches and prompts are global: every rank passes the same, and gets the whole result. Prompts may also be local
+    (`data="local"`): of each rank its own.
 
     Args:
         config: see `load_config`.
@@ -102,17 +106,31 @@ class ActorHybridWorker(SwitchContexts):
         """Wait until all ranks are here. Raises RemoteError with what failed on another; `phase` names the place."""
         self.job.agreement.conclude(phase)
 
-    def generate_sequences(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Completion]]:
-        """Completions of all prompts, spread over the inference replicas. In `rollout_context`.
+    def generate_sequences(
+        self,
+        prompts: Prompts,
+        sampling: AnySampling | None = None,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        data: Data = "global",
+    ) -> list[list[Completion]]:
+        """`n` completions of each prompt, in their order, spread over the inference replicas. In `rollout_context`.
 
         Args:
-            prompts: token ids, the same list on every rank.
-            sampling: how; `sampling.n` completions a prompt.
+            prompts: texts, chats, lists of token ids, or token ids [B, S] int64.
+            sampling: how, ours or `vllm.SamplingParams`; default: `Sampling()`.
+            attention_mask: [B, S], 0 where a prompt of a tensor is padded, on either side.
+            data: "global": all ranks pass the same prompts and get all completions; "local": each rank passes its own,
+                any number of them, and gets theirs.
 
-        Returns, on every rank, a list of `n` completions for each prompt, in the order of `prompts`.
+        Raises StateError outside the context, ConfigError for prompts that cannot be, GenerationError.
         """
+        from hybrid_engine.backends.vllm import Sampling
+
         self.sharding.require(State.INFER)
-        return self.inference.generate_over_replicas(prompts, sampling, self.adapter)
+        return self.inference.generate_over_replicas(
+            prompts, sampling or Sampling(), self.adapter, attention_mask, data
+        )
 
     def compute_log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probability [B, S] fp32 of every label under the training weights. In train or forward context."""

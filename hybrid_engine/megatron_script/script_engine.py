@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.assembly import build_inference_engine
+from hybrid_engine.backends.vllm.generation.sampling_params import sampling_params
 from hybrid_engine.backends.vllm.process.random_state import random_state_kept
-from hybrid_engine.backends.vllm.requests import sampling_params
 from hybrid_engine.errors import ConfigError, StateError
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.megatron_script.journal import TIMERS, Journal
@@ -88,7 +88,9 @@ class ScriptEngine:
         with job.agreement.phase("prompts and output"):
             self._tokens = [self._tokenize(prompt) for prompt in self.settings.prompts]
             self.inference.check_prompts(self._tokens, self.settings.sampling.max_tokens)
-            sampling_params(self.settings.sampling)  # what vLLM refuses, it refuses before training starts
+            sampling_params(
+                self.settings.sampling, self.inference.tokenizer
+            )  # what vLLM refuses, it refuses before training starts
             self._journal = Journal(self._script, self.settings.output, job.rank == 0)
 
     def _live_model(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> LiveModel:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
-from hybrid_engine import HybridEngine, ReshardReport, Sampling
+from hybrid_engine import Completion, HybridEngine, ReshardReport, Sampling
 from hybrid_engine.errors import HybridEngineError
 from tests.harness.launch import Outcomes, Ranks
 from tests.zoo import sharded_models
 from tests.zoo.families import served_config, write_config
+from tests.zoo.tokenizers import save_numbers
 
 GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
 SEED_ROLLOUT = {"tp_size": 2, "pp_size": 1, "dp_type": "none", "max_model_len": 64, "max_num_seqs": 8}
@@ -114,6 +116,12 @@ def forms(directory: str) -> dict[str, Any]:
         ]
         found["rows"] = engine.generate(padded, GREEDY, mask)
         found["texts"] = engine.generate(["5 6 7", "3 4 5 6 7"], GREEDY)
+        found["chats"] = engine.generate([[{"role": "user", "content": "5 6"}]], GREEDY)
+        (found["of the template"],) = engine.generate([[7, 5, 6, 8]], GREEDY)
+        found |= _with_sampling_params(engine)
+        found |= _with_local_data(engine)
+        found["mixed"] = _error(lambda: engine.generate(["5", [6], 7, [{"role": "user"}]], GREEDY))
+        found["a mask for lists"] = _error(lambda: engine.generate([[5]], GREEDY, mask))
         found["training"] = _error(lambda: model(padded))
         found["mask"] = _error(lambda: engine.generate(padded, GREEDY, mask[:1]))
         found["floats"] = _error(lambda: engine.generate(padded.float(), GREEDY))
@@ -127,6 +135,47 @@ def forms(directory: str) -> dict[str, Any]:
     engine.shutdown()
     model(padded)  # the caller's, as before
     return found
+
+
+def _with_sampling_params(engine: HybridEngine[Any]) -> dict[str, Any]:
+    """vLLM's own, with what needs a tokenizer inside vLLM: it has none before, and none after."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+    def first(prompt: Sequence[int] = (3, 4, 5, 6, 7), **values: Any) -> Completion:
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, **values)
+        ((completion,),) = engine.generate([prompt], params)
+        return completion
+
+    free = first(logprobs=3)
+    second = str(free.token_ids[1])
+    choice = StructuredOutputsParams(choice=["57", "99"])
+    return {
+        "free": free,
+        "stopped": first(stop=[second]),
+        "without bad words": first((5, 6, 7), bad_words=["1"]),
+        "chosen": first(structured_outputs=choice, stop_token_ids=[1]),
+        "free again": first(logprobs=3),
+        "ours stopped": engine.generate([[3, 4, 5, 6, 7]], replace(GREEDY, stop=second))[0][0],
+        "delta": _error(lambda: first(output_kind=RequestOutputKind.DELTA, prompt_logprobs=1)),
+        "out of range": _error(lambda: first(stop_token_ids=[5000])),
+        "no sampling": _error(lambda: engine.generate([[5]], {"max_tokens": 3})),  # type: ignore[arg-type]
+    }
+
+
+def _with_local_data(engine: HybridEngine[Any]) -> dict[str, Any]:
+    """Each rank its own prompts, one of them none; and what is refused where ranks should pass the same."""
+    rank = engine.job.rank
+    own = [[5, 6, 7], [3, 4, 5, 6, 7]] if rank else []
+    completions = engine.generate(own, GREEDY, data="local")
+    return {
+        "local": [list(one.token_ids) for (one,) in completions],
+        "local prompts": [one.prompt_token_ids for (one,) in completions],
+        "other prompts": _error(lambda: engine.generate([[5 + rank]], GREEDY)),
+        "other sampling": _error(lambda: engine.generate(own, replace(GREEDY, max_tokens=4 + rank), data="local")),
+        "other data": _error(lambda: engine.generate([[5]], GREEDY, data="local" if rank else "global")),
+        "no such data": _error(lambda: engine.generate([[5]], GREEDY, data="mine")),  # type: ignore[arg-type]
+    }
 
 
 def _error(call: Callable[[], Any]) -> str:
@@ -171,15 +220,11 @@ MESSAGES = {
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model directory with weights and a tokenizer for which a number is a token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
     path = write_config(tmp_path_factory.mktemp("model"), served_config("qwen2", torch_dtype="float32"))
     config = (path / "config.json").read_text()
     sharded_models.from_config(path).save_pretrained(path)
     (path / "config.json").write_text(config)
-    words = Tokenizer(models.WordLevel({str(number): number for number in range(130)}, unk_token="0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="0").save_pretrained(path)
+    save_numbers(path)
     return str(path)
 
 
@@ -239,9 +284,59 @@ def test_prompts_are_answered_in_their_own_form(of_forms: list[dict[str, Any]]) 
         assert torch.equal(found["after an error"], found["rows"])
 
 
+def test_chats_are_completed_behind_their_template(of_forms: list[dict[str, Any]]) -> None:
+    for found in of_forms:
+        ((text,),) = found["chats"]
+        assert text == found["of the template"][0].text
+
+
+def test_completions_say_what_they_are_of(of_forms: list[dict[str, Any]]) -> None:
+    for found in of_forms:
+        free = found["free"]
+        assert free.prompt_token_ids == (3, 4, 5, 6, 7)
+        assert free.text.replace(" ", "") == "".join(map(str, free.token_ids))
+        assert [len(position) for position in free.top_logprobs] == [3, 3, 3, 3]
+        for token, logprob, position in zip(free.token_ids, free.logprobs, free.top_logprobs, strict=True):
+            assert position[token] == logprob == max(position.values()), "greedy"
+
+
+def test_vllm_has_a_tokenizer_where_a_request_needs_one(of_forms: list[dict[str, Any]]) -> None:
+    for found in of_forms:
+        free, stopped = found["free"], found["stopped"]
+        first, second, *_ = map(str, free.token_ids)
+        assert (stopped.finish_reason, stopped.stop_reason) == ("stop", second)
+        assert stopped.token_ids == free.token_ids[:2]
+        assert stopped.text.strip() == first
+        assert found["ours stopped"] == replace(stopped, top_logprobs=(), logprobs=found["ours stopped"].logprobs)
+        assert 1 in found["ids"][0][0]
+        assert 1 not in found["without bad words"].token_ids
+        assert found["chosen"].text in ("57", "99")
+        assert found["free again"] == free
+
+
+def test_each_rank_may_have_prompts_of_its_own(of_forms: list[dict[str, Any]]) -> None:
+    first, second = of_forms
+    assert first["local"] == []
+    assert second["local"] == [list(one) for (one,) in second["ids"]]
+    assert second["local prompts"] == [(5, 6, 7), (3, 4, 5, 6, 7)]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        ("mixed", "prompts[1]: token ids, but prompts[0] is a text"),
+        ("mixed", "prompts[2]: 7, outside of a list"),
+        ("mixed", "prompts[3]: a chat with a message without role or content, {'role': 'user'}"),
+        ("a mask for lists", "attention_mask: is for prompts in a tensor [B, S]"),
+        ("delta", "sampling.output_kind: DELTA, but completions come back whole"),
+        ("delta", "sampling.prompt_logprobs: completions do not carry it"),
+        ("out of range", "ConfigError"),
+        ("out of range", "sampling: vLLM refuses it: token_id(s) [5000] in stop_token_ids"),
+        ("no sampling", "sampling: got {'max_tokens': 3}"),
+        ("other prompts", "data: the ranks differ in prompts, in sampling or in `data`"),
+        ("other sampling", "data: the ranks differ in sampling"),
+        ("other data", "data: the ranks differ"),
+        ("no such data", "data: 'mine' is unknown"),
         ("outside", "StateError: "),
         ("training", "StateError: "),
         ("mask", "prompts: torch.int64 of shape (2, 5) with a mask of shape (1, 5)"),

@@ -5,5 +5,6 @@ published_configs.py   config.json of published models, for the matrix and the s
 tiny_models.py         transformers writes and computes them: save_model, train_hf_model, mtp_losses
 megatron_models.py     Megatron holds them, on ranks: running, load_canonical, whole_weights
 checkpoint_shapes.py   names and shapes on disk, written out a second time: an oracle, and random checkpoints
+tokenizers.py          of numbers and of characters, with chat templates
 workers.py             small jobs with both engines
 """

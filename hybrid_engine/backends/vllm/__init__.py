@@ -3,7 +3,6 @@
     engine_settings.py  InferenceSettings, Sampling, Completion: plain data
     engine.py           InferenceEngine: vLLM in the processes that train
     arguments.py        settings -> vLLM's arguments, checked by vLLM before anything is built
-    prompts.py          tensors, texts or lists of ids, and the same as an answer
     requests.py         requests to vLLM; none outlives the call that made it
     native_load.py      what vLLM itself loads from a checkpoint, for comparison
     fresh_engine.py     what a vLLM of its own answers, for comparison
@@ -11,6 +10,7 @@
     version.py          which vLLM was tested, and which were read
     acceptance.py       whether the installed one is accepted
     surface/            every name, call and piece of code of vLLM's that is used, compared with any version's source
+    generation/         prompts in any form, sampling, ranks that share the work
     process/            isolation from training in one process: environment, groups, shared memory, random state
     weights/            VllmAdaptor: vLLM's parameters as `InferenceWeights`
     lora/               LoRA from memory, and LoRA that arrives with a switch
@@ -28,7 +28,7 @@ What happens, and what is in this rank's memory after it:
       7  adaptor.finish_fill                                                                 - staging memory
       8  engine.wake_kv_cache (GPU), engine.reset_caches                                     + KV cache (GPU)
     generate
-      9  requests.py; process/random_state.py around it
+      9  generation/ before and after it, requests.py, process/random_state.py around it
     release (switch/sharding_manager.py)
       10 adaptor.release                                                                     - weights, - KV cache (GPU)
 

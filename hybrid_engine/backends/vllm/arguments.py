@@ -15,8 +15,8 @@ from hybrid_engine.backends.vllm.process.group_placement import rank_in_instance
 from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.backends.vllm.weights.loader import LOAD_FORMAT
 from hybrid_engine.backends.vllm.weights.quantization import check_quantization, config_overrides
-from hybrid_engine.errors import ConfigError, Violation
-from hybrid_engine.layouts.parallelism import named
+from hybrid_engine.errors import ConfigError, StateError, Violation
+from hybrid_engine.layouts.parallelism import InferenceParallelism, named
 
 CPU_WORKER = "hybrid_engine.backends.vllm.process.cpu_worker.IsolatedCPUWorker"
 
@@ -119,6 +119,15 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
     if settings.max_loras and reason:
         problem = f"{settings.max_loras}, but {reason}"
         raise ConfigError([Violation("max_loras", problem, "Set it to 0 and merge it into the weights")])
+
+
+def check_can_generate(sizes: InferenceParallelism, device_type: str) -> None:
+    """Refuse what vLLM's CPU backend would answer with a crash; weights can be loaded and compared all the same."""
+    if device_type == "cpu" and (sizes.pipeline > 1 or sizes.expert > 1):
+        raise StateError(
+            f"vLLM {TESTED_VERSION} on CPU loads but cannot generate with pipeline parallel size {sizes.pipeline} "
+            f"and expert parallel size {sizes.expert}: use 1 and 1, and tensor or data parallelism instead"
+        )
 
 
 def _check_extra(settings: InferenceSettings, device_type: str) -> None:

@@ -7,7 +7,7 @@
     engine.adaptor.release()
 
 Every rank of a replica passes the same prompts and computes the same answers; replicas may pass different numbers of
-prompts, also none. Replicas that share experts call `generate` together.
+prompts, also none. Replicas that share experts call `generate` together. `generate_over_replicas` sees to all of that.
 
 A call that fails half-way, by KeyboardInterrupt too, leaves no request, no cached prefix, and the sampler's generator
 where it was: the same call again draws what it would have drawn. Where only one rank of a replica fails, the others
@@ -20,14 +20,25 @@ import contextlib
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.acceptance import require_vllm
-from hybrid_engine.backends.vllm.arguments import check_arguments, is_eager, is_sleepy, llm_arguments
-from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, Sampling
+from hybrid_engine.backends.vllm.arguments import (
+    check_arguments,
+    check_can_generate,
+    is_eager,
+    is_sleepy,
+    llm_arguments,
+)
+from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings
+from hybrid_engine.backends.vllm.generation.model_tokenizer import ModelTokenizer
+from hybrid_engine.backends.vllm.generation.prompts import Prompts, check_token_ids, token_ids_of
+from hybrid_engine.backends.vllm.generation.replica_exchange import Data, ReplicaExchange, check_data
+from hybrid_engine.backends.vllm.generation.sampling_params import needs_tokenizer, refusals_named, sampling_params
 from hybrid_engine.backends.vllm.lora.delivered_loras import DeliveredLoras
 from hybrid_engine.backends.vllm.process.group_placement import building_groups
 from hybrid_engine.backends.vllm.process.isolation import (
@@ -43,20 +54,20 @@ from hybrid_engine.backends.vllm.process.shm_cleanup import check_room
 from hybrid_engine.backends.vllm.requests import (
     abandon,
     calling_near_end,
-    completion_of,
+    completions_of,
+    distributions_of_prompt,
+    logprobs_of_prompt,
     none_left,
     require_answers,
     reset_prefix_cache,
-    sampling_params,
 )
-from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.collective_processing import ProcessingGate
 from hybrid_engine.backends.vllm.weights.loader import capturing
 from hybrid_engine.backends.vllm.weights.looking import look
 from hybrid_engine.backends.vllm.weights.traced_model import Context, ProcessedModel, TracedModel, trace_model
 from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory, SleepMode, WeightMemory
-from hybrid_engine.errors import ConfigError, ModelError, StateError, Violation
+from hybrid_engine.errors import ModelError, StateError
 from hybrid_engine.models.lora_tensors import LoraSettings
 from hybrid_engine.ports import NearEnd
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
@@ -65,12 +76,15 @@ from hybrid_engine.ranks.job import Job
 if TYPE_CHECKING:
     from vllm import LLM
 
+    from hybrid_engine.backends.vllm.generation.sampling_params import AnySampling
+
 
 class InferenceEngine:
     """One rank of the colocated vLLM.
 
     Attributes:
         adaptor: this rank's weights (`InferenceWeights`).
+        tokenizer: the model's, where its directory has one.
         near_end: is called in every `generate` when few sequences are left; `HybridEngine` sets it for prefetch.
     """
 
@@ -100,6 +114,7 @@ class InferenceEngine:
         self._agreement = job.agreement
         self.settings = settings
         self.rank = rank = job.rank
+        self.tokenizer = ModelTokenizer(settings.model_dir)
         with contextlib.ExitStack() as undo, process_settings_kept():
             with self._agreement.phase("checking vLLM and the model"):
                 check_world(settings, job)
@@ -122,62 +137,65 @@ class InferenceEngine:
             # as weights were processed at first, but for the caller's stream, on which they arrive, and its threads
             own = replace(self._process_settings, stream=None, num_threads=None)
             self._adaptor: VllmAdaptor | None = VllmAdaptor(model, memory, not settings.release_weights, own)
+            self._exchange = ReplicaExchange(settings.sizes, job, self.tokenizer)
+            undo.callback(self._exchange.close)
             self._ends = undo.pop_all()
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, lora: str | None = None
+        self, prompts: Sequence[Sequence[int]], sampling: AnySampling, lora: str | None = None
     ) -> list[list[Completion]]:
         """Complete token-id prompts: per prompt, `sampling.n` completions; with a LoRA, if one is named.
 
         All ranks call together. Raises StateError while the weights are released or incomplete, or while vLLM has
         requests of somebody else, and ConfigError naming every prompt that is empty, too long or out of the vocabulary.
         """
-        self.check_prompts(prompts, sampling.max_tokens)
-        outputs = self._run(prompts, sampling_params(sampling), lora)
-        return [[completion_of(choice) for choice in output.outputs] for output in outputs]
+        params = sampling_params(sampling, self.tokenizer)
+        self.check_prompts(prompts, params.max_tokens or 1)
+        return self._complete(prompts, params=params, lora=lora)
 
     def prompt_logprobs(self, token_ids: Sequence[Sequence[int]], lora: str | None = None) -> list[torch.Tensor]:
         """Log-probability of each token after the tokens before it: per sequence a float32 tensor [length - 1]."""
-        return [
-            torch.tensor([position[token].logprob for position, token in zip(rows[1:], tokens[1:], strict=True)])
-            for rows, tokens in zip(self._score(token_ids, 0, lora), token_ids, strict=True)
-        ]
+        return [logprobs_of_prompt(*each) for each in zip(self._score(token_ids, 0, lora), token_ids, strict=True)]
 
     def prompt_distributions(self, token_ids: Sequence[Sequence[int]], lora: str | None = None) -> list[torch.Tensor]:
         """Log-probabilities of the whole vocabulary: per sequence float32 [length - 1, vocabulary]. Slow; for tests."""
-        distributions = []
-        for rows in self._score(token_ids, -1, lora):
-            table = torch.empty(len(rows) - 1, len(rows[1]))
-            for index, position in enumerate(rows[1:]):
-                for token, entry in position.items():
-                    table[index, token] = entry.logprob
-            distributions.append(table)
-        return distributions
+        return [distributions_of_prompt(rows) for rows in self._score(token_ids, -1, lora)]
 
     def generate_over_replicas(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, lora: str | None = None
+        self,
+        prompts: Prompts,
+        sampling: AnySampling,
+        lora: str | None = None,
+        attention_mask: torch.Tensor | None = None,
+        data: Data = "global",
     ) -> list[list[Completion]]:
-        """Completions of all prompts, spread over the replicas; on every rank, in the order of `prompts`. Collective.
+        """Completions of prompts in any form (generation/prompts.py), in their order, by all replicas. Collective.
 
         Args:
-            prompts: token ids, the same list on every rank.
-            sampling: how; `sampling.n` completions a prompt.
+            prompts: with global data the same on every rank, each of which gets all completions; with local data this
+                rank's own, any number of them, whose completions it gets.
+            sampling: how; `n` completions a prompt. The same on every rank.
             lora: name of a delivered one.
+            attention_mask: of a tensor of prompts.
+            data: "global" or "local", the same on every rank.
+
+        Raises, on all ranks: ConfigError naming every prompt that cannot be, StateError as `generate`, GenerationError
+        where vLLM failed and RemoteError on the others.
         """
-        num_replicas, state = self.settings.sizes.data, self._generator_state
+        state = self._generator_state
+        with self._agreement.phase("checking prompts"):  # those of all ranks: no replica starts in vain
+            check_data(data)
+            params = sampling_params(sampling, self.tokenizer)
+            token_ids = token_ids_of(prompts, self.tokenizer, attention_mask)
+            self.check_prompts(token_ids, params.max_tokens or 1)
         try:
-            with self._agreement.phase("generate", SHORT_PATIENCE, self.settings.sizes.ranks_in_step(self.rank)):
-                self.check_prompts(prompts, sampling.max_tokens)  # all of them everywhere: no replica starts in vain
-                completions = self.generate(prompts[self.dp_rank :: num_replicas], sampling, lora)
+            complete = partial(self._complete, params=params, lora=lora)
+            return self._exchange.complete(token_ids, data, (data, params, lora), complete)
         except BaseException:
             self._generator_state = state  # also where this replica's part went well
             raise
-        reports_back = self.tp_rank == 0 and self.pp_rank == 0
-        shares = self._agreement.gather((self.dp_rank, completions) if reports_back else None)
-        by_replica = dict(share for share in shares if share is not None)
-        return [by_replica[i % num_replicas][i // num_replicas] for i in range(len(prompts))]
 
     def abandon_requests(self) -> None:
         """Abort whatever vLLM has not finished, and forget cached prefixes; a failed call has done so by itself.
@@ -347,32 +365,25 @@ class InferenceEngine:
             return torch.compiler.set_stance("force_eager")
         return contextlib.nullcontext()
 
+    def _complete(self, prompts: Sequence[Sequence[int]], *, params: Any, lora: str | None) -> list[list[Completion]]:
+        return [completions_of(output, params, self.tokenizer) for output in self._run(prompts, params, lora)]
+
     def _run(self, prompts: Sequence[Sequence[int]], params: Any, lora: str | None) -> list[Any]:
         llm = self.llm
         lora_request = None if lora is None else self.loras.request(lora)
-        self._check_can_generate()
+        check_can_generate(self.settings.sizes, self._device_type)
         self.adaptor.require_ready()
         if self._sleep_mode is not None and self._sleep_mode.is_kv_cache_asleep:
             raise StateError("the KV cache's memory is released: call wake_kv_cache() before generating")
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        with random_state_kept(), process_settings_kept(self._process_settings), self._stance():
+        lent = self.tokenizer.lent_to(llm) if needs_tokenizer(params) else contextlib.nullcontext()
+        with random_state_kept(), process_settings_kept(self._process_settings), self._stance(), lent:
             set_state(self._generator_state)
-            with none_left(llm), calling_near_end(llm, self.near_end):
+            with refusals_named(), none_left(llm), calling_near_end(llm, self.near_end):
                 outputs = llm.generate(requests, params, use_tqdm=False, lora_request=lora_request)
                 require_answers(outputs, prompts, params.n)
             self._generator_state = get_state()
         return outputs
-
-    def _check_can_generate(self) -> None:
-        """Refuse what vLLM's CPU backend would answer with a crash; weights can be loaded and compared all the same."""
-        if self._device_type != "cpu":
-            return
-        sizes = self.settings.sizes
-        if sizes.pipeline > 1 or sizes.expert > 1:
-            raise StateError(
-                f"vLLM {TESTED_VERSION} on CPU loads but cannot generate with pipeline parallel size {sizes.pipeline} "
-                f"and expert parallel size {sizes.expert}: use 1 and 1, and tensor or data parallelism instead"
-            )
 
     def _score(self, token_ids: Sequence[Sequence[int]], num_logprobs: int, lora: str | None = None) -> list[Any]:
         from vllm import SamplingParams
@@ -384,14 +395,4 @@ class InferenceEngine:
     def check_prompts(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
         """Raise ConfigError naming every prompt that is empty, too long or out of the vocabulary."""
         config = self.llm.llm_engine.model_config
-        limit, vocabulary = config.max_model_len, config.get_vocab_size()
-        violations = []
-        for index, prompt in enumerate(prompts):
-            if not len(prompt) or len(prompt) + max_tokens > limit:
-                problem = f"{len(prompt)} tokens and {max_tokens} to draw, but 1 to {limit} fit together"
-                violations.append(Violation(f"prompts[{index}]", problem, "Shorten it or raise max_model_len"))
-            elif min(prompt) < 0 or max(prompt) >= vocabulary:
-                problem = f"token ids from {min(prompt)} to {max(prompt)}, but the vocabulary has {vocabulary}"
-                violations.append(Violation(f"prompts[{index}]", problem, "Use the model's tokenizer"))
-        if violations:
-            raise ConfigError(violations)
+        check_token_ids(prompts, max_tokens, config.max_model_len, config.get_vocab_size())

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-from hybrid_engine.errors import ConfigError, Violation, shortened
+from hybrid_engine.errors import ConfigError, StateError, Violation, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.size_rules import count_violations, infer_rank_violations
 
@@ -90,6 +91,10 @@ class Sampling:
             top-p and top-k.
         stop_token_ids: a completion ends with any of these, which it keeps.
         ignore_eos: do not end at the end token of the model's config.
+        stop: a completion ends before any of these texts. Its request also ends at the tokenizer's end token.
+        min_p: draw from tokens with at least this share of the most probable one's probability.
+        repetition_penalty: above 1, tokens of prompt and completion so far become less probable.
+        min_tokens: a completion has so many tokens before it may end.
     """
 
     n: int = 1
@@ -101,15 +106,29 @@ class Sampling:
     logprobs: bool = True
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
 
     def __post_init__(self) -> None:
+        stop: object = self.stop
+        if isinstance(stop, str):
+            object.__setattr__(self, "stop", (stop,))
         if violations := [*_violations_of(self)]:
             raise ConfigError(violations)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", tuple(self.stop))
 
 
 _LARGEST = 2**31 - 1
-_WHOLE_NUMBERS = {"n": (1, 16384), "top_k": (0, _LARGEST), "max_tokens": (1, _LARGEST), "seed": (0, 2**62)}
+_WHOLE_NUMBERS = {
+    "n": (1, 16384),
+    "top_k": (0, _LARGEST),
+    "max_tokens": (1, _LARGEST),
+    "min_tokens": (0, _LARGEST),
+    "seed": (0, 2**62),
+}
 """Field of `Sampling` -> smallest and largest value. The limit of n is vLLM's; completion i draws with seed + i."""
 
 
@@ -128,13 +147,28 @@ def _violations_of(sampling: Sampling) -> Iterator[Violation]:
         yield Violation("sampling.n", problem, "Use 1, or a temperature above 0")
     if not (_is_number(sampling.top_p) and 0 < sampling.top_p <= 1):
         yield found("top_p", "Use a number above 0, at most 1")
+    if not (_is_number(sampling.min_p) and 0 <= sampling.min_p <= 1):
+        yield found("min_p", "Use a number from 0 to 1")
+    if not (_is_number(sampling.repetition_penalty) and 0 < sampling.repetition_penalty < math.inf):
+        yield found("repetition_penalty", "Use a number above 0; 1 is none")
+    if (
+        _is_whole(sampling.min_tokens)
+        and _is_whole(sampling.max_tokens)
+        and 1 <= sampling.max_tokens < sampling.min_tokens
+    ):
+        yield found("min_tokens", f"Use max_tokens at most, which is {sampling.max_tokens}")
     for key in ("logprobs", "ignore_eos"):
         if not isinstance(getattr(sampling, key), bool):
             yield found(key, "Use true or false")
-    tokens = sampling.stop_token_ids
-    is_list = isinstance(tokens, Sequence) and not isinstance(tokens, (str, bytes))
-    if not (is_list and all(_is_whole(token) and 0 <= token <= _LARGEST for token in tokens)):
+    tokens, texts = sampling.stop_token_ids, sampling.stop
+    if not (_is_list(tokens) and all(_is_whole(token) and 0 <= token <= _LARGEST for token in tokens)):
         yield found("stop_token_ids", "Use a list of token ids")
+    if not (_is_list(texts) and all(isinstance(text, str) and text for text in texts)):
+        yield found("stop", "Use a list of texts, none of them empty")
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 def _is_whole(value: object) -> bool:
@@ -145,6 +179,14 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) or _is_whole(value)
 
 
+class Decoder(Protocol):
+    """What makes text of token ids (generation/model_tokenizer.py)."""
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+        ...
+
+
 @dataclass(frozen=True)
 class Completion:
     """One answer.
@@ -153,8 +195,31 @@ class Completion:
         token_ids: drawn tokens; a stop token is the last one.
         logprobs: one per token, or empty when they were not asked for.
         finish_reason: "stop" or "length".
+        stop_reason: the stop token or the text that ended it; None for the model's end token, and for "length".
+        prompt_token_ids: what was completed.
+        top_logprobs: per token {token id: log-probability} of the drawn one and of as many of the most probable ones
+            as `SamplingParams.logprobs` says; empty when none were asked for.
+        drawn_text: the text that vLLM itself has made, where it looked for stop strings.
+        tokenizer: makes the text otherwise.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
+    stop_reason: int | str | None = None
+    prompt_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[Mapping[int, float], ...] = ()
+    drawn_text: str | None = field(default=None, repr=False)
+    tokenizer: Decoder | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def text(self) -> str:
+        """The text of the tokens, without special tokens, stop token and stop string; made when it is asked for.
+
+        Raises ConfigError where the model's directory has no tokenizer.
+        """
+        if self.drawn_text is not None:
+            return self.drawn_text
+        if self.tokenizer is None:
+            raise StateError("this completion comes from no engine, so nothing can make text of its tokens")
+        return self.tokenizer.decode(self.token_ids[:-1] if self.finish_reason == "stop" else self.token_ids)

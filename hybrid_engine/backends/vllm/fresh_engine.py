@@ -9,8 +9,8 @@ from typing import Any
 from hybrid_engine.backends.vllm.acceptance import require_vllm
 from hybrid_engine.backends.vllm.arguments import llm_arguments
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings, Sampling
+from hybrid_engine.backends.vllm.generation.sampling_params import sampling_params
 from hybrid_engine.backends.vllm.process.isolation import set_environment
-from hybrid_engine.backends.vllm.requests import completion_of, sampling_params
 
 _OURS = ("distributed_executor_backend", "worker_cls", "hf_overrides", "load_format", "enable_sleep_mode")
 
@@ -33,4 +33,4 @@ def fresh_completions(
     llm = LLM(**{name: value for name, value in arguments.items() if name not in _OURS})
     requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
     outputs = llm.generate(requests, sampling_params(sampling), use_tqdm=False)
-    return [list(completion_of(output.outputs[0]).token_ids) for output in outputs]
+    return [list(output.outputs[0].token_ids) for output in outputs]

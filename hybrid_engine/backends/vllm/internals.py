@@ -150,6 +150,10 @@ ORIGINAL_LOADER = Internal(
     f"{_LOADING}.reload.layerwise:_get_original_loader", "loads such a layer's weights without processing them"
 )
 MATERIALIZE_LAYER = Internal(f"{_LOADING}.reload.meta:materialize_layer", "takes its weights off the meta device")
+CLIENT_ERROR = Internal("vllm.exceptions:VLLMClientError", "is raised of requests that cannot be, in adding them")
+CACHED_TOKENIZER = Internal(
+    "vllm.tokenizers.hf:get_cached_tokenizer", "gives a tokenizer of transformers what vLLM reads of its own"
+)
 DISPATCH_MODE = Internal("torch.utils._python_dispatch:TorchDispatchMode", "sees every operation of a loader")
 TREE_LEAVES = Internal("torch.utils._pytree:tree_leaves", "finds the tensors among an operation's arguments")
 MAKE_SUBCLASS = Internal("torch:Tensor._make_subclass", "makes a parameter of vLLM's class without its constructor")
@@ -215,6 +219,12 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("requests", "execute_model_state"),
         f"{_V1}.worker.gpu.model_runner:GPUModelRunner": ("req_states",),
         f"{_V1}.worker.gpu.states:RequestState": ("req_id_to_index",),
+    },
+    "have the tokenizer of a request that needs one": {
+        f"{_V1}.engine.llm_engine:LLMEngine": ("renderer", "output_processor"),
+        "vllm.renderers.base:BaseRenderer": ("tokenizer",),
+        f"{_V1}.engine.output_processor:OutputProcessor": ("tokenizer",),
+        f"{_V1}.structured_output:StructuredOutputManager": ("tokenizer",),
     },
     "end an engine part by part, for vLLM's own way ends the caller's default process group too": {
         f"{_V1}.engine.core_client:InprocClient": ("_finalizer",),
@@ -319,6 +329,7 @@ LOAD_LORA = Patch(
 _CORE, _RUNNER = "llm_engine.engine_core.engine_core", "model_executor.driver_worker.worker.model_runner"
 READ_FROM_LLM = (
     "llm_engine.should_execute_dummy_batch",
+    *("llm_engine.renderer.tokenizer", "llm_engine.output_processor.tokenizer"),
     *(f"llm_engine.output_processor.{name}" for name in ("request_states", "parent_requests", "external_req_ids")),
     *(f"{_CORE}.{name}" for name in ("batch_queue", "abort_requests", "structured_output_manager.clear_backend")),
     *(f"{_CORE}.scheduler.{name}" for name in ("requests", "finished_req_ids", "shutdown")),

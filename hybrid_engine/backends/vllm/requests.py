@@ -14,44 +14,48 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.engine_settings import Completion, Sampling
-from hybrid_engine.errors import ConfigError, StateError, Violation
+from hybrid_engine.backends.vllm.engine_settings import Completion, Decoder
+from hybrid_engine.errors import StateError
 from hybrid_engine.ports import NearEnd
 
 _NUM_NAMED = 8
 """Requests that a message names."""
 
 
-def sampling_params(sampling: Sampling) -> Any:
-    """vLLM's `SamplingParams`. Raises ConfigError with its complaints: VLLM_MAX_N_SEQUENCES may limit n further."""
-    from vllm import SamplingParams
-
-    try:
-        return SamplingParams(
-            n=sampling.n,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            seed=sampling.seed,
-            logprobs=0 if sampling.logprobs else None,
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=sampling.ignore_eos,
-            detokenize=False,
-        )
-    except ValueError as error:
-        raise ConfigError([Violation("sampling", f"vLLM refuses it: {error}", "Correct the value")]) from error
+def completions_of(output: Any, params: Any, tokenizer: Decoder) -> list[Completion]:
+    """The completions of one prompt."""
+    prompt = tuple(output.prompt_token_ids)
+    return [_completion_of(choice, prompt, params, tokenizer) for choice in output.outputs]
 
 
-def completion_of(choice: Any) -> Completion:
-    """One of an output's completions."""
+def _completion_of(choice: Any, prompt: tuple[int, ...], params: Any, tokenizer: Decoder) -> Completion:
     tokens = tuple(choice.token_ids)
-    logprobs = choice.logprobs or ()
+    positions = choice.logprobs or ()
+    has_top = bool(params.logprobs or params.logprob_token_ids)
     return Completion(
         tokens,
-        tuple(position[token].logprob for position, token in zip(logprobs, tokens, strict=False)),
+        tuple(position[token].logprob for position, token in zip(positions, tokens, strict=False)),
         str(choice.finish_reason),
+        choice.stop_reason,
+        prompt,
+        tuple({each: at.logprob for each, at in position.items()} for position in positions) if has_top else (),
+        choice.text if params.detokenize else None,
+        tokenizer,
     )
+
+
+def logprobs_of_prompt(rows: Sequence[Any], token_ids: Sequence[int]) -> torch.Tensor:
+    """Log-probability [length - 1] of each token but the first, from what vLLM says of a prompt."""
+    return torch.tensor([position[token].logprob for position, token in zip(rows[1:], token_ids[1:], strict=True)])
+
+
+def distributions_of_prompt(rows: Sequence[Any]) -> torch.Tensor:
+    """Log-probabilities [length - 1, vocabulary], from what vLLM says of a prompt."""
+    table = torch.empty(len(rows) - 1, len(rows[1]))
+    for index, position in enumerate(rows[1:]):
+        for token, entry in position.items():
+            table[index, token] = entry.logprob
+    return table
 
 
 @contextlib.contextmanager

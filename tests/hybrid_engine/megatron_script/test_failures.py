@@ -29,6 +29,7 @@ class FakeVllm(FakeInference):
     """Also what a script asks of an `InferenceEngine` beside its weights."""
 
     settings = SimpleNamespace(sizes=SimpleNamespace(data=1))
+    tokenizer = None
 
     def __init__(self, script: Script, job: Job) -> None:
         super().__init__(script, job.rank)

@@ -54,6 +54,12 @@ EXPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "vllm": ("LLM", "SamplingParams", "EngineArgs", "ModelRegistry"),
             "vllm:LLM": ("generate", "reset_prefix_cache", "sleep", "wake_up"),
         },
+        "says how tokens are drawn": {
+            "vllm:SamplingParams": (
+                *("clone", "output_kind", "prompt_logprobs", "stop", "bad_words", "structured_outputs", "detokenize"),
+                *("skip_special_tokens", "include_stop_str_in_output", "logprobs", "logprob_token_ids", "max_tokens"),
+            ),
+        },
         "counts the requests that are left": {
             f"{_V1}.engine.llm_engine:LLMEngine": ("get_num_unfinished_requests",),
         },
@@ -85,7 +91,7 @@ EXPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
         },
         "is what vLLM answers with": {
             "vllm.outputs:RequestOutput": ("outputs", "prompt_token_ids", "prompt_logprobs"),
-            "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason"),
+            "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason", "stop_reason", "text"),
             "vllm.logprobs:Logprob": ("logprob",),
         },
         "names and checks a LoRA": {
@@ -127,9 +133,11 @@ CALLS: Mapping[str, Call] = MappingProxyType(
         "vllm:SamplingParams": Call(
             keywords=(
                 *("n", "temperature", "top_p", "top_k", "max_tokens", "seed", "logprobs", "prompt_logprobs"),
-                *("stop_token_ids", "ignore_eos", "detokenize"),
+                *("stop_token_ids", "ignore_eos", "detokenize", "stop", "min_p", "repetition_penalty", "min_tokens"),
             )
         ),
+        "vllm:SamplingParams.clone": Call(),
+        internals.CACHED_TOKENIZER.target: Call(1),
         "vllm:LLM": Call(keywords=ENGINE_ARGUMENTS),  # the rest goes on to EngineArgs
         "vllm:LLM.generate": Call(2, ("use_tqdm", "lora_request")),
         "vllm:LLM.reset_prefix_cache": Call(),

@@ -78,7 +78,7 @@ def test_a_request_with_a_seed_draws_the_same_in_every_replica(pair: Pair) -> No
 
 
 def test_a_failure_of_one_replica_ends_the_call_of_all(pair: Pair) -> None:
-    assert [result.raised for result in pair] == ["RemoteError", "ReshardError"]
+    assert [result.raised for result in pair] == ["RemoteError", "GenerationError"]
 
 
 def test_after_a_failure_of_one_replica_all_draw_as_if_there_had_been_none(pair: Pair) -> None:
@@ -104,3 +104,12 @@ def test_an_order_of_ranks_says_who_takes_which_place(orders: list[list[Ordered]
 
 def test_answers_do_not_depend_on_the_order_of_ranks(orders: list[list[Ordered]]) -> None:
     assert all(result.answers == orders[0][0].answers for results in orders for result in results)
+
+
+def test_all_ranks_of_a_replica_complete_the_prompts_of_each(orders: list[list[Ordered]]) -> None:
+    """The ranks have none, one, two and three prompts of their own; with global data all have the same three."""
+    for rank, results in enumerate(orders):
+        for result in results:
+            whole = [[one.token_ids] for one in result.answers.completions]
+            assert result.local == whole[:rank]
+            assert result.over_replicas == whole

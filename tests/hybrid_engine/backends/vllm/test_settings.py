@@ -40,6 +40,10 @@ WRONG_SAMPLING: list[dict[str, Any]] = [
     *({"seed": value} for value in ("x", -1, 2**70, 1.5, False)),
     *({"stop_token_ids": value} for value in (5, "12", [-1], ["x"], [1.5], None, {1: 2}, [2**40])),
     *({key: value} for key in ("logprobs", "ignore_eos") for value in (1, None, "yes")),
+    *({"stop": value} for value in (5, [1], [""], None, b"x", ["a", None])),
+    *({"min_p": value} for value in (-0.1, 1.5, "x", None, True)),
+    *({"repetition_penalty": value} for value in (0, -1, float("inf"), float("nan"), None)),
+    *({"min_tokens": value} for value in (-1, 1.5, 17, None)),
     {"n": 2, "temperature": 0.0},
 ]
 
@@ -60,5 +64,6 @@ def test_everything_wrong_with_sampling_is_said_at_once() -> None:
     assert "sampling.max_tokens: 0 is not possible. Use a whole number from 1 to 2147483647" in str(caught.value)
 
 
-def test_stop_tokens_may_be_a_list() -> None:
+def test_stop_tokens_may_be_a_list_and_a_stop_string_alone() -> None:
     assert Sampling(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
+    assert Sampling(stop="x").stop == Sampling(stop=["x"]).stop == ("x",)

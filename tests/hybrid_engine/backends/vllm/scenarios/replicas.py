@@ -11,8 +11,10 @@ from hybrid_engine.backends.vllm import Completion, InferenceEngine, InferenceSe
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.scenarios.asking import (
+    GREEDY,
     PROMPTS,
     Answers,
+    Drawn,
     Refusal,
     answers_of,
     build,
@@ -76,11 +78,13 @@ class Replica:
 
 @dataclass(frozen=True)
 class Ordered:
-    """Who is where in an order, and greedy answers."""
+    """Who is where in an order, and greedy answers: of all prompts, of one's own, and of all by way of all replicas."""
 
     dp_rank: int
     tp_rank: int
     answers: Answers
+    local: Drawn
+    over_replicas: Drawn
 
 
 def run(directory: str) -> Replica:
@@ -114,7 +118,10 @@ def orders(directory: str, chosen: Sequence[tuple[int, ...] | None]) -> list[Ord
     for order in chosen:
         engine = build(path, config, sizes=sizes(tensor=2, rank_order=order))
         support.fill_by_records(engine.adaptor, support.random_weights(config, 0))
-        results.append(Ordered(engine.dp_rank, engine.tp_rank, answers_of(engine)))
+        local = engine.generate_over_replicas(PROMPTS[: job().rank], GREEDY, data="local")
+        whole = engine.generate_over_replicas(PROMPTS, GREEDY)
+        drawn = [[[one.token_ids for one in of_prompt] for of_prompt in each] for each in (local, whole)]
+        results.append(Ordered(engine.dp_rank, engine.tp_rank, answers_of(engine), *drawn))
         engine.shutdown()
     return results
 

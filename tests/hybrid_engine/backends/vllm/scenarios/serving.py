@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from hybrid_engine.backends.vllm import InferenceEngine, Sampling, internals
 from hybrid_engine.backends.vllm.arguments import CPU_WORKER
+from hybrid_engine.backends.vllm.generation.sampling_params import sampling_params
 from hybrid_engine.backends.vllm.process.isolation import destroy_groups
 from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings
 from hybrid_engine.backends.vllm.process.shm_cleanup import ENGINE_TOKEN
-from hybrid_engine.backends.vllm.requests import sampling_params
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.scenarios.asking import (
     PROMPTS,
@@ -183,9 +184,13 @@ def samplings() -> int:
     }
     tried = [
         Sampling(temperature=0),
+        *(Sampling(min_p=value, repetition_penalty=penalty) for value in (0, 1.0) for penalty in (1e-9, 1, 1e9)),
+        *(Sampling(stop=stop, min_tokens=least) for stop in ((), ("x", " ")) for least in (0, 16)),
         *(Sampling(**dict(zip(extremes, values, strict=True))) for values in itertools.product(*extremes.values())),
     ]
     assert all(sampling_params(each).n == each.n for each in tried)
+    with mock.patch.dict(os.environ, {"VLLM_MAX_N_SEQUENCES": "2"}):
+        assert "vLLM refuses it: n must be at most 2" in refusal_of(lambda: sampling_params(tried[-1])).message
     return len(tried)
 
 
