@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -11,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine import ReferenceModel, Sampling
+from hybrid_engine import ActorHybridWorker, ReferenceModel, Sampling
 from hybrid_engine.backends.fsdp.actor import build_actor
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.worker import share_of
-from tests.harness.launch import Outcomes, Ranks
+from tests.harness.launch import REPO_ROOT, Outcomes, Ranks
 from tests.hybrid_engine.end_to_end.digests import training_state
 from tests.zoo import workers
+from tests.zoo.tokenizers import save_characters
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -31,7 +33,7 @@ PROMPTS = [[5, 6, 7], [3, 4, 5, 6, 7], [9], [8, 9]]
 
 def with_switches(model: Path, directory: Path) -> dict[str, Any]:
     """Updates with a rollout after each, and what the worker does besides."""
-    worker = workers.build_worker(model, SHARDED)
+    worker = workers.build_worker(model, SHARDED, {"max_model_len": 128})
     found: dict[str, Any] = {"losses": [], "differences": [], "surplus": []}
     with worker.train_context():
         reference = ReferenceModel(worker)
@@ -41,6 +43,8 @@ def with_switches(model: Path, directory: Path) -> dict[str, Any]:
             found["losses"].append(worker.update(workers.batch(seed=number), workers.cross_entropy)["loss"])
         with worker.rollout_context():
             completions = worker.generate_sequences(PROMPTS, SAMPLED)
+            if number == 0:
+                found["snippets"] = run_snippets(worker)
         found["surplus"].append(worker.sharding.last_report.bytes_received - worker.sharding.last_report.bytes_least)
         with worker.forward_context():
             found["differences"].append(_difference(worker, completions))
@@ -62,6 +66,15 @@ def with_switches(model: Path, directory: Path) -> dict[str, Any]:
     gc.collect()
     found["is left"] = trained() is not None
     return found
+
+
+def run_snippets(worker: ActorHybridWorker) -> dict[str, Any]:
+    """Run the snippets of docs/generation.md, one after the other; returns what the last ones left."""
+    names: dict[str, Any] = {"worker": worker}
+    page = (REPO_ROOT / "docs" / "generation.md").read_text()
+    for snippet in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE):
+        exec(compile(snippet, "docs/generation.md", "exec"), names)
+    return {"chats": names["chats"], "raw": list(names["outputs"][0].outputs[0].token_ids)}
 
 
 def without(model: Path) -> dict[str, Any]:
@@ -110,12 +123,20 @@ def _difference(worker: Any, completions: Any) -> float:
 def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     directory = tmp_path_factory.mktemp("worker")
     model = workers.write_model(directory / "model", "qwen3")
+    save_characters(model)
     calls = {
         "alone": (without, (model,)),
         "switched": (with_switches, (model, directory)),
         "replicas": (with_replicas, (directory,)),
     }
     return engines.launch_in_turn(2, calls)
+
+
+def test_the_snippets_about_generation_run(launched: Outcomes) -> None:
+    for found in launched["switched"]:
+        (chat,) = found["snippets"]["chats"]
+        assert [message["role"] for message in chat] == ["user", "assistant"] * 2 + ["user"]
+        assert found["snippets"]["raw"] == launched["switched"][0]["snippets"]["raw"]
 
 
 def test_training_with_switches_is_bitwise_training_without(launched: Outcomes) -> None:
