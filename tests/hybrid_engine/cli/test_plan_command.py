@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hybrid_engine.cli import app
+from hybrid_engine.cli.output import progress
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
 from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_8B
 
@@ -403,6 +404,18 @@ def test_models_that_cannot_be_read(tmp_path: Path) -> None:
     incomplete = run("--model", saved(tmp_path, {"architectures": ["LlamaForCausalLM"]}), *sizes)
     assert incomplete.exit_code == 2
     assert "hidden_size: is missing, in" in incomplete.stderr
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_progress_is_shown_on_terminals_only(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", str(int(is_terminal)))
+    with progress() as doing:
+        doing("counting bytes")
+    found = capsys.readouterr()
+    assert ("counting bytes" in found.err) == is_terminal
+    assert found.out == ""
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

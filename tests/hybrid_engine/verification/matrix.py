@@ -209,6 +209,7 @@ MATRIX: tuple[Combination, ...] = (
     Combination("qwen2.5", 2, "pp2 vpp2", "tp2", in_suite=True),
     Combination("qwen2.5", 4, "tp2 pp2 vpp2 sp", ""),
     Combination("qwen2.5", 4, "pp2", "tp2 pp2"),
+    Combination("qwen2.5", 3, "pp3 vpp2", "pp3", num_layers=6),
     # uneven pipelines
     Combination("qwen3", 2, "pp2 first1", "tp2", num_layers=3),
     Combination("qwen3", 4, "pp4 first1 last1", "tp2 pp2", num_layers=6),
@@ -263,6 +264,7 @@ MATRIX: tuple[Combination, ...] = (
     Combination("qwen3-moe", 4, "tp2 sp ep2 etp1", "tp2"),
     Combination("qwen3-moe", 4, "ep4", "tp2 ep2"),
     Combination("qwen3-moe", 4, "ep2", "ep4"),
+    Combination("qwen3-moe", 3, "ep3", "ep3", model={"num_experts": 12}, label="12 experts"),
     Combination("qwen3-moe", 4, "tp2 sp ep2 etp2", "tp4"),
     Combination("qwen3-moe", 4, "pp2 ep2", "tp2 ep4"),
     Combination("qwen3-moe", 4, "pp2 vpp2 ep2", "tp4"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hybrid_engine.verification.cases import SEQ_LENGTH, case_of
 from hybrid_engine.verification.comparison import difference_of
 from hybrid_engine.verification.small_model import VOCABULARY, Divisors, reduced_config
 from hybrid_engine.verification.verdict import LOGITS_ATOL, NUM_SWITCHES, Verdict
+from hybrid_engine.verification.verify import _following
 from tests.zoo import published_configs
 from tests.zoo.families import write_config
 
@@ -161,3 +163,17 @@ def test_small_models_keep_what_the_layouts_need(
     for side in (training, inference):
         if not isinstance(side, ShardedParallelism):
             assert violations(side, small) == []
+
+
+def test_what_rank_0_is_doing_is_handed_on(tmp_path: Path) -> None:
+    told: list[str] = []
+    heard = threading.Event()
+
+    def progress(doing: str) -> None:
+        told.append(doing)
+        heard.set()
+
+    with _following(tmp_path / "phase", progress):
+        (tmp_path / "phase").write_text("building both engines")
+        assert heard.wait(10)
+    assert set(told) == {"building both engines"}
