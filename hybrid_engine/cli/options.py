@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -12,9 +11,9 @@ import typer
 from typer.models import OptionInfo
 
 from hybrid_engine.advisor.sizes_text import whole_number
-from hybrid_engine.errors import ConfigError, Violation, clipped
+from hybrid_engine.errors import ConfigError, DependencyError, Violation
+from hybrid_engine.files.hub import find_model
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
@@ -41,27 +40,11 @@ def model_option() -> OptionInfo:
 
 
 def model_directory(model: str, key: str = "--model") -> Path:
-    """Return the directory of a model's config.json; that of an id is downloaded, or taken from the Hub's cache.
-
-    Raises ConfigError under `key`; not for a directory without config.json, which whoever reads it says.
-    """
-    path = Path(model)
-    if path.name == "config.json":
-        return path.parent
-    if path.exists() or not _HUB_ID.fullmatch(model):
-        return path
+    """Return the directory of a model's config.json. Raises ConfigError under `key`."""
     try:
-        from huggingface_hub import hf_hub_download
-
-        return Path(hf_hub_download(model, "config.json")).parent
-    except ImportError:
-        reason, remedy = "huggingface_hub is not installed", "Install it, or name a directory"
-    except (OSError, ValueError) as error:  # huggingface_hub's errors, and requests', are among them
-        reason = clipped(str(error).strip().partition("\n")[0] or type(error).__name__)
-        remedy = "Correct the id, or name a directory with a config.json"
-    raise ConfigError(
-        [Violation(key, f"{model} is no directory here, and not to be had from the Hub: {reason}", remedy)]
-    )
+        return find_model(model, key=key)
+    except DependencyError as error:
+        raise ConfigError([Violation(key, str(error), "Or name a directory")]) from error
 
 
 def name_of_model(model: str) -> str:

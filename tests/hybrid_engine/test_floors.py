@@ -74,7 +74,7 @@ OUTSIDE = {
     "verification.cases": set(),
     "verification.small_model": set(),
     "verification.verdict": set(),
-    "cli": {"huggingface_hub", "rich", "typer"},
+    "cli": {"rich", "typer"},
 }
 # Modules of one name, and what it means in every place.
 SAME_MEANING = {

@@ -240,12 +240,8 @@ def test_a_model_is_a_directory_its_config_or_an_id(tmp_path: Path, monkeypatch:
     expected = facts("--model", directory, *job)["bytes"]
     assert facts("--model", f"{directory}/config.json", *job)["bytes"] == expected
     pytest.importorskip("huggingface_hub")
-    asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(
-        "huggingface_hub.hf_hub_download", lambda *names: asked.append(names) or directory + "/config.json"
-    )
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: {"org/small-1.5b": directory}[name])
     assert facts("--model", "org/small-1.5b", *job)["bytes"] == expected
-    assert asked == [("org/small-1.5b", "config.json")]
 
 
 def test_an_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,9 +249,7 @@ def test_an_id_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = run("--model", "org/is-not-cached", "--train", "dp=2", "--infer", "tp=2")
     assert result.exit_code == 2
-    assert result.stderr.startswith(
-        "Error: --model: org/is-not-cached is no directory here, and not to be had from the"
-    )
+    assert result.stderr.startswith("Error: --model: org/is-not-cached is not a directory, nor complete in the cache")
 
 
 def test_everything_impossible_is_said_at_once(tmp_path: Path) -> None:
