@@ -12,14 +12,22 @@ from typing import Literal, get_args, get_origin
 
 import pydantic
 
-from hybrid_engine.config import ActorConfig, FsdpConfig, GenerateConfig, HybridConfig, LoraConfig, OptimizerConfig
+from hybrid_engine.config import (
+    ActorConfig,
+    CriticConfig,
+    FsdpConfig,
+    GenerateConfig,
+    HybridConfig,
+    LoraConfig,
+    OptimizerConfig,
+)
 from hybrid_engine.config.constraints import CONSTRAINTS
 from megatron_patches.review.verdicts import FieldReview, review_of, reviewed_versions
 
 
 def page() -> str:
     """The whole page."""
-    sections = (HybridConfig, ActorConfig, OptimizerConfig, LoraConfig, FsdpConfig, GenerateConfig)
+    sections = (HybridConfig, ActorConfig, OptimizerConfig, LoraConfig, FsdpConfig, GenerateConfig, CriticConfig)
     return "# Configuration\n\n" + "\n".join(_section(section) for section in sections)
 
 

@@ -20,7 +20,7 @@ A canonical tensor is a tensor of a Hugging Face checkpoint. Nothing but backend
 
     worker.py          ActorHybridWorker: both engines from a configuration
     hybrid_engine.py   HybridEngine: around a transformers model, or of two given engines
-    companions/        models beside the actor: the reference
+    companions/        models beside the actor: the reference, the critic
     assembly.py        an inference engine beside a live training model
     model_parts.py     what a HybridEngine around a transformers model is made of
     ports.py           what the engine asks of a trainer, an inference engine and a transport, and who calls what
@@ -56,7 +56,7 @@ from hybrid_engine.errors import HybridEngineError
 if TYPE_CHECKING:
     from hybrid_engine.backends.megatron.train_engine import TrainEngine
     from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling
-    from hybrid_engine.companions import ReferenceModel
+    from hybrid_engine.companions import ReferenceModel, ValueModel, generalized_advantages, value_loss
     from hybrid_engine.hybrid_engine import HybridEngine
     from hybrid_engine.ranks.job import Job
     from hybrid_engine.switch.report import ReshardReport
@@ -77,6 +77,9 @@ _LAZY = {
     "ShardingManager": "hybrid_engine.switch.sharding_manager",
     "State": "hybrid_engine.switch.states",
     "TrainEngine": "hybrid_engine.backends.megatron.train_engine",
+    "ValueModel": "hybrid_engine.companions",
+    "generalized_advantages": "hybrid_engine.companions",
+    "value_loss": "hybrid_engine.companions",
 }
 
 __version__ = "0.1.0"
@@ -95,7 +98,10 @@ __all__ = [
     "ShardingManager",
     "State",
     "TrainEngine",
+    "ValueModel",
+    "generalized_advantages",
     "load_config",
+    "value_loss",
 ]
 
 

@@ -152,8 +152,8 @@ LossFunction = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
 """(micro batch, log-probabilities [b, S] of the labels) -> (mean loss, scalars to report)."""
 
 
-class Scorer(Protocol):
-    """One rank's share of a model that can be read; every data parallel rank scores its part of a batch."""
+class DataParallelModel(Protocol):
+    """One rank's share of a model; every data parallel rank works on its part of a batch."""
 
     micro_batch_size: int
 
@@ -167,10 +167,6 @@ class Scorer(Protocol):
         """Number of data parallel ranks."""
         ...
 
-    def log_probs(self, batch: Batch) -> torch.Tensor:
-        """Log-probability [B, S] fp32 of every label. Collective."""
-        ...
-
     def gather_over_data_parallel(self, tensor: torch.Tensor) -> torch.Tensor:
         """Join the shares [B, …] of all data parallel ranks along dim 0, in order of rank."""
         ...
@@ -178,6 +174,13 @@ class Scorer(Protocol):
     def offload_items(self) -> Iterable[OffloadItem]:
         """Everything that can leave the device."""
         ...
+
+
+class Scorer(DataParallelModel, Protocol):
+    """One that gives log-probabilities."""
+
+    def log_probs(self, batch: Batch) -> torch.Tensor:
+        """[B, S] fp32, of every label. Collective."""
 
 
 class ActorWeights(TrainingWeights, Protocol):

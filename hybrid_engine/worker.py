@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+from weakref import WeakSet
 
 import torch
 
+from hybrid_engine.advisor.memory_plan import GIB, MemoryPlan
 from hybrid_engine.assembly import build_inference_engine, megatron_lora, served_weights
 from hybrid_engine.config import HybridConfig
+from hybrid_engine.config.memory_rules import memory_plan, watches_memory
 from hybrid_engine.errors import DependencyError
 from hybrid_engine.hybrid_engine import HybridEngine
+from hybrid_engine.memory.offload_items import held_nbytes
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
-from hybrid_engine.ports import ActorTrainer, Batch, LossFunction, Scorer
+from hybrid_engine.ports import ActorTrainer, Batch, DataParallelModel, LossFunction, Scorer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.contexts import SwitchContexts
+from hybrid_engine.switch.memory_watch import MemoryWatch
 from hybrid_engine.switch.rendezvous import gather_layouts
+from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
 
 if TYPE_CHECKING:
@@ -29,8 +36,22 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.generation.replica_exchange import Data
     from hybrid_engine.backends.vllm.generation.sampling_params import AnySampling
 
-
 logger = logging.getLogger("hybrid_engine")
+
+
+class Companion(Protocol):
+    """A model beside the actor (companions/)."""
+
+    name: str
+
+    @property
+    def has_the_device(self) -> bool:
+        """Whether it is there in place of the actor."""
+        ...
+
+    def resident_nbytes(self) -> int:
+        """Bytes of its state on this rank's device."""
+        ...
 
 
 class ActorHybridWorker(SwitchContexts):
@@ -57,6 +78,8 @@ class ActorHybridWorker(SwitchContexts):
         self, config: HybridConfig, *, weights_only: bool = False, load_weights: bool = True, job: Job | None = None
     ) -> None:
         self.config = config
+        self.companions: WeakSet[Companion] = WeakSet()
+        self._memory: MemoryWatch | None = None  # where models are beside the actor, or memory is limited
         self.adapter: str | None = None  # what completions are drawn with, where adapters are delivered apart
         with ExitStack() as undo:  # the last first, each even if another fails
             if job is None:
@@ -74,6 +97,10 @@ class ActorHybridWorker(SwitchContexts):
             job.require_timeout(self.config.generate_config.timeout_seconds)
             require_vllm(allow_version=self.config.generate_config.allow_version)
             build_actor = _builder(self.config)
+            if watches_memory(self.config):
+                self._memory = MemoryWatch(self.memory_plan(), job.rank)
+                if job.rank == 0:
+                    logger.info("%s", self._memory.plan)
             self.table = table_for(self.config.hf_config())
         if load_weights:
             fetch_weights(self.config.model, job)
@@ -101,6 +128,8 @@ class ActorHybridWorker(SwitchContexts):
         )
         self.sharding = self.engine.sharding
         undo.callback(self.sharding.close)
+        if self._memory is not None:
+            self._measure_switches()
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks are here. Raises RemoteError with what failed on another; `phase` names the place."""
@@ -188,6 +217,59 @@ class ActorHybridWorker(SwitchContexts):
             weights = self.train.weights.merged
         save_hf_checkpoint(path, weights, self.table, self.job, self.config.model, dtype)
 
+    def memory_plan(self) -> MemoryPlan:
+        """What is on the devices in each phase, by the configuration; its text is a table.
+
+        Raises ConfigError where memory is not planned: with FSDP2, or with adapters.
+        """
+        return memory_plan(self.config, self.world_size)
+
+    def memory_report(self) -> str:
+        """This rank's memory plan as a table, with what was measured; the plan alone where nothing is measured."""
+        return str(self.memory_plan()) if self._memory is None else self._memory.report()
+
+    def resident_nbytes(self) -> dict[str, int]:
+        """Bytes of weights and training state on this rank's device now, by model, caches left out. No collective."""
+        return {
+            "actor": held_nbytes(self.train.offload_items(), self.job.device.type),
+            "vLLM": self.sharding.inference.resident_nbytes(),
+            **{companion.name: companion.resident_nbytes() for companion in self.companions},
+        }
+
+    def note_memory(self, phase: str) -> None:
+        """Compare what is on the device with the memory plan, where there is one. No collective."""
+        if self._memory is not None:
+            self._memory.note(phase, sum(self.resident_nbytes().values()))
+
+    def has_room_for(self, nbytes: int) -> bool:
+        """Whether so much fits beside what is on the devices into `device_budget_gib`, on every rank. Collective."""
+        if self.config.device_budget_gib is None:
+            return True
+        is_over = sum(self.resident_nbytes().values()) + nbytes > self.config.device_budget_gib * GIB
+        return not any(self.job.agreement.any_of([is_over], "room for another model"))
+
+    def _measure_switches(self) -> None:
+        # weak: the switch refers to the model, whose hooks in autograd Python's collector does not see through
+        this = weakref.ref(self)
+        phases = {State.TRAIN: "train", State.FORWARD: "forward", State.INFER: "generate"}
+
+        def measure_before(before: State, target: State) -> None:
+            if (worker := this()) is not None and before in phases:
+                worker.note_memory(phases[before])
+
+        def measure_peak(report: ReshardReport) -> None:
+            if (worker := this()) is not None and worker._memory is not None and report.direction.endswith(State.INFER):
+                beside = sum(companion.resident_nbytes() for companion in worker.companions)
+                worker._memory.note("switch", report.peak_bytes + beside)
+
+        self.engine.on_reshard_start(measure_before)
+        self.engine.on_reshard_end(measure_peak)
+
+    @property
+    def ends(self) -> ExitStack:
+        """What ends with this worker, the last first."""
+        return self._ends
+
     def shutdown(self) -> None:
         """End vLLM, the trainer's groups, and the process group if it was created here; idempotent.
 
@@ -217,7 +299,7 @@ def _builder(config: HybridConfig) -> Callable[..., ActorTrainer]:
     return build_with_megatron
 
 
-def share_of(engine: Scorer, batch: Batch) -> Batch:
+def share_of(engine: DataParallelModel, batch: Batch) -> Batch:
     """This data parallel rank's consecutive part of a global batch."""
     num_sequences = batch["tokens"].shape[0]
     if num_sequences % (engine.dp_size * engine.micro_batch_size):

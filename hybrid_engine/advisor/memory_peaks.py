@@ -71,14 +71,16 @@ class TrainingMemory:
         return replace(self, inelastic=self.params)
 
 
-def megatron_memory(source: SideLayout, train: TrainParallelism, dtype: str) -> TrainingMemory:
-    """What Megatron's ranks keep; `dtype` is that of the weights."""
+def megatron_memory(
+    source: SideLayout, train: TrainParallelism, dtype: str, *, is_distributed: bool = True
+) -> TrainingMemory:
+    """What Megatron's ranks keep; `dtype` is that of the weights. `is_distributed`: of the optimizer."""
     itemsize = DTYPE_NBYTES[dtype]
     state_nbytes = MOMENTS_NBYTES + (MAIN_NBYTES if itemsize < 4 else 0)
     dense = source.num_elements - source.num_expert_elements
     # shards are padded to equal lengths
-    dense_shard = -(-dense // (train.data * train.context))
-    expert_shard = -(-source.num_expert_elements // train.expert_data)
+    dense_shard = -(-dense // (train.data * train.context if is_distributed else 1))
+    expert_shard = -(-source.num_expert_elements // (train.expert_data if is_distributed else 1))
     params = source.num_elements * itemsize
     optimizer = (dense_shard + expert_shard) * state_nbytes
     return TrainingMemory(params, source.num_elements * GRAD_NBYTES, optimizer, copied=params + optimizer)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 
-from hybrid_engine.memory.offloader import Offloader
+from hybrid_engine.companions.companion import PARAMETERS, Companion
 from hybrid_engine.ports import Batch
 from hybrid_engine.worker import ActorHybridWorker, whole_log_probs
 
 
-class ReferenceModel:
+class ReferenceModel(Companion):
     """A frozen copy of the actor's present weights, off the device except while it scores.
 
     Args:
@@ -19,16 +21,19 @@ class ReferenceModel:
     def __init__(self, worker: ActorHybridWorker) -> None:
         worker.train.guard(["param"])
         self.engine = worker.train.frozen_copy()
-        self._agreement = worker.job.agreement
-        self._offloader = Offloader(self.engine.offload_items)
-        self._offloader.offload({"param"})
+        super().__init__("reference", worker, self.engine.offload_items)
+
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Score inside, without the actor and vLLM's weights on the device."""
+        return self.entered(PARAMETERS, "reference")
 
     def compute_log_probs(self, batch: Batch) -> torch.Tensor:
-        """Log-probability [B, S] fp32 of every label under the frozen weights. Collective; in any state."""
-        with self._agreement.phase("onload of the reference"):
-            self._offloader.onload({"param"}, read_only=True)
-        try:
-            with self._agreement.call("scoring by the reference"):
-                return whole_log_probs(self.engine, batch)
-        finally:
-            self._offloader.offload({"param"})
+        """Log-probability [B, S] fp32 of every label under the frozen weights. Collective; in any state.
+
+        Outside `forward_context` it comes beside what is on the device, or, where `device_budget_gib` has no room for
+        both, in its place.
+        """
+        has_room = self._worker.has_room_for(self._offloader.away_nbytes(["param"])["param"])
+        place = self.beside(PARAMETERS, read_only=True) if has_room else self.forward_context()
+        with place, self._agreement.call("scoring by the reference"):
+            return whole_log_probs(self.engine, batch)

@@ -5,6 +5,8 @@
     training_rules.py   rules of `actor_config` and the model: of any trainer, and of Megatron
     fsdp_rules.py       rules of `actor_config` where FSDP2 trains
     inference_rules.py  rules of `generate_config`
+    critic_rules.py     the critic's layout, and rules of `critic_config`
+    memory_rules.py     the memory plan of a configuration, and whether it keeps within `device_budget_gib`
     constraints.py      all rules, and what breaks them
     hugging_face.py     rollout_config and train_config of an engine around a transformers model
     loading.py          load_config: YAML or a mapping -> HybridConfig, or every violation at once
@@ -16,6 +18,7 @@ has a case that breaks it in tests/hybrid_engine/config/test_constraints.py.
 
 from hybrid_engine.config.keys import (
     ActorConfig,
+    CriticConfig,
     FsdpConfig,
     GenerateConfig,
     HybridConfig,
@@ -26,6 +29,7 @@ from hybrid_engine.config.loading import find_violations, load_config
 
 __all__ = [
     "ActorConfig",
+    "CriticConfig",
     "FsdpConfig",
     "GenerateConfig",
     "HybridConfig",

@@ -6,13 +6,14 @@ from these tables (`make docs`), and every rule has a test that breaks it.
 
 from __future__ import annotations
 
+from hybrid_engine.config.critic_rules import CRITIC, WITH_FSDP
 from hybrid_engine.config.fsdp_rules import FSDP
 from hybrid_engine.config.inference_rules import INFERENCE
 from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext
 from hybrid_engine.config.training_rules import MEGATRON, TRAINING
 from hybrid_engine.errors import Violation
 
-CONSTRAINTS = (*TRAINING, *MEGATRON, *FSDP, *INFERENCE)
+CONSTRAINTS = (*TRAINING, *MEGATRON, *FSDP, *INFERENCE, *WITH_FSDP, *CRITIC)
 
 
 def training_rules(context: TrainingContext) -> list[Constraint[TrainingContext]]:

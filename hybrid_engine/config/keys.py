@@ -272,6 +272,30 @@ class GenerateConfig(Section):
         return self.compression_dtype if self.compress_reshard else params_dtype
 
 
+class CriticConfig(Section):
+    """`critic_config`: a value model beside the actor, trained by Megatron in the actor's parallel sizes.
+
+    Keys that are left out are the actor's, but for `optimizer`, `lora` and `frozen_parameters`: these are not shared.
+    """
+
+    model: Path | None = None
+    """Directory of a Hugging Face model, or its id on the Hub; default: the actor's. Training begins with its weights
+    but for the output layer, which is one number a token."""
+    pipeline_model_parallel_layout: StageLayout | None = None
+    """Stages of a model of its own, in Megatron's notation, as many as the actor's; default: even ones."""
+    params_dtype: Dtype | None = None
+    """Of the weights; values are float32."""
+    micro_batch_size: Count | None = None
+    """Sequences per micro batch."""
+    seed: Seed | None = None
+    """Of weight initialisation, but for the head, which begins with zeros."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """As `actor_config.optimizer`."""
+    offload: bool = True
+    """Take the critic off the device outside its contexts, and the actor and vLLM's weights inside them. With false it
+    stays there beside them."""
+
+
 class HybridConfig(Section):
     """Both sides and the model."""
 
@@ -286,6 +310,11 @@ class HybridConfig(Section):
     """Training side."""
     generate_config: GenerateConfig = GenerateConfig()
     """Inference side."""
+    critic_config: CriticConfig | None = None
+    """A value model beside the actor; see below. Default: none."""
+    device_budget_gib: Positive | None = None
+    """Most GiB of weights, gradients and optimizer state on a device, in every phase; what cannot keep within it is
+    refused. Activations and KV cache are beside it. Default: not checked."""
 
     @property
     def wire_dtype(self) -> Dtype:

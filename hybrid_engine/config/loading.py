@@ -11,14 +11,15 @@ from typing import Any, get_args
 import pydantic
 
 from hybrid_engine.config.constraints import broken_rules
+from hybrid_engine.config.critic_rules import critic_of, critic_violations
 from hybrid_engine.config.keys import HybridConfig, Section
+from hybrid_engine.config.memory_rules import memory_violations
 from hybrid_engine.config.rules import JobContext
 from hybrid_engine.errors import ConfigError, FileError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_yaml
 from hybrid_engine.files.hub import Snapshot, find_model
 from hybrid_engine.files.model_files import weight_files
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
-from hybrid_engine.models.families import read_model
 
 
 def load_config(
@@ -58,29 +59,33 @@ def load_config(
         found += violations_of(error, HybridConfig)
     if found:
         raise ConfigError(found)
-    model = find_model(config.model, config.revision, relative_to=directory)
-    config = config.model_copy(update={"model": model})
+    models = {"model": find_model(config.model, config.revision, relative_to=directory)}
+    config = config.model_copy(update=models)
+    if (critic := config.critic_config) is not None and critic.model is not None:
+        key = "critic_config.model"
+        models[key] = find_model(critic.model, key=key, relative_to=directory)
+        config = config.model_copy(update={"critic_config": critic.model_copy(update={"model": models[key]})})
     violations = find_violations(config, world_size, weights_only=weights_only)
     if not (own_weights or config.random_weights):
-        violations += _missing_weights(model)
+        violations += [found for key, model in models.items() for found in _missing_weights(model, key)]
     if violations:
         raise ConfigError(violations)
     return config
 
 
-def _missing_weights(model: Path) -> list[Violation]:
+def _missing_weights(model: Path, key: str) -> list[Violation]:
     """Why a directory's weights cannot be loaded, by the names of its files; those on the Hub come later."""
     if Snapshot.at(model) is not None:
         return []
     if not os.path.isdir(model):  # which is said where its config.json is read
         return []
     try:
-        weight_files(model, "model")
+        weight_files(model, key)
     except ConfigError as error:
         remedy = "or set random_weights: true to begin without"
         return [Violation(each.key, each.problem, f"{each.remedy}, {remedy}") for each in error.findings]
     except FileError as error:
-        return [Violation("model", str(error), "Or name another directory")]
+        return [Violation(key, str(error), "Or name another directory")]
     return []
 
 
@@ -90,11 +95,12 @@ def find_violations(config: HybridConfig, world_size: int, *, weights_only: bool
     `weights_only`: the training model holds weights and need not compute (as for a check of the switch alone).
     """
     try:
-        table, _ = read_model(config.model)
+        found = broken_rules(JobContext.of(config, world_size), weights_only=weights_only)
+        if not found and config.critic_config is not None:
+            found = critic_violations(critic_of(config, world_size))
     except ConfigError as error:
         return list(error.findings)
-    context = JobContext(config.actor_config, table, world_size, config.generate_config)
-    return broken_rules(context, weights_only=weights_only)
+    return found or list(memory_violations(config, world_size))
 
 
 def violations_of(error: pydantic.ValidationError, root: type[Section], prefix: str = "") -> list[Violation]:

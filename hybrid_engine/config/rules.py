@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
 
-from hybrid_engine.config.keys import ActorConfig, Dtype, GenerateConfig
+from hybrid_engine.config.keys import ActorConfig, Dtype, GenerateConfig, HybridConfig
 from hybrid_engine.errors import Violation
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism, sizes_of
 from hybrid_engine.layouts.size_rules import SizeRule
+from hybrid_engine.models.families import read_model
 from hybrid_engine.models.table import ModelTable
 
 
@@ -36,6 +37,12 @@ class JobContext(TrainingContext):
     """A training model that vLLM generates with."""
 
     generate: GenerateConfig
+
+    @classmethod
+    def of(cls, config: HybridConfig, world_size: int) -> JobContext:
+        """Raises ConfigError for a model without a table."""
+        table, _ = read_model(config.model)
+        return cls(config.actor_config, table, world_size, config.generate_config)
 
     @cached_property
     def infer_sizes(self) -> InferenceParallelism:

@@ -261,6 +261,11 @@ def survey(items: Iterable[OffloadItem], device_type: str) -> Survey:
     return Survey(list(found.values()), [item for key, item in caches.items() if key not in found])
 
 
+def held_nbytes(items: Iterable[OffloadItem], device_type: str) -> int:
+    """Return the bytes of memory behind these items on devices of this type, without caches."""
+    return sum(storage.resident_nbytes() for storage in survey(items, device_type).storages)
+
+
 def checked(kind: Kind) -> Kind:
     """Return a kind. Raises ValueError for anything else."""
     if kind not in KINDS:

@@ -6,6 +6,7 @@
       hooks.py              how users' hooks are called
       report.py             ReshardReport, and the tally that it is made from
     prefetch.py           training state that comes back before the switch, while the last sequences are drawn
+    memory_watch.py       what is on the device against the memory plan, where there is one
     rendezvous.py         set-up: layouts are exchanged, the plan is made, transports are connected
       peer_access.py        which hosts' ranks can read each other's memory
     weight_container.py   the inference weights: empty -> filled bucket by bucket -> released

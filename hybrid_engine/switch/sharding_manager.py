@@ -132,10 +132,11 @@ class ShardingManager(SwitchHooks):
     def entered(self, state: State) -> Iterator[None]:
         """Be in `state` inside the context. The state is kept at the end: the next context switches if it must.
 
-        Raises StateError inside another state's context, which would go on in the wrong state.
+        Raises StateError inside another state's context, which would go on in the wrong state. IDLE frees the device
+        for a model beside the actor, inside any context: then that one's state is back at the end, but for errors.
         """
         outer = self._context_state
-        if outer not in (None, state):
+        if outer not in (None, state) and state is not State.IDLE:
             raise StateError(f"a {state.value} context inside a {outer.value} context; leave that one first")
         self.enter(state)
         self._context_state = state
@@ -143,6 +144,8 @@ class ShardingManager(SwitchHooks):
             yield
         finally:
             self._context_state = outer
+        if outer not in (None, state):
+            self.enter(outer)
 
     def enter(self, target: State) -> ReshardReport | None:
         """Switch to `target`; None when it is the present state already.

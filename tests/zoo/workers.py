@@ -24,12 +24,12 @@ def write_model(directory: Path, family: str, **changes: Any) -> Path:
 
 
 def configuration(
-    model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None, *, random_weights: bool = True
+    model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None, **more: Any
 ) -> HybridConfig:
-    """A configuration with sizes that keep a test short."""
+    """A configuration with sizes that keep a test short; `more`: other keys of it."""
     values = {
         "model": str(model),
-        "random_weights": random_weights,
+        "random_weights": True,
         "actor_config": {
             "params_dtype": "float32",
             "make_vocab_size_divisible_by": 8,
@@ -39,15 +39,16 @@ def configuration(
             **actor,
         },
         "generate_config": {"max_model_len": 64, "max_num_seqs": 16, "timeout_seconds": 120, **(generate or {})},
+        **more,
     }
     return load_config(values, int(os.environ["WORLD_SIZE"]))
 
 
 def build_worker(
-    model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None, *, random_weights: bool = True
+    model: Path, actor: Mapping[str, Any], generate: Mapping[str, Any] | None = None, **more: Any
 ) -> ActorHybridWorker:
     """The worker of this rank."""
-    return ActorHybridWorker(configuration(model, actor, generate, random_weights=random_weights))
+    return ActorHybridWorker(configuration(model, actor, generate, **more))
 
 
 def batch(seed: int) -> dict[str, torch.Tensor]:

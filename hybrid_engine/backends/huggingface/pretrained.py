@@ -32,13 +32,13 @@ def fetch_weights(model: Path, job: Job) -> None:
         job.agreement.rounds("downloading the model's weights", steps)
 
 
-def load_pretrained(model: Path, weights: LoadableWeights, table: ModelTable, job: Job) -> None:
-    """Read a model's weights into the shards; an output head may be new. Collective.
+def load_pretrained(model: Path, weights: LoadableWeights, table: ModelTable, job: Job, *, key: str = "model") -> None:
+    """Read a model's weights into the shards; an output head may be new. `key`: names the model. Collective.
 
     Errors as of `load_hf_checkpoint`.
     """
     may_be_new = table.may_be_new | ({HEAD} & table.shapes.keys())
-    load_hf_checkpoint(model, weights, replace(table, may_be_new=may_be_new), job, key="model")
+    load_hf_checkpoint(model, weights, replace(table, may_be_new=may_be_new), job, key=key)
 
 
 def _in_background(work: Callable[[], None]) -> Iterator[None]:

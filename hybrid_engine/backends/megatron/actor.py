@@ -1,4 +1,4 @@
-"""The actor of `ActorHybridWorker` where Megatron trains."""
+"""The actor of `ActorHybridWorker` where Megatron trains, and a critic beside it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 
 from hybrid_engine.backends.megatron import build, parallel_groups, rank_checkpoint
 from hybrid_engine.backends.megatron.train_engine import TrainEngine
+from hybrid_engine.backends.megatron.value_engine import ValueEngine
 from hybrid_engine.config import HybridConfig
+from hybrid_engine.config.critic_rules import CriticContext, critic_of
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.ports import ActorTrainer
 from hybrid_engine.ranks.job import Job
 
 
@@ -48,6 +51,30 @@ class MegatronActor(TrainEngine):
         return copy
 
 
+class MegatronCritic(ValueEngine):
+    """A `ValueEngine` built from a configuration ; args as of `MegatronActor`."""
+
+    def __init__(self, actor: build.Actor, config: HybridConfig, critic: CriticContext, job: Job) -> None:
+        allowed = config.generate_config.allow_unreviewed
+        super().__init__(actor, critic.table, critic.actor.micro_batch_size, allow_unreviewed=allowed)
+        self.table = critic.table
+        self._actor, self._job = actor, job
+
+    def copy_decoder_from(self, actor: ActorTrainer) -> None:
+        """Take an actor's present weights, adapters added, but for the head. Collective."""
+        assert isinstance(actor, MegatronActor), "one trainer has both"
+        self.copy_weights_from(actor, but_for="output_layer.")
+
+    def save_checkpoint(self, directory: str | Path) -> None:
+        """Write parameters, optimizer state and generators below `directory`. Collective."""
+        self.weights.base.prepare()
+        rank_checkpoint.save_checkpoint(directory, self._actor, self._job)
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Take up what `save_checkpoint` wrote, on all ranks or on none. Collective."""
+        rank_checkpoint.load_checkpoint(directory, self._actor, self._job)
+
+
 def build_actor(
     config: HybridConfig, table: ModelTable, job: Job, owner: ExitStack, *, weights_only: bool = False
 ) -> MegatronActor:
@@ -61,3 +88,14 @@ def build_actor(
     actor = build.build_actor(actor_config, table, hf_config, job.world_size, weights_only=weights_only)
     owner.callback(build.end_training, actor)
     return MegatronActor(actor, config, table, job)
+
+
+def build_critic(config: HybridConfig, job: Job, owner: ExitStack) -> MegatronCritic:
+    """The critic that the configuration describes, on the groups of its actor; ends with `owner`. Collective.
+
+    Raises ConfigError for what this megatron-core lacks.
+    """
+    critic = critic_of(config, job.world_size)
+    actor = build.build_actor(critic.actor, critic.table, critic.hf_config, job.world_size)
+    owner.callback(build.end_training, actor)
+    return MegatronCritic(actor, config, critic, job)

@@ -13,6 +13,7 @@ import pytest
 from hybrid_engine.config import ActorConfig, HybridConfig, find_violations, load_config
 from hybrid_engine.config import training_rules as training_rules_module
 from hybrid_engine.config.constraints import CONSTRAINTS, broken_rules, training_rules
+from hybrid_engine.config.critic_rules import CRITIC, WITH_FSDP, critic_of
 from hybrid_engine.config.inference_rules import INFERENCE
 from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext
 from hybrid_engine.errors import ConfigError
@@ -44,6 +45,7 @@ class Break:
     actor: dict[str, Any] = field(default_factory=dict)
     generate: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=lambda: DENSE)
+    critic: dict[str, Any] | None = None
 
 
 TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
@@ -241,16 +243,40 @@ BREAKS = (
     Break("With fsdp, params_dtype is float32", "bfloat16 would round", actor={"fsdp": {}}),
     Break("mixed_precision is not fp16", "fp16: gradients", actor={**FSDP, "fsdp": {"mixed_precision": "fp16"}}),
     Break("prefetch_mb needs prefetch", "64, but nothing is prefetched", generate={"prefetch_mb": 64}),
+    Break("Megatron trains a critic", "FSDP2 trains the actor, and has no value models", actor=FSDP, critic={}),
+    Break(
+        "A layout of stages is that of a model of its own",
+        "without critic_config.model the stages are the actor's",
+        actor=PP2,
+        critic={"pipeline_model_parallel_layout": "Ett|ttL"},
+    ),
+    Break(
+        "The critic has as many model chunks",
+        "1 chunks on each stage, the actor has 2",
+        actor={**PP2, **VPP2},
+        critic={"model": ".", "pipeline_model_parallel_layout": "Ett|ttL"},
+    ),
     Break("adapter needs actor_config.lora", "no adapters are trained", generate={"lora_delivery": "adapter"}),
 )
 
 
 def broken_by(case: Break, directory: Path) -> list[tuple[Constraint, str]]:
     (directory / "config.json").write_text(json.dumps(case.model))
-    config = HybridConfig(model=directory, actor_config=case.actor, generate_config=case.generate)
+    config = HybridConfig(**values_of(case, directory))
     context = JobContext(config.actor_config, table_for(config.hf_config()), case.world_size, config.generate_config)
-    rules = (*training_rules(context), *INFERENCE)
-    return [(rule, str(found)) for rule in rules for found in rule.find(context)]
+    found = [(rule, str(one)) for rule in (*training_rules(context), *INFERENCE) for one in rule.find(context)]
+    if case.critic is not None:
+        critic = critic_of(config, case.world_size)
+        found += [(rule, str(one)) for rule in (*WITH_FSDP, *CRITIC) for one in rule.find(critic)]
+    return found
+
+
+def values_of(case: Break, directory: Path) -> dict[str, Any]:
+    """The configuration; the model of a critic, where it has one of its own, is the same."""
+    values = {"model": directory, "random_weights": True}
+    values |= {"actor_config": case.actor, "generate_config": case.generate}
+    own = {"model": directory} if case.critic and "model" in case.critic else {}
+    return values | ({} if case.critic is None else {"critic_config": case.critic | own})
 
 
 @pytest.fixture(autouse=True)
@@ -264,10 +290,7 @@ def test_what_breaks_a_rule_is_found(case: Break, tmp_path: Path) -> None:
     found = [text for rule, text in broken_by(case, tmp_path) if rule.rule.startswith(case.rule)]
     assert any(case.says in text for text in found), found
     with pytest.raises(ConfigError) as caught:
-        load_config(
-            {"model": tmp_path, "random_weights": True, "actor_config": case.actor, "generate_config": case.generate},
-            case.world_size,
-        )
+        load_config(values_of(case, tmp_path), case.world_size)
     assert case.says in str(caught.value)
 
 

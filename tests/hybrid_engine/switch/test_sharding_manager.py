@@ -128,7 +128,9 @@ def test_a_context_keeps_its_state_afterwards(rig: Rig):
         rig.assert_is(TRAIN)
 
 
-@pytest.mark.parametrize(("outer", "inner"), list(itertools.permutations(State, 2)))
+@pytest.mark.parametrize(
+    ("outer", "inner"), [pair for pair in itertools.permutations(State, 2) if pair[1] is not State.IDLE]
+)
 def test_a_context_inside_one_of_another_state(rig: Rig, outer: State, inner: State):
     with rig.manager.entered(outer):
         rig.script.take()
@@ -143,6 +145,22 @@ def test_a_context_inside_one_of_another_state(rig: Rig, outer: State, inner: St
             raise AssertionError("inside")
     with rig.manager.entered(inner):
         rig.assert_is(inner)
+
+
+@pytest.mark.parametrize("outer", [TRAIN, State.FORWARD, INFER])
+def test_the_device_is_free_inside_any_context_and_its_state_is_back_afterwards(rig: Rig, outer: State):
+    with rig.manager.entered(outer):
+        with rig.manager.entered(State.IDLE):
+            rig.assert_is(State.IDLE)
+            with pytest.raises(StateError, match=f"{outer} context inside a idle"), rig.manager.entered(outer):
+                raise AssertionError("inside")
+        rig.assert_is(outer)
+        with pytest.raises(ZeroDivisionError), rig.manager.entered(State.IDLE):
+            raise ZeroDivisionError
+        rig.assert_is(State.IDLE)  # the ranks may have parted: the next context switches
+    with rig.manager.entered(State.IDLE):
+        rig.assert_is(State.IDLE)
+    rig.assert_is(State.IDLE)
 
 
 def test_an_error_inside_a_context_ends_it(rig: Rig):

@@ -1,0 +1,88 @@
+"""What PPO makes of rewards and values, as pure functions of tensors.
+
+Shapes: B sequences of S tokens, fp32. Position t of a row is the step that draws the label at t: its value is what the
+critic says after the token at t. `mask` is 1 where the label was drawn by the policy; what lies between two turns of a
+sequence is skipped.
+Papers: generalized advantage estimation, arXiv 1506.02438 eq. 16; PPO's value loss, arXiv 1707.06347 section 5, clipped
+as in its reference code.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hybrid_engine.ports import Batch, LossFunction, Report
+
+
+class Advantages(NamedTuple):
+    """Both [B, S], 0 outside the mask.
+
+    Attributes:
+        advantages: of the steps.
+        returns: what the critic is to learn.
+    """
+
+    advantages: torch.Tensor
+    returns: torch.Tensor
+
+
+def generalized_advantages(
+    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0, lam: float = 0.95
+) -> Advantages:
+    """Advantages and returns of every step.
+
+    Args:
+        rewards: [B, S], of each step; a reward for the whole answer belongs to its last one.
+        values: [B, S], of the critic. After the last step of a row the value is 0.
+        mask: [B, S].
+        gamma: discount. lam: 0 trusts the critic, 1 the rewards.
+    """
+    advantages = torch.zeros_like(values)
+    advantage, next_value = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    for step in reversed(range(values.shape[1])):
+        is_step, value = mask[:, step].bool(), values[:, step]
+        found = rewards[:, step] + gamma * next_value - value + gamma * lam * advantage
+        advantage = torch.where(is_step, found, advantage)
+        next_value = torch.where(is_step, value, next_value)
+        advantages[:, step] = torch.where(is_step, found, 0.0)
+    return Advantages(advantages, (advantages + values) * mask)
+
+
+def whitened(values: torch.Tensor, mask: torch.Tensor, epsilon: float = 1e-8) -> torch.Tensor:
+    """Values [B, S] less their mean over the mask, over their standard deviation; 0 outside."""
+    inside = values[mask.bool()]
+    return (values - inside.mean()) / (inside.std(correction=0) + epsilon) * mask
+
+
+def value_loss(clip: float | None = 0.2) -> LossFunction:
+    """The critic's loss: half the squared error of the values or, if that is larger, of values kept near the old ones.
+
+    The function returned reads `returns`, `old_values` (the critic's before the first step) and `weights`, all [b, S].
+    It reports value_loss, and value_clip_fraction: the share of tokens whose value moved by more than `clip`. None does
+    not clip.
+    """
+
+    def loss_function(micro_batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Report]:
+        returns, old, weights = micro_batch["returns"], micro_batch["old_values"], micro_batch["weights"]
+        error = (values - returns).square()
+        moved = torch.zeros_like(error)
+        if clip is not None:
+            near = old + (values - old).clamp(-clip, clip)
+            error = torch.maximum(error, (near - returns).square())
+            moved = ((values - old).abs() > clip).to(error.dtype)
+        loss = 0.5 * (error * weights).sum(dim=1).mean()
+        clipped = (moved * weights).sum(dim=1).mean()
+        return loss, {"value_loss": loss.detach(), "value_clip_fraction": clipped.detach()}
+
+    return loss_function
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+    """Share of the variance of returns over the mask that the values explain: at most 1, 0 for a constant."""
+    inside = mask.bool()
+    variance = returns[inside].var(correction=0)
+    if not variance > 0:
+        return 0.0
+    return float(1 - (returns - values)[inside].var(correction=0) / variance)

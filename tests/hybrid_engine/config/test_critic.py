@@ -1,0 +1,106 @@
+"""The critic as it is built beside an actor, and what is said when it or the memory cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybrid_engine.config import HybridConfig, find_violations
+from hybrid_engine.config.critic_rules import critic_of
+from hybrid_engine.config.memory_rules import memory_plan, watches_memory
+from hybrid_engine.errors import ConfigError
+from hybrid_engine.models.value_table import HEAD
+from tests.hybrid_engine.config.test_constraints import DENSE, EXPERTS, PP2, TP2, VPP2
+from tests.zoo.families import write_config
+
+SP = {"sequence_parallel": True}
+
+
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    return write_config(tmp_path / "dense", DENSE)
+
+
+def configured(model: Path, actor: dict[str, Any], critic: dict[str, Any], **more: Any) -> HybridConfig:
+    return HybridConfig(model=model, actor_config=actor, critic_config=critic, **more)
+
+
+def test_what_is_left_out_is_the_actors(dense: Path) -> None:
+    actor = {**TP2, **PP2, "params_dtype": "float32", "micro_batch_size": 4, "seed": 7, "lora": {}}
+    actor |= {"optimizer": {"lr": 1e-3}, "num_layers_in_first_pipeline_stage": 1, "frozen_parameters": ["embedding.*"]}
+    critic = critic_of(configured(dense, actor, {"micro_batch_size": 2, "optimizer": {"lr": 1e-2}}), 4)
+    built = critic.actor
+    assert (built.tensor_model_parallel_size, built.num_layers_in_first_pipeline_stage, built.seed) == (2, 1, 7)
+    assert (built.micro_batch_size, built.optimizer.lr, built.params_dtype) == (2, 1e-2, "float32")
+    assert (built.lora, built.frozen_parameters) == (None, ())
+    assert critic.table.shapes[HEAD] == (1, 64)
+
+
+def test_a_model_of_its_own_has_stages_of_its_own(dense: Path, tmp_path: Path) -> None:
+    """Eight layers beside four, of which the first stage has one; and no experts beside experts."""
+    deep = write_config(tmp_path / "deep", {**DENSE, "num_hidden_layers": 8})
+    actor = {**PP2, "num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
+    config = configured(dense, actor, {"model": deep})
+    assert critic_of(config, 4).actor.num_layers_in_first_pipeline_stage is None
+    assert find_violations(config, 4) == []
+    interleaved = critic_of(configured(dense, {**PP2, **VPP2}, {"model": deep}), 4).actor
+    assert interleaved.virtual_pipeline_model_parallel_size == 2
+    experts = write_config(tmp_path / "experts", EXPERTS)
+    beside = configured(experts, {**TP2, **SP, "expert_model_parallel_size": 2}, {"model": dense})
+    assert critic_of(beside, 4).actor.expert_model_parallel_size == 1
+    assert find_violations(beside, 4) == []
+
+
+def test_prediction_layers_leave_the_stages(tmp_path: Path) -> None:
+    latent = {"architectures": ["DeepseekV3ForCausalLM"]}
+    from tests.zoo.families import tiny_config
+
+    model = write_config(tmp_path / "mtp", {**tiny_config("deepseek_v3", num_nextn_predict_layers=1), **latent})
+    config = configured(model, {**PP2, "pipeline_model_parallel_layout": "Ett|tmL"}, {})
+    assert critic_of(config, 2).actor.pipeline_model_parallel_layout == "Ett|tL"
+    assert find_violations(config, 2) == []
+
+
+def test_what_is_wrong_is_said_of_the_critic(dense: Path, tmp_path: Path) -> None:
+    odd = write_config(tmp_path / "odd", {**DENSE, "num_hidden_layers": 5, "intermediate_size": 97})
+    found = find_violations(configured(dense, {**TP2, **PP2}, {"model": odd}), 4)
+    assert {one.key for one in found} == {
+        "actor_config.pipeline_model_parallel_size (of the critic)",
+        "actor_config.tensor_model_parallel_size (of the critic)",
+    }
+    found = find_violations(configured(dense, {}, {"model": tmp_path / "nowhere"}), 4)
+    assert [one.key for one in found] == ["critic_config.model"]
+
+
+def test_every_phase_over_the_budget_is_named(tmp_path: Path) -> None:
+    small = {**DENSE, "vocab_size": 128}
+    model, deep = (write_config(tmp_path / f"{n}", {**small, "num_hidden_layers": n}) for n in (4, 16))
+    config = configured(model, TP2, {"model": deep})
+    plan = memory_plan(config, 4)
+    train = plan.phases["train"].total.max()
+    assert plan.phases["critic train"].total.max() > train
+    budget = float(train) / 2**30
+    limited = config.model_copy(update={"device_budget_gib": budget})
+    assert [one.key for one in find_violations(limited, 4)] == ["device_budget_gib"]
+    (found,) = find_violations(limited, 4)
+    assert "the phase critic train takes" in str(found)
+    assert find_violations(config, 4) == []
+
+
+@pytest.mark.parametrize("actor", [{"lora": {}}, {"fsdp": {}, "params_dtype": "float32"}], ids=["lora", "fsdp"])
+def test_no_budget_where_memory_is_not_planned(dense: Path, actor: dict[str, Any]) -> None:
+    config = HybridConfig(model=dense, actor_config=actor, device_budget_gib=1)
+    assert [one.key for one in find_violations(config, 2)] == ["device_budget_gib"]
+    assert not watches_memory(config)
+    with pytest.raises(ConfigError, match="device_budget_gib: memory is"):
+        memory_plan(config, 2)
+
+
+def test_memory_is_watched_where_it_is_asked_for(dense: Path) -> None:
+    assert not watches_memory(HybridConfig(model=dense))
+    assert watches_memory(HybridConfig(model=dense, critic_config={}))
+    assert watches_memory(HybridConfig(model=dense, device_budget_gib=1))
+    assert json.loads(HybridConfig(model=dense).model_dump_json())["critic_config"] is None
