@@ -44,10 +44,16 @@ class JobVerdict:
 
     def sentences(self) -> dict[str, str]:
         """Heading -> what is to be said under it."""
-        found = {"Fits" if self.fits else "Does not fit": self._of_device()}
-        if self.job.cluster.host_gib is not None:
-            found["Host"] = self._of_host()
-        return {**found, "Left out": self._left_out(), "Moves": self._moved(), "Takes": self._time()}
+        places = [(self.job.fits_device, self._of_device())]
+        if self.job.fits_host is not None:
+            places.append((self.job.fits_host, self._of_host()))
+        fits = "; ".join(text for _, text in sorted(places, key=lambda place: place[0])) + "."
+        return {
+            "Fits" if self.fits else "Does not fit": fits,
+            "Left out": self._left_out(),
+            "Moves": self._moved(),
+            "Takes": self._time(),
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """The part of `plan --json` of this name, in bytes."""
@@ -63,13 +69,13 @@ class JobVerdict:
         peak, size = gib(self.job.memory.device.max()), f"{self.job.cluster.device_gib:g} GiB"
         when = "while training" if self.peak_is_of_training else "at the switch"
         if self.room < 0:
-            return f"the peak of {peak} on a device, {when}, is {gib(-self.room)} more than its {size}."
-        return f"the peak of {peak} on a device, {when}, leaves {gib(self.room)} of its {size}."
+            return f"the peak of {peak} on a device, {when}, is {gib(-self.room)} more than its {size}"
+        return f"the peak of {peak} on a device, {when}, leaves {gib(self.room)} of its {size}"
 
     def _of_host(self) -> str:
         largest, size = gib(self.job.host_nbytes.max()), f"{self.job.cluster.host_gib:g} GiB"
         fits = "fit" if self.job.fits_host else "do not fit"
-        return f"{largest} of offloaded training state {fits} a host of {size}."
+        return f"{largest} of offloaded training state {fits} a host of {size}"
 
     def _left_out(self) -> str:
         cache = (
@@ -99,6 +105,6 @@ class JobVerdict:
 
 
 def gib(nbytes: float) -> str:
-    """Bytes in a sentence."""
-    size = nbytes / GIB
-    return f"{size:.1f} GiB" if abs(size) >= 10 else f"{size:.2f} GiB" if abs(size) >= 1 else f"{size:.3g} GiB"
+    """Bytes in a sentence, in GiB, or in MiB where these would be few."""
+    size, unit = (nbytes / GIB, "GiB") if abs(nbytes) >= GIB / 10 else (nbytes / 1024**2, "MiB")
+    return f"{size:.1f} {unit}" if abs(size) >= 10 else f"{size:.3g} {unit}"

@@ -27,26 +27,18 @@ _MOST_VALUES = 12
 def fewest_ranks(sizes: Parallelism) -> int:
     """The smallest number of ranks that these sizes can share out."""
     if isinstance(sizes, TrainParallelism):
-        with_experts = sizes.expert_cut * sizes.expert * sizes.pipeline if sizes.expert > 1 else 1
-        return math.lcm(sizes.ranks_per_replica, with_experts)
-    return math.lcm(sizes.ranks_per_replica, sizes.expert * sizes.pipeline if sizes.expert > 1 else 1)
+        return math.lcm(sizes.ranks_per_replica, sizes.expert_cut * sizes.expert * sizes.pipeline)
+    return math.lcm(sizes.ranks_per_replica, sizes.expert * sizes.pipeline)
 
 
 def model_findings(sizes: Parallelism, table: ModelTable) -> list[Violation]:
     """What the model cannot have on any number of ranks; keys are the sizes' attributes."""
-    return _one_for_each_size(sizes, table, lambda tried: replace(tried, world_size=_any_ranks(tried)))
+    return _one_for_each_size(sizes, table, lambda tried: replace(tried, world_size=fewest_ranks(tried)))
 
 
 def rank_findings(sizes: Parallelism, table: ModelTable) -> list[Violation]:
     """What does not fit the number of ranks, for sizes that the model can have."""
     return _one_for_each_size(sizes, table, lambda tried: tried)
-
-
-def _any_ranks(sizes: Parallelism) -> int:
-    """A number that all products of sizes divide, also where the experts' are the model's only ones."""
-    if isinstance(sizes, TrainParallelism):
-        return math.lcm(sizes.ranks_per_replica, sizes.expert_cut * sizes.expert * sizes.pipeline)
-    return math.lcm(sizes.ranks_per_replica, sizes.expert * sizes.pipeline)
 
 
 def _one_for_each_size(sizes: Parallelism, table: ModelTable, on_ranks: _OnRanks) -> list[Violation]:
@@ -65,7 +57,7 @@ def _joined(
     remedy = findings[0].remedy
     if size == "pipeline" and isinstance(sizes, TrainParallelism) and len(findings) == 1:
         ends = uneven_ends(sizes, table.dims.num_layers + len(sizes.noop_layers))
-        if "do not divide" in findings[0].problem and ends is not None:
+        if ends is not None:
             remedy = f"Try first={ends.first},last={ends.last}, or a divisor of the layers"
         return [replace(findings[0], remedy=remedy)]
     if size != "tensor" and len(findings) == 1:

@@ -158,7 +158,9 @@ def _answer(make: Callable[..., JobPlan], beside: _Beside, doing: Callable[[str]
     except DependencyError as error:
         refuse([Violation("--order", str(error), "Install it or use --order sequential")])
     found: list[Violation] = []
-    later = beside.frozen and collect(found, later_switches, job, beside.frozen.replace(" ", "").split(","))
+    later = None
+    if beside.frozen is not None:
+        later = collect(found, later_switches, job, beside.frozen.replace(" ", "").split(","))
     if found:
         refuse(found)
     cost = PlanningCost(seconds=time.perf_counter() - started, peak_memory=_peak_memory())
@@ -171,7 +173,7 @@ def _answer(make: Callable[..., JobPlan], beside: _Beside, doing: Callable[[str]
     if beside.prefetch_gbps is not None:
         device_nbytes = job.cluster.device_gib * GIB
         ahead = PrefetchEstimate(job.memory, device_nbytes, beside.gpu_memory_utilization, beside.prefetch_gbps * 1e9)
-    return Answer(job, cost, of_rank, ahead, later or None)
+    return Answer(job, cost, of_rank, ahead, later)
 
 
 def _size_of_device(name: str | None, gib: float | None) -> float:
