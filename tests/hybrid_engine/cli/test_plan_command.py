@@ -417,6 +417,24 @@ def test_progress_is_shown_on_terminals_only(
     assert found.out == ""
 
 
+@pytest.mark.parametrize(
+    ("train", "said"),
+    [
+        ("tp=8,pp=16,ep=32", "--train pp: 61 layers do not divide into 16 stages. Try first=3,last=2, or a divisor"),
+        (
+            "tp=8,pp=16,ep=32,first=3,last=2",
+            "--train ep: ETP 8 x EP 32 x PP 16 = 4096 does not divide the world size 2048. "
+            "ETP is TP unless it is given: try ETP 1",
+        ),
+    ],
+)
+def test_advice_for_a_large_model_can_be_followed(train: str, said: str, tmp_path: Path) -> None:
+    result = run("--model", saved(tmp_path, DEEPSEEK_V3), "--train", train, "--infer", "tp=8,ep=32,dp=256")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"Error: {said}")
+    assert len(result.stderr.splitlines()) == 1
+
+
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
