@@ -131,7 +131,7 @@ megatron-tests: $(ENV_READY) ## Run scripts and unit tests of a Megatron-LM chec
 core-tests-all: ## core-tests with every supported megatron-core, one after the other
 	set -e; for version in $(CORE_VERSIONS); do $(MAKE) core-tests MEGATRON=$$version; done
 
-# From 0.18 on a version names the git commit of the folder that python was started in: 0.19.2+abc1234.
+# From 0.18 on the version ends with the commit of the repository that the environment lies in: 0.19.2+abc1234.
 core-tests-here: $(ENV_READY)
 	$(PY) -c 'import megatron.core as c; c.__version__.partition("+")[0] == "$(MEGATRON)" or exit(f"This is {c.__version__}, not $(MEGATRON).")'
 	$(PY) -m pytest $(call RECORD,core-tests) $(PYTEST_ARGS) $(CORE_TESTS)
