@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_engine.assembly import build_inference_engine, served_weights
+from hybrid_engine.assembly import build_inference_engine, inference_settings, served_weights
 from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig, load_config
 from hybrid_engine.config.hugging_face import generate_values, read_train_config
 from hybrid_engine.errors import ConfigError, Violation
@@ -58,6 +58,7 @@ def build_parts(
     """
     from hybrid_engine.backends.fsdp import ShardedModel
     from hybrid_engine.backends.fsdp.sharding import is_sharded, mesh_of, shard_model
+    from hybrid_engine.backends.vllm import check_before_building
 
     if not enable_reshard:
         remedy = "Leave it out: vLLM's weights come by resharding alone"
@@ -71,6 +72,7 @@ def build_parts(
             fsdp = read_train_config(train_config or {}, job.world_size)
             config = _checked_config(model, fsdp, values, job, owner)
             table = table_for(config.hf_config())
+            check_before_building(inference_settings(config, job.world_size), job)
         with job.agreement.phase("sharding the model", SHORT_PATIENCE):
             if train_config is not None or not is_sharded(model):
                 shard_model(model, fsdp, mesh_of(fsdp, job.device, job.world_size))

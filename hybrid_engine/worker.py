@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 
 from hybrid_engine.advisor.memory_plan import GIB, MemoryPlan
-from hybrid_engine.assembly import build_inference_engine, megatron_lora, served_weights
+from hybrid_engine.assembly import build_inference_engine, inference_settings, megatron_lora, served_weights
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.memory_rules import memory_plan, watches_memory
 from hybrid_engine.errors import DependencyError
@@ -91,7 +91,7 @@ class ActorHybridWorker(SwitchContexts):
 
     def _build(self, job: Job, weights_only: bool, load_weights: bool, undo: ExitStack) -> None:
         from hybrid_engine.backends.huggingface import fetch_weights, load_pretrained
-        from hybrid_engine.backends.vllm import require_vllm
+        from hybrid_engine.backends.vllm import check_before_building, require_vllm
 
         with job.agreement.phase("checking what is installed"):
             job.require_timeout(self.config.generate_config.timeout_seconds)
@@ -102,6 +102,7 @@ class ActorHybridWorker(SwitchContexts):
                 if job.rank == 0:
                     logger.info("%s", self._memory.plan)
             self.table = table_for(self.config.hf_config())
+            check_before_building(inference_settings(self.config, job.world_size), job)
         if load_weights:
             fetch_weights(self.config.model, job)
         with job.agreement.phase("building the training engine", SHORT_PATIENCE):

@@ -3,6 +3,7 @@
     engine_settings.py  InferenceSettings, Sampling, Completion: plain data
     engine.py           InferenceEngine: vLLM in the processes that train
     arguments.py        settings -> vLLM's arguments, checked by vLLM before anything is built
+    feasibility.py      what would keep an engine from generating at all
     requests.py         requests to vLLM; none outlives the call that made it
     native_load.py      what vLLM itself loads from a checkpoint, for comparison
     fresh_engine.py     what a vLLM of its own answers, for comparison
@@ -36,6 +37,7 @@ What happens, and what is in this rank's memory after it:
 """
 
 from hybrid_engine.backends.vllm.acceptance import require_vllm
+from hybrid_engine.backends.vllm.arguments import check_before_building
 from hybrid_engine.backends.vllm.engine import InferenceEngine
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings, Sampling
 from hybrid_engine.backends.vllm.version import TESTED_VERSION
@@ -50,5 +52,6 @@ __all__ = [
     "LoraSettings",
     "Sampling",
     "VllmAdaptor",
+    "check_before_building",
     "require_vllm",
 ]

@@ -10,13 +10,19 @@ from typing import Any
 from pydantic import ValidationError
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.acceptance import require_vllm
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
+from hybrid_engine.backends.vllm.feasibility import cannot_generate
 from hybrid_engine.backends.vllm.process.group_placement import rank_in_instance
+from hybrid_engine.backends.vllm.process.isolation import check_world, register_model_class, set_environment
+from hybrid_engine.backends.vllm.process.process_settings import process_settings_kept
+from hybrid_engine.backends.vllm.process.random_state import random_state_kept
 from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.backends.vllm.weights.loader import LOAD_FORMAT
 from hybrid_engine.backends.vllm.weights.quantization import check_quantization, config_overrides
 from hybrid_engine.errors import ConfigError, StateError, Violation
 from hybrid_engine.layouts.parallelism import InferenceParallelism, named
+from hybrid_engine.ranks.job import Job
 
 CPU_WORKER = "hybrid_engine.backends.vllm.process.cpu_worker.IsolatedCPUWorker"
 
@@ -92,8 +98,34 @@ def _arguments_that_follow(settings: InferenceSettings, device_type: str) -> dic
     return arguments
 
 
+def check_before_building(settings: InferenceSettings, job: Job) -> None:
+    """Raise what `InferenceEngine` would raise about these settings, while nothing is built yet and nothing is changed.
+
+    The order of ranks need not be known. Raises DependencyError, ConfigError or UnknownModelError.
+    """
+    with process_settings_kept(), random_state_kept():
+        check_settings(settings, job)
+
+
+def check_settings(settings: InferenceSettings, job: Job) -> str:
+    """Import vLLM, whose version must be accepted, and check world, model and settings; return its device type.
+
+    Raises as `check_before_building`, and leaves the environment as vLLM wants it.
+    """
+    check_world(settings, job)
+    require_vllm(allow_version=settings.allow_version)
+    set_environment(settings, job.rank)
+    register_model_class(settings.model_dir)
+    from vllm.platforms import current_platform
+
+    device_type: str = current_platform.device_type
+    check_arguments(settings, job.rank, device_type)
+    return device_type
+
+
 def check_arguments(settings: InferenceSettings, rank: int, device_type: str) -> None:
-    """Have vLLM look at its configuration before anything is built. Raises ConfigError with its complaints."""
+    """Have vLLM look at its configuration before anything is built. Raises ConfigError with its complaints, and with
+    what would keep it from generating."""
     check_quantization(settings, device_type)
     _check_extra(settings, device_type)
     arguments = {**llm_arguments(settings, device_type), "load_format": "dummy"}
@@ -107,7 +139,10 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
         model_class, _ = get_model_architecture(config.model_config)
     except (ValidationError, ValueError, NotImplementedError) as error:
         details = error.errors() if isinstance(error, ValidationError) else [{"msg": str(error)}]
-        raise ConfigError([Violation("vLLM", detail["msg"], _REMEDY) for detail in details]) from error
+        messages = [str(detail["msg"]).removeprefix("Value error, ").rstrip(". ") for detail in details]
+        raise ConfigError([Violation("vLLM", message, _REMEDY) for message in messages]) from error
+    if violations := [*cannot_generate(config, device_type)]:
+        raise ConfigError(violations)
     reason = ""
     if not supports_lora(model_class):
         reason = f"vLLM's {model_class.__name__} takes no LoRA"

@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.acceptance import require_vllm
 from hybrid_engine.backends.vllm.arguments import (
-    check_arguments,
     check_can_generate,
+    check_settings,
     is_eager,
     is_sleepy,
     llm_arguments,
@@ -42,11 +41,8 @@ from hybrid_engine.backends.vllm.generation.sampling_params import needs_tokeniz
 from hybrid_engine.backends.vllm.lora.delivered_loras import DeliveredLoras
 from hybrid_engine.backends.vllm.process.group_placement import building_groups
 from hybrid_engine.backends.vllm.process.isolation import (
-    check_world,
     destroy_groups,
     forget_frames,
-    register_model_class,
-    set_environment,
 )
 from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings, process_settings_kept
 from hybrid_engine.backends.vllm.process.random_state import get_state, random_state_kept, seeded_state, set_state
@@ -117,9 +113,8 @@ class InferenceEngine:
         self.tokenizer = ModelTokenizer(settings.model_dir)
         with contextlib.ExitStack() as undo, process_settings_kept():
             with self._agreement.phase("checking vLLM and the model"):
-                check_world(settings, job)
+                self._device_type = check_settings(settings, job)
                 self._place = settings.sizes.place_of(rank)
-                self._device_type = self._check_vllm()
             check_room(settings, self._device_type, job)
             undo.callback(destroy_groups)
             with random_state_kept():
@@ -306,17 +301,6 @@ class InferenceEngine:
             memory.after_shutdown()
 
     # -- inside -------------------------------------------------------------------------------------------------------
-
-    def _check_vllm(self) -> str:
-        """Import vLLM, whose version must be accepted and which must know the model; returns its device type."""
-        require_vllm(allow_version=self.settings.allow_version)
-        set_environment(self.settings, self.rank)
-        register_model_class(self.settings.model_dir)
-        from vllm.platforms import current_platform
-
-        device_type: str = current_platform.device_type
-        check_arguments(self.settings, self.rank, device_type)
-        return device_type
 
     def _build(
         self, tensors: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str] | None, owner: contextlib.ExitStack

@@ -119,6 +119,10 @@ MISSING_LAYERS = Internal(
     "vllm.model_executor.models.utils:_model_to_pp_missing_layer_names",
     "remembers layers that a model lacks by its address in memory, where another model may come to lie",
 )
+CPU_HEAD_SIZES = Internal(
+    f"{_V1}.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes",
+    "tells which sizes of heads attention on CPU has kernels for: others fail in the first generate",
+)
 ALLOCATOR_CONFIG = Internal("vllm.device_allocator.alloc_conf", "tells how torch's allocator is configured now")
 UNMAP = Internal(
     "vllm.device_allocator.cumem:unmap_and_release",

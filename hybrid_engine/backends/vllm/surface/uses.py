@@ -66,8 +66,18 @@ EXPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "makes vLLM's configuration, and says what it is": {
             "vllm:EngineArgs": ("create_engine_config",),
             "vllm.config": ("set_current_vllm_config", "VllmConfig", "ModelConfig", "DeviceConfig", "LoRAConfig"),
-            "vllm.config:VllmConfig": ("model_config", "load_config", "device_config"),
-            "vllm.config:ModelConfig": ("dtype", "max_model_len", "get_vocab_size", "is_moe"),
+            "vllm.config:VllmConfig": (
+                "model_config",
+                "load_config",
+                "device_config",
+                "cache_config",
+                "parallel_config",
+            ),
+            "vllm.config:ModelConfig": (
+                *("dtype", "max_model_len", "get_vocab_size", "is_moe", "use_mla", "get_head_size"),
+                *("get_num_kv_heads", "get_num_layers", "get_sliding_window"),
+            ),
+            "vllm.config:CacheConfig": ("kv_cache_memory_bytes", "block_size", "cache_dtype"),
             "vllm.config:DeviceConfig": ("device",),
             "vllm.config:LoRAConfig": ("max_lora_rank", "lora_dtype", "target_modules"),
             "vllm.platforms.interface:Platform": ("device_type",),

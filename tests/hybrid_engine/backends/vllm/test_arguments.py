@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -81,3 +83,28 @@ def test_graphs_of_expandable_segments_are_not_shared(
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
     arguments = llm_arguments(InferenceSettings(model, sizes), "cuda")
     assert arguments.get("disable_custom_all_reduce", False) == disabled
+
+
+def test_what_cannot_generate_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the model's own longest sequence, as vLLM would count it."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")  # vLLM prefers it to every setting
+    config = {**support.QWEN3, "head_dim": 16, "max_position_embeddings": 8192}
+    settings = InferenceSettings(support.write_config(tmp_path, config), kv_cache_bytes=1 << 20)
+    with pytest.raises(ConfigError) as caught:
+        check_arguments(settings, 0, "cpu")
+    heads, cache = caught.value.findings
+    assert (heads.key, cache.key) == ("model", "generate_config.kv_cache_mb")
+    assert "16 elements, and vLLM's attention on CPU computes 32, 64" in heads.problem
+    assert "1 MiB hold" in cache.problem
+    assert "8,192" in cache.problem
+    needed = int(re.match(r"Use (\d+) or more", cache.remedy)[1])
+    sound = support.write_config(tmp_path, {**config, "head_dim": 32})
+    for size, is_enough in ((2 * needed - 1, False), (2 * needed, True)):  # heads are twice as large
+        settings = InferenceSettings(sound, kv_cache_bytes=size << 20)
+        with nullcontext() if is_enough else pytest.raises(ConfigError, match="kv_cache_mb"):
+            check_arguments(settings, 0, "cpu")
+
+
+def test_a_longer_context_than_the_models_is_refused_in_vllms_words(model: str) -> None:
+    with pytest.raises(ConfigError, match=r"vLLM: User-specified max_model_len \(1000000\) is greater than"):
+        check_arguments(InferenceSettings(model, max_model_len=10**6), 0, "cpu")

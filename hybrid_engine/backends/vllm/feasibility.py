@@ -1,0 +1,50 @@
+"""What keeps an engine from generating at all, found in vLLM's own configuration before anything is built.
+
+vLLM notices these late: the one when it has loaded the model, the other in the first `generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hybrid_engine.backends.vllm import internals
+from hybrid_engine.errors import Violation
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_MIB = 1024**2
+
+
+def cannot_generate(config: VllmConfig, device_type: str) -> Iterator[Violation]:
+    """Why this engine could not answer one request of the longest length."""
+    if device_type == "cpu" and not config.model_config.use_mla:
+        yield from _heads_without_kernel(config)
+    if config.cache_config.kv_cache_memory_bytes is not None:
+        yield from _cache_too_small(config, config.cache_config.kv_cache_memory_bytes)
+
+
+def _heads_without_kernel(config: VllmConfig) -> Iterator[Violation]:
+    """On GPUs FlexAttention takes heads of any size."""
+    size, known = config.model_config.get_head_size(), internals.CPU_HEAD_SIZES.load()()
+    if size not in known:
+        sizes = ", ".join(map(str, known))
+        problem = f"its attention heads have {size} elements, and vLLM's attention on CPU computes {sizes} only"
+        yield Violation("model", problem, "Use a model with such heads, or a GPU")
+
+
+def _cache_too_small(config: VllmConfig, available: int) -> Iterator[Violation]:
+    """Compare with the least that vLLM asks for: blocks for one sequence in every layer of this stage, and a spare."""
+    model, block = config.model_config, config.cache_config.block_size or 1
+    length, window = model.max_model_len, model.get_sliding_window()
+    tokens = min(length, window) if window else length
+    vectors = 1 if model.use_mla else 2 * model.get_num_kv_heads(config.parallel_config)
+    itemsize = model.dtype.itemsize if config.cache_config.cache_dtype == "auto" else 1
+    per_token = vectors * model.get_head_size() * itemsize * model.get_num_layers(config.parallel_config)
+    needed = (-(-tokens // block) + 1) * block * per_token
+    if needed > available:
+        fits = max(0, available // (block * per_token) - 1) * block
+        problem = f"{available // _MIB} MiB hold {fits:,} tokens, but a sequence may have {length:,} (max_model_len)"
+        remedy = f"Use {-(-needed // _MIB)} or more, or lower generate_config.max_model_len"
+        yield Violation("generate_config.kv_cache_mb", problem, remedy)
