@@ -14,9 +14,9 @@ from typing import Any
 import pydantic
 
 from hybrid_engine.config.fsdp_rules import replica_findings
-from hybrid_engine.config.keys import FsdpConfig, Section
+from hybrid_engine.config.keys import FsdpConfig, GenerateConfig, Section
 from hybrid_engine.config.loading import violations_of
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError, Violation, shortened
 
 SHORT_KEYS = {
     "tp_size": "infer_tensor_parallel_size",
@@ -47,8 +47,14 @@ def read_train_config(values: Mapping[str, Any], world_size: int) -> FsdpConfig:
     return fsdp
 
 
-def generate_values(rollout_config: Mapping[str, Any]) -> dict[str, Any]:
-    """`generate_config` from `rollout_config`. Raises ConfigError for a size given twice, or an unknown `dp_type`."""
+def generate_values(rollout_config: object) -> dict[str, Any]:
+    """`generate_config` from `rollout_config`, and its `model`.
+
+    Raises ConfigError with every unknown key and wrong value, by the names that were given.
+    """
+    if not isinstance(rollout_config, Mapping):
+        problem = f"expected keys and values, found {shortened(rollout_config)}"
+        raise ConfigError([Violation("rollout_config", problem, "Pass a dictionary")])
     found = [
         Violation(f"rollout_config.{short}", f"{long} says the same", "Use one of them")
         for short, long in SHORT_KEYS.items()
@@ -57,9 +63,25 @@ def generate_values(rollout_config: Mapping[str, Any]) -> dict[str, Any]:
     dp_type = rollout_config.get("dp_type", "auto")
     if dp_type not in ("auto", "none"):
         found.append(
-            Violation("rollout_config.dp_type", f"{dp_type!r}", "Use 'auto' (replicas fill the job) or 'none'")
+            Violation("rollout_config.dp_type", shortened(dp_type), "Use 'auto' (replicas fill the job) or 'none'")
         )
+    values: dict[str, Any] = {
+        SHORT_KEYS.get(key, key): value for key, value in rollout_config.items() if key != "dp_type"
+    }
+    found += _wrong_values(values, rollout_config)
     if found:
         raise ConfigError(found)
-    values = {SHORT_KEYS.get(key, key): value for key, value in rollout_config.items() if key != "dp_type"}
     return values | ({"infer_data_parallel_size": 1} if dp_type == "none" else {})
+
+
+def _wrong_values(values: Mapping[str, Any], given: Mapping[str, Any]) -> list[Violation]:
+    """What is wrong with keys of `generate_config`, by their names in `rollout_config`."""
+    try:
+        GenerateConfig.model_validate({key: value for key, value in values.items() if key != "model"})
+    except pydantic.ValidationError as error:
+        names = {
+            f"rollout_config.{long}": f"rollout_config.{short}" for short, long in SHORT_KEYS.items() if short in given
+        }
+        found = violations_of(error, GenerateConfig, "rollout_config.")
+        return [Violation(names.get(one.key, one.key), one.problem, one.remedy) for one in found]
+    return []

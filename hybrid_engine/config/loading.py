@@ -50,7 +50,7 @@ def load_config(
     else:
         values, directory = read_yaml(source, clipped(str(source))), Path(source).absolute().parent
     found: list[Violation] = []
-    if isinstance(world_size, bool) or not 1 <= world_size <= LARGEST_SIZE:
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or not 1 <= world_size <= LARGEST_SIZE:
         problem, remedy = f"{shortened(world_size)} ranks", f"Use a whole number from 1 to {LARGEST_SIZE}"
         found.append(Violation("world_size", problem, remedy))
     try:
@@ -109,7 +109,7 @@ def violations_of(error: pydantic.ValidationError, root: type[Section], prefix: 
 
 
 def _violation_of(item: Mapping[str, Any], root: type[Section], prefix: str) -> Violation:
-    key = clipped(prefix + ".".join(str(part) for part in item["loc"]) or "configuration")
+    key = clipped((prefix + ".".join(str(part) for part in item["loc"])).rstrip(".") or "configuration")
     if item["type"] != "extra_forbidden":
         return Violation(key, f"{item['msg']}, found {shortened(item.get('input'))}", "Correct the value")
     section = root

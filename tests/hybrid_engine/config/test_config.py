@@ -235,8 +235,8 @@ def test_numbers_that_no_job_has_are_refused(model: Path, section: str, values: 
     assert any(name.startswith(wanted) for name in found), found
 
 
-@pytest.mark.parametrize("world_size", [0, -1, True, 10**9])
-def test_numbers_of_ranks_that_cannot_be_are_refused(model: Path, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [0, -1, True, 10**9, 2.0, "2", None])
+def test_numbers_of_ranks_that_cannot_be_are_refused(model: Path, world_size: Any) -> None:
     assert violations(model, world_size).keys() == {"world_size"}
 
 
