@@ -19,7 +19,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from hybrid_engine.errors import ConfigError, RemoteError, Violation
+from hybrid_engine.errors import ConfigError, FileError, RemoteError, Violation
 from hybrid_engine.files.durable import naming
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ def take_lock(path: Path) -> TextIO:
     """
     with naming("locking", path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_symlink() or (path.exists() and not path.is_file()):  # it is emptied below
+            raise FileError(f"{path} is not a file of a run. Remove it, or use another --out")
         file = path.open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -18,6 +18,7 @@ write: a directory that is not clearly a run, or a run whose progress is unknown
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_engine.errors import ConfigError, FileError, Violation, shortened
+from hybrid_engine.files.documents import MOST_BYTES, MOST_JSON_BYTES
 from hybrid_engine.files.durable import append_text, naming, write_text
 
 NUM_KEPT = 2
@@ -190,7 +192,7 @@ class RunDirectory:
             return []
         remedy = "Correct the line or remove it; the run goes on without that row"
         rows = []
-        for number, line in enumerate(_read(path, remedy).split(b"\n")[:-1], start=1):
+        for number, line in enumerate(_read(path, remedy, MOST_BYTES).split(b"\n")[:-1], start=1):
             with naming(f"reading line {number} of", path, remedy):
                 rows.append(json.loads(line))
             if (problem := _problem_of(rows[-1])) is not None:
@@ -340,11 +342,17 @@ def _names(directory: Path) -> list[str]:
         return sorted(path.name for path in directory.iterdir()) if _exists(directory) else []
 
 
-def _read(path: Path, remedy: str) -> bytes:
+def _read(path: Path, remedy: str, most_bytes: int = MOST_JSON_BYTES) -> bytes:
     with naming("reading", path, remedy):
+        if path.is_symlink():  # what is written later would be written elsewhere
+            raise FileError(f"{path} is a link to {shortened(os.readlink(path))}, not a file of the run. {remedy}")
         if not path.is_file():  # a pipe would never end
             raise FileError(f"{path} is {'not a file' if _exists(path) else 'missing'}. {remedy}")
-        return path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise FileError(f"{path} is larger than {most_bytes:,} bytes, which no run has written. {remedy}")
+        return content
 
 
 def _read_json(path: Path, remedy: str) -> Any:

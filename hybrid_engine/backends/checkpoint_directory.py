@@ -127,7 +127,10 @@ def names_in_manifest(directory: Path) -> list[str]:
     with naming("reading", manifest, REMEDY):
         match json.loads(manifest.read_text(encoding="utf-8")):
             case {"files": {**files}}:
-                return sorted(map(str, files))
+                names = sorted(map(str, files))
+                if outside := [name for name in names if Path(name).name != name]:
+                    raise ValueError(f"it names {outside[0]!r}, which is not a file of the checkpoint")
+                return names
         raise ValueError("it has no list of files")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from examples.gpt_rl.run_lock import take_lock
 from examples.gpt_rl.run_state import RunDirectory
 from hybrid_engine.errors import FileError
 from tests.examples.runs import FINGERPRINT, check_refused
@@ -86,6 +87,30 @@ def test_something_else_of_that_name(under_way: RunDirectory, name: str, make: C
     path.unlink()
     make(path)
     check_damaged(under_way, path, "not a file")
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "checkpoints/latest", PROGRESS])
+def test_a_link_out_of_the_run_is_not_followed(under_way: RunDirectory, tmp_path: Path, name: str) -> None:
+    path, elsewhere = under_way.path / name, tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    check_damaged(under_way, path, f"is a link to '{elsewhere}'")
+
+
+def test_a_lock_that_is_no_file_stays_as_it_is(under_way: RunDirectory, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    under_way.lock_file.unlink(missing_ok=True)
+    under_way.lock_file.symlink_to(precious)
+    with pytest.raises(FileError, match=r"lock is not a file of a run\. Remove it"):
+        take_lock(under_way.lock_file)
+    assert precious.read_text() == "mine"
+
+
+def test_a_file_that_is_far_too_large_is_not_read(under_way: RunDirectory) -> None:
+    with under_way.latest_file.open("ab") as file:
+        file.truncate(1 << 40)  # sparse: it takes nothing
+    check_damaged(under_way, under_way.latest_file, "larger than 16,777,216 bytes")
 
 
 def check_damaged(run: RunDirectory, path: Path, *words: str) -> None:
