@@ -123,3 +123,28 @@ def test_files_that_a_page_names_exist(page: str) -> None:
         sorted(name for name in named if not any((REPO_ROOT / top / name).exists() for top in ("", "hybrid_engine")))
         == []
     )
+
+
+# -- troubleshooting ---------------------------------------------------------------------------------------------------
+
+# Said by others: pydantic, vLLM, the driver, the operating system.
+BY_OTHERS = ("Input should be a valid integer", "User-specified max_model_len (", "CUDA_ERROR_OUT_OF_MEMORY")
+BY_OTHERS += (") is greater than the derived max_model_len", "no space left on device (", "/config.json")
+
+
+def test_messages_of_the_troubleshooting_page_are_said() -> None:
+    """What stands between placeholders is in the sources, where a text may go on in the next line."""
+    folders = ("hybrid_engine", "megatron_patches", "examples")
+    sources = "".join(path.read_text() for folder in folders for path in (REPO_ROOT / folder).rglob("*.py"))
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)
+    page = (REPO_ROOT / "docs" / "troubleshooting.md").read_text()
+    cells = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ") and "---" not in line]
+    messages = [message for cell in cells for message in re.findall(r"`((?:\\`|[^`])+)`", cell)]
+    assert len(messages) > 40
+    unsaid = [
+        part
+        for message in messages
+        for part in re.split(r"…|: |\. |, in |, found ", message.replace("\\`", "`"))
+        if len(part.strip()) > 4 and part.strip(" (),") not in sources and part not in BY_OTHERS
+    ]
+    assert unsaid == []
