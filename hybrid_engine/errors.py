@@ -39,8 +39,9 @@ def shortened(value: object, most: int = 200) -> str:
 
 
 def clipped(text: str, most: int = 200) -> str:
-    """Return `text`, cut with a `…` after `most` characters."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    """Return `text`, cut with a `…` after `most` characters, as what can be printed: names of files may be no UTF-8."""
+    cut = text if len(text) <= most else f"{text[: most - 1]}…"
+    return cut.encode(errors="backslashreplace").decode()
 
 
 class _Short(reprlib.Repr):
@@ -60,20 +61,24 @@ class HybridEngineError(Exception):
 
 
 class _ListedError(HybridEngineError, Generic[Finding]):
-    """An error that reports all findings at once, one per line, at most `MOST_LINES`; `findings` has all of them."""
+    """An error that reports all findings at once, one per line, at most `MOST_LINES`; `findings` has all of them.
+
+    `source`: the file that they are about, if it is one.
+    """
 
     heading = "invalid"
     MOST_LINES = 200
 
-    def __init__(self, findings: Sequence[Finding]) -> None:
-        self.findings = tuple(findings)
+    def __init__(self, findings: Sequence[Finding], source: str | None = None) -> None:
+        self.findings, self.source = tuple(findings), source
         lines = "\n".join(f"  - {finding}" for finding in self.findings[: self.MOST_LINES])
         if len(self.findings) > self.MOST_LINES:
             lines += f"\n  - and {len(self.findings) - self.MOST_LINES} more"
-        super().__init__(f"{self.heading} ({len(self.findings)}):\n{lines}")
+        of_file = "" if source is None else f" in {clipped(source)}"
+        super().__init__(f"{self.heading}{of_file} ({len(self.findings)}):\n{lines}")
 
-    def __reduce__(self) -> tuple[type[Self], tuple[tuple[Finding, ...]]]:
-        return type(self), (self.findings,)
+    def __reduce__(self) -> tuple[type[Self], tuple[tuple[Finding, ...], str | None]]:
+        return type(self), (self.findings, self.source)
 
 
 @dataclass(frozen=True)

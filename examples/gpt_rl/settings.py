@@ -56,11 +56,11 @@ class RLConfig(_Section):
     """See below."""
     prompts_per_iteration: Count = 64
     """Problems sampled for a rollout."""
-    samples_per_prompt: Annotated[int, Field(ge=2, le=16384)] = 8
+    samples_per_prompt: Annotated[Count, Field(ge=2, le=16384)] = 8
     """Completions of each: the group over which rewards are normalised."""
     max_tokens: Count = 5
     """Longest completion, in tokens, with its end token."""
-    temperature: Annotated[float, Field(gt=0, le=2)] = 1.0
+    temperature: Annotated[Positive, Field(le=2)] = 1.0
     """Of sampling. Log-probabilities are the model's own, so other values than 1 make the ratio approximate."""
     epochs: Count = 1
     """Times each completion is learned from."""
@@ -68,7 +68,7 @@ class RLConfig(_Section):
     """Optimizer steps per epoch."""
     learning_rate: Positive = 3e-4
     """Constant."""
-    clip_ratio: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_ratio: Annotated[Positive, Field(lt=1)] = 0.2
     """PPO's epsilon: a token whose probability changed by more than this share is not pushed further."""
     kl_coefficient: NonNegative = 0.01
     """Weight of the KL to the model after the warm-up."""
@@ -154,11 +154,11 @@ def load_settings(
     try:
         engine = load_config(values, world_size, directory=path.absolute().parent)
     except ConfigError as error:
-        raise ConfigError([*error.findings, *violations]) from None
+        raise ConfigError([*error.findings, *violations], str(path)) from None
     if rl is not None:
         violations.extend(_violations(engine, rl, world_size))
     if violations:
-        raise ConfigError(violations)
+        raise ConfigError(violations, str(path))
     return Settings(engine=engine, rl=rl, world_size=world_size)
 
 

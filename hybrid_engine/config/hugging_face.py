@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,9 +66,10 @@ def generate_values(rollout_config: object) -> dict[str, Any]:
         found.append(
             Violation("rollout_config.dp_type", shortened(dp_type), "Use 'auto' (replicas fill the job) or 'none'")
         )
-    values: dict[str, Any] = {
-        SHORT_KEYS.get(key, key): value for key, value in rollout_config.items() if key != "dp_type"
-    }
+    values = {SHORT_KEYS.get(key, str(key)): value for key, value in rollout_config.items() if key != "dp_type"}
+    if not isinstance(values.get("model"), str | os.PathLike | None):
+        problem = f"expected a directory, found {shortened(values['model'])}"
+        found.append(Violation("rollout_config.model", problem, "Name one, or leave it out"))
     found += _wrong_values(values, rollout_config)
     if found:
         raise ConfigError(found)

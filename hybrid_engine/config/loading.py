@@ -45,6 +45,7 @@ def load_config(
     Raises ConfigError with every violation: first of all unknown keys and wrong values; then, since these decide what
     a layout is, of all impossible layouts, and of a model without weights.
     """
+    file = None if isinstance(source, Mapping) else str(source)
     if isinstance(source, Mapping):
         values = source
     else:
@@ -58,7 +59,7 @@ def load_config(
     except pydantic.ValidationError as error:
         found += violations_of(error, HybridConfig)
     if found:
-        raise ConfigError(found)
+        raise ConfigError(found, file)
     models = {"model": find_model(config.model, config.revision, relative_to=directory)}
     config = config.model_copy(update=models)
     if (critic := config.critic_config) is not None and critic.model is not None:
@@ -69,7 +70,7 @@ def load_config(
     if not (own_weights or config.random_weights):
         violations += [found for key, model in models.items() for found in _missing_weights(model, key)]
     if violations:
-        raise ConfigError(violations)
+        raise ConfigError(violations, file)
     return config
 
 
@@ -111,7 +112,8 @@ def violations_of(error: pydantic.ValidationError, root: type[Section], prefix: 
 def _violation_of(item: Mapping[str, Any], root: type[Section], prefix: str) -> Violation:
     key = clipped((prefix + ".".join(str(part) for part in item["loc"])).rstrip(".") or "configuration")
     if item["type"] != "extra_forbidden":
-        return Violation(key, f"{item['msg']}, found {shortened(item.get('input'))}", "Correct the value")
+        message = item["msg"].removeprefix("Value error, ")
+        return Violation(key, f"{message}, found {shortened(item.get('input'))}", "Correct the value")
     section = root
     for part in item["loc"][:-1]:
         annotation = section.model_fields[part].annotation

@@ -88,10 +88,8 @@ def mixtral(config: Mapping[str, Any]) -> ModelTable:
 
 def num_experts(config: Mapping[str, Any]) -> int:
     """Routed experts, by the names that transformers 4 and 5 write."""
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if config.get(name) is not None:
-            return config[name]
-    raise KeyError("num_experts")
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next(config[name] for name in names if config.get(name) is not None)
 
 
 def _qwen_table(config: Mapping[str, Any], traits: Traits, experts: Experts) -> ModelTable:

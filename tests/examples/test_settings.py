@@ -121,6 +121,7 @@ def test_everything_wrong_is_reported_at_once(tmp_path: Path, values: dict[str, 
         *((key, float("inf")) for key in ("learning_rate", "kl_coefficient", "temperature")),
         ("temperature", 2.5),  # vLLM's limit
         ("temperature", float("nan")),
+        ("temperature", True),
         ("samples_per_prompt", 20_000),
         ("max_tokens", 0),
         ("iterations", 10**30),

@@ -40,10 +40,7 @@ from hybrid_engine.backends.vllm.generation.replica_exchange import Data, Replic
 from hybrid_engine.backends.vllm.generation.sampling_params import needs_tokenizer, refusals_named, sampling_params
 from hybrid_engine.backends.vllm.lora.delivered_loras import DeliveredLoras
 from hybrid_engine.backends.vllm.process.group_placement import building_groups
-from hybrid_engine.backends.vllm.process.isolation import (
-    destroy_groups,
-    forget_frames,
-)
+from hybrid_engine.backends.vllm.process.isolation import destroy_groups, forget_frames
 from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings, process_settings_kept
 from hybrid_engine.backends.vllm.process.random_state import get_state, random_state_kept, seeded_state, set_state
 from hybrid_engine.backends.vllm.process.shm_cleanup import check_room

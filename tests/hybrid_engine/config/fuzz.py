@@ -23,6 +23,7 @@ from hybrid_engine.advisor.cluster_plan import Cluster, plan_job
 from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.advisor.trainers import Megatron
 from hybrid_engine.config import ActorConfig, GenerateConfig, load_config
+from hybrid_engine.config.hugging_face import generate_values
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.models.families import TABLES, read_model
@@ -120,12 +121,13 @@ class Tally:
 
 
 def check(directory: Path, config: Any, values: dict[str, Any], train: str, infer: str, tally: Tally) -> None:
-    """What `load_config`, `plan` and `verify` do with a model config; raises what is no ConfigError."""
+    """What `load_config`, `plan`, `verify` and `HybridEngine` do with them; raises what is no ConfigError."""
     (directory / "config.json").write_text(json.dumps(config))
     steps = {
         "load_config": lambda: load_config({"model": str(directory), "random_weights": True, **values}, 2),
         "plan": lambda: _plan(directory, train, infer),
         "verify": lambda: _reduce(directory),
+        "rollout_config": lambda: generate_values(values.get("generate_config", {})),
     }
     for name, step in steps.items():
         begun = time.process_time()

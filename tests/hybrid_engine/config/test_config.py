@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -278,6 +279,14 @@ def test_every_wrong_key_and_value_is_reported_at_once(model: Path) -> None:
     assert "Known keys: lr, weight_decay" in found["actor_config.optimizer.learning_rate"].remedy
     assert found["generate_config.gpu_memory_utilisation"].remedy == "Did you mean gpu_memory_utilization"
     assert "found 'carrier pigeon'" in found["generate_config.transport"].problem
+
+
+def test_a_files_name_is_said_with_what_is_wrong_in_it(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("generation_config: {}")
+    with pytest.raises(ConfigError, match=f"invalid configuration in {file} \\(2\\)") as caught:
+        load_config(file, 1)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_unknown_sections_and_a_missing_model(model: Path) -> None:

@@ -22,6 +22,7 @@ def test_every_wrong_value_is_said_by_the_key_that_was_given() -> None:
         "seed": 2**80,
         "dp_type": [1],
         "tp_sise": 2,
+        "model": 5,
     }
     with pytest.raises(ConfigError) as caught:
         generate_values({**wrong, "infer_expert_parallel_size": "x"})
