@@ -85,6 +85,8 @@ def reduced_config(config: Mapping[str, Any], num_layers: int, divisors: Divisor
     for key, value in config.items():
         if isinstance(value, list) and len(value) == config.get("num_hidden_layers"):
             small[key] = value[:num_layers]  # one entry per layer
+    if isinstance(dense := small.get("mlp_only_layers"), list):
+        small["mlp_only_layers"] = [layer for layer in dense if layer < num_layers]
     padded = -(-_PADDED_VOCABULARY // (unit := math.lcm(64, *divisors.tensor))) * unit
     small["vocab_size"] = min(small["vocab_size"], padded - _PADDED_VOCABULARY + VOCABULARY)
     for key in _TOKEN_KEYS:

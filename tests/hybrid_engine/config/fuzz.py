@@ -22,7 +22,7 @@ import hypothesis.strategies as st
 from hybrid_engine.advisor.cluster_plan import Cluster, plan_job
 from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.advisor.trainers import Megatron
-from hybrid_engine.config import ActorConfig, GenerateConfig, load_config
+from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig, load_config
 from hybrid_engine.config.hugging_face import generate_values
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import TrainParallelism
@@ -100,8 +100,9 @@ def sections(model: type[Any]) -> st.SearchStrategy[Any]:
 @st.composite
 def configurations(draw: st.DrawFn) -> dict[str, Any]:
     """The contents of a configuration, its `model` aside."""
-    both = {"actor_config": sections(ActorConfig), "generate_config": sections(GenerateConfig)}
-    return draw(st.fixed_dictionaries({}, optional=both)) if draw(st.booleans()) else {}
+    keys = {"actor_config": sections(ActorConfig), "generate_config": sections(GenerateConfig)}
+    others = dict.fromkeys(sorted(HybridConfig.model_fields.keys() - {*keys, "model"}), VALUES)
+    return draw(st.fixed_dictionaries({}, optional={**keys, **others})) if draw(st.booleans()) else {}
 
 
 @dataclass
@@ -153,7 +154,7 @@ def _reduce(directory: Path) -> None:
     """A sound model stays sound when it is made small."""
     read_model(directory, "--model")
     try:
-        prepare_model(directory, directory / "small", 2, Divisors((1, 2)))
+        prepare_model(directory, directory / "small", 2, Divisors((1, 2), (1, 2), (1, 2)))
     except ConfigError as error:
         raise AssertionError("the small model is refused") from error
 

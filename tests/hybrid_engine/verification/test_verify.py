@@ -132,6 +132,8 @@ def test_small_tokens_and_layer_lists(tmp_path: Path) -> None:
     assert small["layer_types"] == ["full_attention"] * 3
     assert all(token < VOCABULARY for token in (small["bos_token_id"], *small["eos_token_id"]))
     assert small["pad_token_id"] is None
+    sparse = reduced_config({**published_configs.QWEN3_30B_A3B, "mlp_only_layers": [1, 40]}, 3)
+    assert table_for(sparse).transformer["moe_layer_freq"] == [1, 0, 1]
 
 
 QWEN3_MOE = published_configs.PUBLISHED["qwen3-moe"]
