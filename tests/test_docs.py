@@ -12,6 +12,7 @@ import pytest
 import yaml
 from markdown.extensions.toc import slugify
 
+import hybrid_engine
 from tests.harness.launch import REPO_ROOT
 
 PAGES = [
@@ -19,7 +20,7 @@ PAGES = [
 ]
 
 # Written at present; each joins the navigation when it is there.
-EXPECTED = ["bring_your_own_megatron", "generation", "batches", "ppo", "planning", "tuning", "troubleshooting"]
+EXPECTED = ["bring_your_own_megatron", "batches", "ppo", "tuning", "troubleshooting"]
 
 PACKAGES = sorted(
     path.parent.relative_to(REPO_ROOT)
@@ -86,6 +87,12 @@ def test_every_page_is_in_the_navigation_once(site: dict[str, Any]) -> None:
     pages = [path.name for path in (REPO_ROOT / "docs").glob("*.md") if path.stem not in EXPECTED]
     assert sorted(listed) == sorted([*pages, *site["OUTSIDE"]])
     assert [page for page in listed if not (REPO_ROOT / site["source_of"](page)).is_file()] == []
+
+
+def test_the_reference_has_every_public_name() -> None:
+    named = re.findall(r"^::: [\w.]+\.(\w+)$", (REPO_ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    with_its_module = {"HybridEngineError"}
+    assert set(hybrid_engine.__all__) - set(named) == with_its_module
 
 
 @pytest.mark.parametrize(
