@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -15,6 +16,8 @@ from hybrid_engine.assembly import build_inference_engine, inference_settings, s
 from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig, load_config
 from hybrid_engine.config.hugging_face import generate_values, read_train_config
 from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.files.hub import Snapshot
+from hybrid_engine.files.model_files import TOKENIZER
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
 from hybrid_engine.ports import InferenceWeights
@@ -116,7 +119,10 @@ def _give_back(train: ShardedModel, offloader: Offloader) -> None:
 
 
 def _model_directory(model: Any, given: str | None, owner: ExitStack) -> Path:
-    """Where vLLM finds config.json: what is given, where the model was loaded from, or a directory made for it."""
+    """Where vLLM finds config.json: what is given, where the model was loaded from, or a directory made for it.
+
+    The last has the tokenizer of a model that was loaded from the Hub, if that is in the cache.
+    """
     for directory in (given, model.config.name_or_path):
         if directory and (Path(directory) / "config.json").is_file():
             return Path(directory)
@@ -124,4 +130,9 @@ def _model_directory(model: Any, given: str | None, owner: ExitStack) -> Path:
     config = type(model.config).from_dict(model.config.to_dict())
     config.architectures = [type(model).__name__]
     config.save_pretrained(made)
+    # the commit that transformers has loaded; None: the main branch
+    snapshot = Snapshot.in_cache(model.config.name_or_path, getattr(model.config, "_commit_hash", None))
+    if snapshot is not None:
+        for file in {file for pattern in TOKENIZER for file in snapshot.directory.glob(pattern)}:
+            shutil.copyfile(file, made / file.name)
     return made

@@ -46,6 +46,16 @@ class Snapshot:
             return None
         return cls("/".join(names), directory.name, repository.parent)
 
+    @classmethod
+    def in_cache(cls, name: str, revision: str | None = None) -> Snapshot | None:
+        """What was loaded by an id; None where that is no id, or lies in no cache. Asks nobody."""
+        if not _ID.fullmatch(name):
+            return None
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, CONFIG, revision=revision)
+        return cls.at(Path(found).parent) if isinstance(found, str) else None
+
     @property
     def directory(self) -> Path:
         """Where it lies."""

@@ -12,15 +12,9 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-COMPANIONS = (
-    CONFIG,
-    "generation_config.json",
-    "*token*.json",
-    "tokenizer.model",
-    "vocab.*",
-    "merges.txt",
-    "*.jinja",
-)
+TOKENIZER = ("*token*.json", "tokenizer.model", "vocab.*", "merges.txt", "*.jinja")
+"""Patterns of the files of a model's tokenizer."""
+COMPANIONS = (CONFIG, "generation_config.json", *TOKENIZER)
 """Patterns of the files that belong to a model beside its weights."""
 
 DOWNLOAD_AGAIN = "Download it again, or restore it from a copy"

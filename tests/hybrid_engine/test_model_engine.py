@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +18,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybrid_engine import Completion, HybridEngine, ReshardReport, Sampling
+from hybrid_engine.backends.vllm.generation.model_tokenizer import ModelTokenizer
 from hybrid_engine.errors import HybridEngineError
+from hybrid_engine.model_parts import _model_directory
 from tests.harness.launch import Outcomes, Ranks
 from tests.zoo import sharded_models
 from tests.zoo.families import served_config, write_config
 from tests.zoo.tokenizers import save_numbers
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
 SEED_ROLLOUT = {"tp_size": 2, "pp_size": 1, "dp_type": "none", "max_model_len": 64, "max_num_seqs": 8}
 SEED_TRAIN = {"fsdp_config": {"mixed_precision": "amp", "sharding_strategy": "FULL_SHARD"}}
@@ -282,6 +289,27 @@ def test_prompts_are_answered_in_their_own_form(of_forms: list[dict[str, Any]]) 
         spelled = ["".join(map(str, one)) for one in ids]  # this tokenizer's words are numbers, without spaces
         assert [text.replace(" ", "") for (text,) in found["texts"]] == spelled
         assert torch.equal(found["after an error"], found["rows"])
+
+
+def test_a_model_of_the_hub_brings_its_tokenizer(
+    directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its configuration is the live model's, which may have changed since it was loaded."""
+    from huggingface_hub import constants
+
+    repository = tmp_path / "models--org--tiny"
+    shutil.copytree(directory, repository / "snapshots" / COMMIT)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    config = AutoConfig.from_pretrained(directory)
+    config.name_or_path, config.vocab_size = "org/tiny", 256
+    model = SimpleNamespace(config=config)
+    with ExitStack() as owner:
+        made = _model_directory(model, None, owner)
+        assert json.loads((made / "config.json").read_text())["vocab_size"] == 256
+        assert ModelTokenizer(str(made)).encode(["5 6"]) == [[5, 6]]
+        assert not list(made.glob("*.safetensors"))
 
 
 def test_chats_are_completed_behind_their_template(of_forms: list[dict[str, Any]]) -> None:

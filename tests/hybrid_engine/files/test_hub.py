@@ -101,7 +101,8 @@ def test_configuration_comes_first_and_weights_when_they_are_needed(hub: Path) -
     assert directory == hub / "models--org--single" / "snapshots" / COMMIT
     assert names_in(directory) == {"config.json", "tokenizer_config.json"}
     snapshot = Snapshot.at(directory)
-    assert snapshot == Snapshot("org/single", COMMIT, hub)
+    assert snapshot == Snapshot("org/single", COMMIT, hub) == Snapshot.in_cache("org/single")
+    assert [Snapshot.in_cache(name) for name in ("org/other", "a/path/to", str(directory))] == [None] * 3
     snapshot.download()
     assert names_in(directory) == {"config.json", "tokenizer_config.json", SINGLE}
     assert (directory / SINGLE).read_text() == "weights"

@@ -79,5 +79,5 @@ class ModelTokenizer:
                 part.tokenizer = None
 
     def _missing(self, problem: str) -> ConfigError:
-        remedy = "Save the model's tokenizer there, or pass token ids"
+        remedy = "Name a directory that has the model's tokenizer, or pass token ids"
         return ConfigError([Violation("model", f"{self.model_dir} {problem}", remedy)])
