@@ -98,7 +98,7 @@ class ActorHybridWorker(SwitchContexts):
             require_vllm(allow_version=self.config.generate_config.allow_version)
             build_actor = _builder(self.config)
             if watches_memory(self.config):
-                self._memory = MemoryWatch(self.memory_plan(), job.rank)
+                self._memory = MemoryWatch(memory_plan(self.config, job.world_size), job.rank)
                 if job.rank == 0:
                     logger.info("%s", self._memory.plan)
             self.table = table_for(self.config.hf_config())
@@ -223,7 +223,7 @@ class ActorHybridWorker(SwitchContexts):
 
         Raises ConfigError where memory is not planned: with FSDP2, or with adapters.
         """
-        return memory_plan(self.config, self.world_size)
+        return memory_plan(self.config, self.world_size) if self._memory is None else self._memory.plan
 
     def memory_report(self) -> str:
         """This rank's memory plan as a table, with what was measured; the plan alone where nothing is measured."""

@@ -11,7 +11,8 @@ train.py  ->  trainer.py: warm up, then repeat
               run_state.py (checkpoints, resume), report.py (terminal, metrics.jsonl), curves.py (reward.png),
               loggers.py (TensorBoard, W&B)
 
-With FSDP2 as the trainer (configs/fsdp2_to_dp.yaml) it is the same.
+With PPO (configs/ppo_tp2_to_dp2.yaml) a critic learns between score and update, and gives each token its advantage:
+ppo.py. With FSDP2 as the trainer (configs/fsdp2_to_dp.yaml) it is the same.
 
 settings.py            every key of `rl_config`; configs/ has one file per layout
 make_data.py           writes data/

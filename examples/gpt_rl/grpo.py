@@ -56,12 +56,14 @@ def cross_entropy(micro_batch: Batch, log_probs: torch.Tensor) -> Loss:
 def policy_loss(clip_ratio: float, kl_coefficient: float) -> Callable[[Batch, torch.Tensor], Loss]:
     """The loss of GRPO: clipped policy gradient plus `kl_coefficient` times the KL to the reference.
 
-    The function returned reads `weights`, `old_log_probs`, `ref_log_probs`, all [b, S], and `advantages` [b]. It
-    reports loss, policy_loss, kl, and clip_fraction: the share of tokens whose ratio was outside 1 +- clip_ratio.
+    The function returned reads `weights`, `old_log_probs`, `ref_log_probs`, all [b, S], and `advantages` [b], or [b, S]
+    where a critic gave each token its own. It reports loss, policy_loss, kl, and clip_fraction: the share of tokens
+    whose ratio was outside 1 +- clip_ratio.
     """
 
     def loss_function(micro_batch: Batch, log_probs: torch.Tensor) -> Loss:
-        weights, advantages = micro_batch["weights"], micro_batch["advantages"][:, None]
+        weights, advantages = micro_batch["weights"], micro_batch["advantages"]
+        advantages = advantages if advantages.dim() == 2 else advantages[:, None]
         ratio = (log_probs - micro_batch["old_log_probs"]).exp()
         clipped = ratio.clamp(1 - clip_ratio, 1 + clip_ratio)
         policy = -weighted_mean(torch.minimum(ratio * advantages, clipped * advantages), weights)

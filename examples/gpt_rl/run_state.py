@@ -4,7 +4,8 @@
     OUT/run.json                      configuration of the run; marks the directory as one of ours
     OUT/metrics.jsonl                 one row per iteration; row 0 is the warm-up
     OUT/checkpoints/iteration-0000/   after the warm-up: also the frozen reference, so it stays
-    OUT/checkpoints/iteration-0020/   the two newest of the others; weights/ by the trainer, progress.json by us
+    OUT/checkpoints/iteration-0020/   the two newest of the others; weights/ and, with PPO, critic/ by the engine,
+                                      progress.json by us
     OUT/checkpoints/latest            name of the newest that is complete
 
 A checkpoint counts once `latest` names it, and `latest` is replaced in one step. Rows of iterations after it are
@@ -34,7 +35,7 @@ NUM_KEPT = 2
 
 _TEMPORARY = r"(\.incomplete|\.replaced|\.replaced\.removed)?"  # see files/durable.py
 _CHECKPOINT_NAME = re.compile(r"iteration-(\d{4,9})")
-_IN_A_CHECKPOINT = re.compile(rf"(weights|progress\.json){_TEMPORARY}")
+_IN_A_CHECKPOINT = re.compile(rf"(weights|critic|progress\.json){_TEMPORARY}")
 _IN_CHECKPOINTS = re.compile(rf"{_CHECKPOINT_NAME.pattern}|latest{_TEMPORARY}")
 # What is there when the first attempt ended before it had anything to keep.
 _BEFORE_THE_FIRST_ROW = re.compile(rf"lock|log-rank\d+\.txt|run\.json{_TEMPORARY}")
@@ -78,6 +79,10 @@ class RunDirectory:
     def weights(self, iteration: int) -> Path:
         """What `ActorHybridWorker.save_checkpoint` is given."""
         return self.checkpoint(iteration) / "weights"
+
+    def critic(self, iteration: int) -> Path:
+        """What `ValueModel.save_checkpoint` is given."""
+        return self.checkpoint(iteration) / "critic"
 
     # -- may a run start here? ----------------------------------------------------------------------------------------
 
@@ -277,12 +282,15 @@ class RunDirectory:
 
     def _discard_incomplete(self, iteration: int, *, and_weights: bool) -> None:
         """What a save began, and the weights too of a checkpoint without progress.json if `and_weights`."""
-        directory, incomplete = self.checkpoint(iteration), self.weights(iteration).with_name("weights.incomplete")
+        directory = self.checkpoint(iteration)
         with naming("removing", directory):
             if and_weights and iteration not in self._complete_iterations() and directory.exists():
                 _remove_checkpoint(directory)
-            elif incomplete.exists() and not directory.is_symlink():
-                shutil.rmtree(incomplete)
+                return
+            for part in (self.weights(iteration), self.critic(iteration)):
+                incomplete = part.with_name(f"{part.name}.incomplete")
+                if incomplete.exists() and not directory.is_symlink():
+                    shutil.rmtree(incomplete)
 
     def _name_latest(self, iteration: int) -> None:
         write_text(self.latest_file, self.checkpoint(iteration).name + "\n")

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
@@ -43,8 +43,25 @@ class WarmUpConfig(_Section):
     """See `learning_rate`."""
 
 
+class PpoConfig(_Section):
+    """`rl_config.ppo`: with `algorithm: ppo`, the critic's part."""
+
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount of later rewards."""
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Lambda of generalized advantage estimation: 0 trusts the critic, 1 the rewards."""
+    value_clip: Positive = 0.2
+    """A value that moved further than this in an iteration is not pushed further."""
+    learning_rate: Positive = 1e-3
+    """Of the critic, constant."""
+    epochs: Count = 2
+    """Times the critic learns from each completion."""
+    value_warm_up: Annotated[int, Field(ge=0, le=10_000)] = 2
+    """Iterations at the start in which only the critic learns."""
+
+
 class RLConfig(_Section):
-    """`rl_config`: the task and GRPO."""
+    """`rl_config`: the task, and GRPO or PPO."""
 
     data: File
     """Directory with train.jsonl and held_out.jsonl."""
@@ -53,6 +70,10 @@ class RLConfig(_Section):
     iterations: Count = 30
     """Rollouts; each is followed by `epochs` x `minibatches` optimizer steps."""
     warm_up: WarmUpConfig = WarmUpConfig()
+    """See below."""
+    algorithm: Literal["grpo", "ppo"] = "grpo"
+    """Where advantages come from: from other samples of the same prompt, or from a critic (`critic_config`)."""
+    ppo: PpoConfig = PpoConfig()
     """See below."""
     prompts_per_iteration: Count = 64
     """Problems sampled for a rollout."""
@@ -208,7 +229,8 @@ def _parse_rl(
 def _violation_of(item: Mapping[str, Any]) -> Violation:
     key = clipped(".".join(("rl_config", *map(str, item["loc"]))))
     if item["type"] == "extra_forbidden":
-        section = WarmUpConfig if "warm_up" in item["loc"] else RLConfig
+        sections: dict[object, type[_Section]] = {"warm_up": WarmUpConfig, "ppo": PpoConfig}
+        section = sections.get(item["loc"][0], RLConfig)
         return Violation(key, "unknown key", f"Known keys: {', '.join(section.model_fields)}")
     if item["type"] == "missing":
         return Violation(key, "is missing", "Add it")
@@ -227,6 +249,7 @@ def _violations(engine: HybridConfig, rl: RLConfig, world_size: int) -> Iterator
     if rl.batch_size % (rl.minibatches * multiple):
         problem = f"{rl.batch_size} completions in {rl.minibatches} minibatches: {reason}"
         yield Violation("rl_config.minibatches", problem, "Change it, prompts_per_iteration or samples_per_prompt")
+    yield from _critic_violations(engine, rl, data)
     vocab_size = engine.hf_config().get("vocab_size")
     if vocab_size != task.VOCAB_SIZE:
         problem = (
@@ -234,6 +257,19 @@ def _violations(engine: HybridConfig, rl: RLConfig, world_size: int) -> Iterator
         )
         yield Violation("model", problem, f"Set vocab_size to {task.VOCAB_SIZE}")
     yield from _data_violations(engine, rl)
+
+
+def _critic_violations(engine: HybridConfig, rl: RLConfig, num_replicas: int) -> Iterator[Violation]:
+    critic = engine.critic_config
+    if (critic is not None) != (rl.algorithm == "ppo"):
+        problem = f"{rl.algorithm}, and there is {'a' if critic is not None else 'no'} critic_config"
+        yield Violation("rl_config.algorithm", problem, "Use ppo and a critic_config, if only {}, or neither")
+    elif critic is not None and critic.micro_batch_size is not None:
+        multiple = rl.minibatches * critic.micro_batch_size * num_replicas
+        if rl.batch_size % multiple:
+            problem = f"{critic.micro_batch_size}, but {rl.batch_size} completions are no multiple of {multiple}: "
+            problem += f"{rl.minibatches} minibatches on {num_replicas} data parallel ranks"
+            yield Violation("critic_config.micro_batch_size", problem, "Change one of them")
 
 
 def _data_violations(engine: HybridConfig, rl: RLConfig) -> Iterator[Violation]:

@@ -31,6 +31,7 @@ from examples.gpt_rl.run_state import Row, RunDirectory
 from examples.gpt_rl.settings import Settings, load_settings
 from examples.gpt_rl.stopping import StopRequest
 from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.files.durable import write_text
 from hybrid_engine.ranks.launching import end_with_parent
 
 
@@ -46,7 +47,7 @@ def main(
         typer.Argument(metavar="[KEY=VALUE]...", help="In place of the file's, e.g. rl_config.learning_rate=1e-4."),
     ] = None,
 ) -> None:
-    """Train a small GPT by GRPO: Megatron or FSDP2 trains, vLLM samples, weights are resharded between them."""
+    """Train a small GPT by GRPO or PPO: Megatron or FSDP2 trains, vLLM samples, weights are resharded between them."""
     end_with_parent(_LAUNCHER)
     output = Output(int(os.environ.get("RANK", 0)))
     stop = StopRequest(output)
@@ -116,6 +117,8 @@ def run(
         if is_first and begins:
             directory.start_over(settings.fingerprint())
         worker.barrier("preparing the run's directory")
+        if is_first and settings.engine.critic_config is not None:
+            output.say(str(worker.memory_plan()))
         if report:
             report.begin(_rows_so_far(directory), _loggers(settings, directory, wandb))
         with stop:
@@ -127,6 +130,8 @@ def run(
                         report.add(row)
             except Interrupted as interruption:
                 output.say(f"{interruption}.")
+        if is_first and settings.engine.critic_config is not None:
+            write_text(directory.path / "memory.txt", worker.memory_report() + "\n")
         worker.shutdown()
     if report:
         report.finish()

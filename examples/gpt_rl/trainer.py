@@ -19,6 +19,7 @@ import torch
 from examples.gpt_rl import grpo, task
 from examples.gpt_rl.batches import align_log_probs, build_batch, split_minibatches
 from examples.gpt_rl.measure import Tally, combine
+from examples.gpt_rl.ppo import Critic
 from examples.gpt_rl.run_state import Progress, Row, RunDirectory
 from examples.gpt_rl.settings import Settings
 from hybrid_engine import ActorHybridWorker, Completion, ReferenceModel, Sampling
@@ -59,6 +60,7 @@ class Trainer:
         self.train_problems = task.load_problems(self.rl.data / "train.jsonl")
         self.held_out = task.load_problems(self.rl.data / "held_out.jsonl")
         self.policy_loss = grpo.policy_loss(self.rl.clip_ratio, self.rl.kl_coefficient)
+        self.critic = Critic(worker, settings.rl) if settings.rl.algorithm == "ppo" else None
         self.tally = Tally()
         worker.engine.on_reshard_end(lambda report: self.tally.switches.append(report))
 
@@ -98,6 +100,9 @@ class Trainer:
         row: Row = {"iteration": 0, "reward": None, "kl": 0.0, "logprob_diff": None}
         row["learning_rate"] = settings.learning_rate * ramp
         progress = Progress(0, self._with_update(row, {**report, "loss": smoothed}))
+        if self.critic is not None:
+            with self.worker.train_context():
+                self.critic.begin()
         self._save(progress)
         self._freeze_reference()
         return progress
@@ -119,6 +124,8 @@ class Trainer:
             self._load(0)
             self._freeze_reference()
             self._load(progress.iteration)
+        if self.critic is not None:
+            self.critic.load(self.directory.critic(progress.iteration))
         if self.worker.rank == 0:
             self.directory.drop_rows_after(progress.iteration)
         with self.worker.rollout_context():  # where every iteration ends
@@ -148,10 +155,19 @@ class Trainer:
         self.on_progress("score", iteration - 1, self.rl.iterations)
         with self.worker.forward_context(), self.tally.phase("score"):
             batch, row = self._score(problems, groups)
+            if self.critic is None:
+                row |= self._compare(batch)
+        if self.critic is not None:
+            with self.reference.forward_context(), self.tally.phase("score"):
+                row |= self._compare(batch)
+            self.on_progress("critic", iteration - 1, self.rl.iterations)
+            with self.tally.phase("critic"):
+                row |= self.critic.learn(batch, self._minibatch_generator(iteration, "critic's minibatches"))
         self.on_progress("update", iteration - 1, self.rl.iterations)
         with self.worker.train_context():
             with self.tally.phase("update"):
-                report = self._update(batch, iteration)
+                is_warming_up = self.critic is not None and iteration <= self.rl.ppo.value_warm_up
+                report = {} if is_warming_up else self._update(batch, iteration)
             row = {"iteration": iteration, **row, "learning_rate": self.rl.learning_rate}
             progress = Progress(iteration, self._with_update(row, report))
             is_due = iteration % self.rl.checkpoint_every == 0 or iteration == self.rl.iterations
@@ -173,22 +189,23 @@ class Trainer:
     def _score(
         self, problems: Sequence[task.Problem], groups: Sequence[Sequence[Completion]]
     ) -> tuple[dict[str, torch.Tensor], Row]:
-        """The batch to learn from: rewards as advantages, log-probabilities by the trainer, actor and reference."""
+        """The batch to learn from: rewards, as advantages but with a critic, and log-probabilities by the trainer."""
         rewards = torch.tensor(
             [[task.reward(p, c.token_ids) for c in group] for p, group in zip(problems, groups, strict=True)]
         )
         prompts = [task.encode(problem.prompt) for problem in problems for _ in range(self.rl.samples_per_prompt)]
         completions = [completion for group in groups for completion in group]
         batch = build_batch(prompts, [completion.token_ids for completion in completions], self.seq_length)
-        batch["advantages"] = grpo.group_advantages(rewards).flatten()
+        if self.critic is None:
+            batch["advantages"] = grpo.group_advantages(rewards).flatten()
+        else:
+            batch["rewards"] = rewards.flatten()
         batch["old_log_probs"] = self.worker.compute_log_probs(batch)
-        batch["ref_log_probs"] = self.reference.compute_log_probs(batch)
         sampled = align_log_probs([completion.logprobs for completion in completions], batch["mask"])
         difference = (sampled - batch["old_log_probs"]).abs()[batch["mask"].bool()]
-        kl = grpo.kl_estimate(batch["old_log_probs"], batch["ref_log_probs"])
         row = {
             "reward": rewards.mean().item(),
-            "kl": grpo.weighted_mean(kl, batch["weights"]).item(),
+            "kl": None,  # see `_compare`
             "logprob_diff": difference.max().item(),
             "logprob_diff_mean": difference.mean().item(),
             "response_tokens": batch["mask"].sum(dim=1).mean().item(),
@@ -196,9 +213,15 @@ class Trainer:
         }
         return batch, row
 
+    def _compare(self, batch: dict[str, torch.Tensor]) -> Row:
+        """Add the reference's log-probabilities to the batch; the KL to it."""
+        batch["ref_log_probs"] = self.reference.compute_log_probs(batch)
+        kl = grpo.kl_estimate(batch["old_log_probs"], batch["ref_log_probs"])
+        return {"kl": grpo.weighted_mean(kl, batch["weights"]).item()}
+
     def _update(self, batch: dict[str, torch.Tensor], iteration: int) -> dict[str, float]:
         """All optimizer steps of an iteration; the mean of their reports."""
-        generator = torch.Generator().manual_seed(self._generator(iteration, "minibatches").getrandbits(30))
+        generator = self._minibatch_generator(iteration, "minibatches")
         self.worker.train.set_learning_rate(self.rl.learning_rate)
         reports = [
             self.worker.update(minibatch, self.policy_loss)
@@ -241,6 +264,8 @@ class Trainer:
         with self.worker.train_context(), self.tally.phase("checkpoint"):
             try:
                 self.worker.save_checkpoint(self.directory.weights(progress.iteration))
+                if self.critic is not None:
+                    self.critic.save(self.directory.critic(progress.iteration))
                 if self.worker.rank == 0:
                     self.directory.complete_checkpoint(progress)
             except HybridEngineError:
@@ -255,3 +280,7 @@ class Trainer:
     def _generator(self, iteration: int, purpose: str) -> random.Random:
         """Random choices of one kind in one iteration."""
         return random.Random(f"{self.rl.seed}/{iteration}/{purpose}")
+
+    def _minibatch_generator(self, iteration: int, purpose: str) -> torch.Generator:
+        """Torch's, for `split_minibatches`."""
+        return torch.Generator().manual_seed(self._generator(iteration, purpose).getrandbits(30))

@@ -1,0 +1,38 @@
+"""The example with a critic: a run that was stopped does what one does that was not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.gpt_rl.run_state import RunDirectory
+from tests.examples.launched import finish, short_config, start
+
+pytestmark = [pytest.mark.faults, pytest.mark.engines]
+
+RESULTS = ("accuracy", "reward", "kl", "value_loss", "value_clip_fraction", "explained_variance", "weight_version")
+
+
+def rows_of(config: Path, out: Path, *iterations: int) -> list[dict[str, Any]]:
+    """Of a run that was started once for each of these numbers of iterations."""
+    for number in iterations:
+        process = start(config, out, "rl_config.ppo.value_warm_up=1", "--iterations", str(number))
+        output = finish(process)
+        assert process.returncode == 0, output
+        assert "critic train" in output, "the memory plan"
+    return RunDirectory(out).rows()
+
+
+def test_a_critic_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    config = short_config("ppo_tp2_to_dp2.yaml", tmp_path)
+    at_once, stopped = rows_of(config, tmp_path / "once", 3), rows_of(config, tmp_path / "stopped", 2, 3)
+    assert [row["iteration"] for row in at_once] == [0, 1, 2, 3]
+    assert "policy_loss" not in at_once[1], "only the critic learns at first"
+    assert at_once[1]["weight_version"] == at_once[0]["weight_version"] < at_once[2]["weight_version"]
+    for row, other in zip(at_once, stopped, strict=True):
+        assert {key: row.get(key) for key in RESULTS} == {key: other.get(key) for key in RESULTS}
+    report = (tmp_path / "stopped" / "memory.txt").read_text()
+    assert "measured" in report
+    assert "[Memory] rank" not in (tmp_path / "stopped" / "log-rank0.txt").read_text(), "more than was planned"
