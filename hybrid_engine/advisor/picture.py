@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -112,11 +112,12 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """How a column has a row on a side."""
+    """How a column has a row on a side; `largest`: the tensor whose slices `extents` are, None for experts."""
 
     extents: tuple[tuple[float, float], ...]
     share: float
     text: str
+    largest: str | None = None
 
 
 _Looks = Mapping[tuple[int, str], _Look]
@@ -241,11 +242,16 @@ def _looks_of(row: Row, source: Holdings, destination: Holdings, ranks: np.ndarr
     present = [column for each in sets for side in (each.held, each.needed) for column in side]
     for columns in groups_of_columns(present, len(ranks)):
         boxes = [each.boxes(columns[0]) for each in sets]
-        for side in SIDES:
-            held = [_Held(each, own[side]) for each, own in zip(sets, boxes, strict=True) if own[side]]
-            if held:
-                look = _look(row, held, source.shapes)
-                found.update({(column, side): look for column in columns.tolist()})
+        held = {
+            side: [_Held(each, own[side]) for each, own in zip(sets, boxes, strict=True) if own[side]] for side in SIDES
+        }
+        looks = {side: _look(row, each, source.shapes) for side, each in held.items() if each}
+        if "both" in looks and looks["both"].largest != looks["infer"].largest:
+            # Slices of another tensor than those in front of which they would be drawn.
+            part = sum(each.numel for each in held["both"]) / sum(each.numel for each in held["infer"])
+            low, high = looks["infer"].extents[0]
+            looks["both"] = replace(looks["both"], extents=((low, low + part * (high - low)),))
+        found.update({(column, side): look for side, look in looks.items() for column in columns.tolist()})
     return found
 
 
@@ -280,6 +286,10 @@ class _Held:
     tensors: _TensorSet
     boxes: list[Region]
 
+    @property
+    def numel(self) -> int:
+        return len(self.tensors.tensors) * sum(box.numel for box in self.boxes)
+
 
 def _sets_of(row: Row, source: Holdings, destination: Holdings, ranks: np.ndarray) -> list[_TensorSet]:
     tensors: dict[tuple[int, int], list[str]] = {}
@@ -307,7 +317,7 @@ def _look(row: Row, held: Sequence[_Held], shapes: Mapping[str, tuple[int, ...]]
     largest = max(in_order, key=lambda tensor: math.prod(shapes[tensor]))
     extents = sorted({_extent(box, shapes[largest]) for box in boxes_of[largest]})
     lines = (f"{_NUMBERED.sub('', tensor)} {_slices(boxes_of[tensor], shapes[tensor])}" for tensor in in_order)
-    return _Look(_runs(extents), 1.0, "\n".join(lines))
+    return _Look(_runs(extents), 1.0, "\n".join(lines), _NUMBERED.sub("", largest))
 
 
 def _look_of_experts(row: Row, held: Sequence[_Held], shapes: Mapping[str, tuple[int, ...]]) -> _Look:

@@ -190,6 +190,18 @@ def test_bars_are_where_something_is_held(case: LayoutCase) -> None:
             assert ((column, number, side) in drawn) == ((group.columns.start, number, side) in drawn)
 
 
+@JOBS
+@given(layout_cases())
+def test_what_is_there_already_is_drawn_in_front_of_what_is_needed(case: LayoutCase) -> None:
+    picture = picture_of(case.table, case.source.holdings, case.destination.holdings)
+    needed = {(bar.column, row): bar for bar in picture.bars if bar.side == "infer" for row in bar.rows}
+    for bar in (bar for bar in picture.bars if bar.side == "both"):
+        for row in bar.rows:
+            for low, high in bar.extents:
+                wholes = needed[bar.column, row].extents
+                assert any(start - 1e-9 <= low and high <= stop + 1e-9 for start, stop in wholes), (bar, wholes)
+
+
 def test_bars_are_slices() -> None:
     table = table_for(DENSE)
     source = training_side(table, TrainParallelism(2, tensor=2)).holdings
