@@ -13,7 +13,6 @@ from hybrid_engine.config import HybridConfig
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.model_parts import build_parts
 from hybrid_engine.ports import InferenceWeights, NearEnd, Trainer
-from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.contexts import SwitchContexts
 from hybrid_engine.switch.sharding_manager import ShardingManager
@@ -34,14 +33,13 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
 
     Around a transformers model, which FSDP2 shards here (or the caller has, then without `train_config`):
 
-        engine = HybridEngine(model=model, rollout_config={"tp_size": 2}, train_config={"fsdp_config": {}})
-        optimizer = torch.optim.AdamW(model.parameters())
-        with engine.rollout_context():
-            sequences = engine.generate(prompts, Sampling(max_tokens=64))
-        with engine.train_context():
-            model(sequences, labels=labels).loss.backward()
-            optimizer.step()
-        engine.shutdown()
+        with HybridEngine(model=model, rollout_config={"tp_size": 2}, train_config={"fsdp_config": {}}) as engine:
+            optimizer = torch.optim.AdamW(model.parameters())
+            with engine.rollout_context():
+                sequences = engine.generate(prompts, Sampling(max_tokens=64))
+            with engine.train_context():
+                model(sequences, labels=labels).loss.backward()
+                optimizer.step()
 
     Of parts that the caller has built and ends: `HybridEngine(train, inference, config)`. `ActorHybridWorker` builds
     Megatron and vLLM from a configuration and adds rollouts and updates.
@@ -114,7 +112,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
                 weights, self._lora = parts.weights, parts.lora
             elif settings:
                 raise TypeError(f"only with a model: {', '.join(settings)}")
-            self.train, self.inference, self.config = train, inference, config
+            self.train, self.inference, self.config, self.job = train, inference, config, inference.job
             self.sharding = ShardingManager(
                 trainer=train,
                 inference=weights or inference.adaptor,
@@ -137,11 +135,6 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
                 config.generate_config.prefetch_share if inference.job.device.type == "cuda" else 0.0,
                 lambda: (begin := near_end()) and begin(),
             )
-
-    @property
-    def job(self) -> Job:
-        """Of all ranks."""
-        return self.inference.job
 
     def generate(
         self,

@@ -181,6 +181,16 @@ class Agreement:
             self._watch.tell(name, _described(interrupt), self.timeout_seconds)
             raise
 
+    def leave(self, error: BaseException) -> None:
+        """Let the others hear why this rank goes, for an `error` outside of any phase. Waits for nobody.
+
+        Says nothing of what all ranks have raised, or of what this one heard from another.
+        """
+        is_known = error is self._agreed or (isinstance(error, Exception) and _is_secondhand(error))
+        if self.group is not None and not is_known:
+            with self._watch.inside("leaving"):
+                self._watch.tell("leaving", _described(error), self.timeout_seconds)
+
     def conclude(
         self,
         phase: str,

@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Self
 
 from hybrid_engine.memory.offload_items import KINDS, Kind
+from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.hooks import Hook
 from hybrid_engine.switch.sharding_manager import ShardingManager
 from hybrid_engine.switch.states import State
 
 
-class SwitchContexts:
-    """Base of what has a `sharding`. All methods are collective, but for the hooks' and `weights_changed`."""
+class SwitchContexts(ABC):
+    """Base of what has a `sharding`. All methods are collective, but for the hooks' and `weights_changed`.
 
+    As a context manager it is shut down at the end of the block, whatever ends it.
+    """
+
+    job: Job
     sharding: ShardingManager
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End what was made here; idempotent."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.shutdown()
+            return
+        self.job.agreement.leave(error)
+        try:
+            self.shutdown()
+        except Exception as failure:  # the error that ends the block is the one to be seen
+            error.add_note(f"then the shutdown failed: {type(failure).__name__}: {failure}")
 
     def rollout_context(self) -> AbstractContextManager[None]:
         """Generate inside: weights are resharded into vLLM, training state is off the device as configured."""

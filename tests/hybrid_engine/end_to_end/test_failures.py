@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,8 @@ class Misadventures:
         training_in_rollout, training_in_forward: calls of the training side there, see `_uses_of_training`.
         num_completions: of two prompts, after all that.
         version: after two updates.
-        group_is_left: after the shutdown.
+        leaving: what ends the worker's block, which the caller's own code leaves on rank 0 only; seconds_to_leave.
+        group_is_left: after the block.
     """
 
     generating_in_train: Failure | None
@@ -84,6 +86,8 @@ class Misadventures:
     training_in_forward: list[Failure | None]
     num_completions: int
     version: int
+    leaving: Failure
+    seconds_to_leave: float
     group_is_left: bool
 
 
@@ -127,7 +131,7 @@ def fail_and_go_on(model: Path) -> Misadventures:
     with worker.forward_context():
         in_forward = [failure_of(call) for call in _uses_of_training(worker)]
     version = worker.train.version
-    worker.shutdown()
+    leaving, seconds = _leave(worker)
     return Misadventures(
         generating_in_train,
         *failures,
@@ -138,8 +142,19 @@ def fail_and_go_on(model: Path) -> Misadventures:
         training_in_forward=in_forward,
         num_completions=num_completions,
         version=version,
+        leaving=leaving,
+        seconds_to_leave=seconds,
         group_is_left=dist.is_initialized(),
     )
+
+
+def _leave(worker: Any) -> tuple[Failure, float]:
+    started = time.monotonic()
+    with pytest.raises((ValueError, HybridEngineError)) as caught, worker:
+        if worker.rank == 0:
+            raise ValueError("no reward for this answer")
+        worker.barrier("the next iteration")
+    return Failure(type(caught.value).__name__, str(caught.value)), time.monotonic() - started
 
 
 NUM_UPDATING = 3
@@ -274,6 +289,12 @@ def test_a_bad_prompt_is_named_and_generation_goes_on(seen: list[Misadventures])
         assert found.bad_prompt.kind == "ConfigError"
         assert "prompts[1]" in found.bad_prompt.text
         assert found.num_completions == 2
+
+
+def test_an_error_that_ends_the_workers_block_is_heard_of_by_all(seen: list[Misadventures]) -> None:
+    assert [found.leaving.kind for found in seen] == ["ValueError", "LostRankError"]
+    assert "rank 0, leaving: ValueError: no reward for this answer" in seen[1].leaving.text
+    assert all(found.seconds_to_leave < 60 for found in seen), "the timeout is 120"
 
 
 def test_the_group_of_the_worker_ends_with_it(seen: list[Misadventures]) -> None:
