@@ -37,6 +37,8 @@ SECTIONS: Final[Mapping[str, tuple[str, ...]]] = {
 The first class that declares a field says what its default is.
 """
 
+_ENUMS: Final = "transformer/enums.py"
+
 
 @dataclass(frozen=True)
 class DeclaredField:
@@ -94,6 +96,20 @@ class CoreSources:
             for number, line in enumerate(text.splitlines(), 1)
             if name in line and word.search(line)
         ]
+
+    def members(self, enum: str) -> tuple[str, ...]:
+        """Names of the members of an enum that annotations mention; none for a name that is not one."""
+        try:
+            tree = ast.parse((self._root / _ENUMS).read_text(encoding="utf-8"))
+        except (FileNotFoundError, KeyError):  # KeyError: of a wheel
+            return ()
+        return tuple(
+            statement.targets[0].id
+            for node in tree.body
+            if isinstance(node, ast.ClassDef) and node.name == enum
+            for statement in node.body
+            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
+        )
 
     @cached_property
     def _texts(self) -> Mapping[str, str]:
