@@ -20,6 +20,8 @@ from hybrid_engine.config import (
     HybridConfig,
     LoraConfig,
     OptimizerConfig,
+    OverridesConfig,
+    ScheduleConfig,
 )
 from hybrid_engine.config.constraints import CONSTRAINTS
 from megatron_patches.review.verdicts import FieldReview, review_of, reviewed_versions
@@ -27,7 +29,8 @@ from megatron_patches.review.verdicts import FieldReview, review_of, reviewed_ve
 
 def page() -> str:
     """The whole page."""
-    sections = (HybridConfig, ActorConfig, OptimizerConfig, LoraConfig, FsdpConfig, GenerateConfig, CriticConfig)
+    actor = (ActorConfig, OptimizerConfig, ScheduleConfig, LoraConfig, OverridesConfig, FsdpConfig)
+    sections = (HybridConfig, *actor, GenerateConfig, CriticConfig)
     return "# Configuration\n\n" + "\n".join(_section(section) for section in sections)
 
 
@@ -115,7 +118,7 @@ def _section(section: type) -> str:
         default = "required" if field.is_required() else f"`{_shown(field.default)}`"
         meaning = " ".join(field.description.split()).replace("|", "\\|")
         rows.append(f"| `{key}` | {default} | {meaning}{_choices(field.annotation)} |")
-    return f"## {section.__doc__}\n\n" + "\n".join(rows) + "\n"
+    return f"## {' '.join(section.__doc__.split())}\n\n" + "\n".join(rows) + "\n"
 
 
 def _shown(default: object) -> str:

@@ -26,11 +26,9 @@ With `generate_config.incremental`, 2 ends with Trainer.versions and InferenceWe
 left out, and `release` names groups that may stay.
 
 On failure `abandon` (and `drain`) stand in place of `run`, `sent` and `commit`, so that no rank waits for one that has
-failed.
-
-A second trainer implements `Trainer`, a second engine `InferenceWeights` and `InferenceCaches`. A flat buffer is a 1-D
-tensor over a whole storage; offsets and strides of the records count its elements. Nothing here knows Megatron or
-vLLM, or assumes that one process trains and generates: a side is what its layout says.
+failed. A second trainer implements `Trainer`, a second engine `InferenceWeights` and `InferenceCaches`. A flat buffer
+is a 1-D tensor over a whole storage; offsets and strides of the records count its elements. Nothing here knows Megatron
+or vLLM, or assumes that one process trains and generates: a side is what its layout says.
 """
 
 from __future__ import annotations
@@ -205,9 +203,12 @@ class ActorTrainer(Trainer, Scorer, Protocol):
         """What is resharded; always the same object."""
         ...
 
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of every parameter group."""
-        ...
+        """Set the learning rate of every parameter group. Raises StateError where a schedule does that."""
 
     def train_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
         """One optimizer step on this rank's share of a batch; the report, averaged over micro batches and ranks."""
@@ -219,7 +220,6 @@ class ActorTrainer(Trainer, Scorer, Protocol):
 
     def reload_main_params(self) -> None:
         """Take up parameters that were written from outside, wherever the optimizer has copies of them."""
-        ...
 
     def save_checkpoint(self, directory: str | Path) -> None:
         """Write all that a resumed run needs. Collective."""

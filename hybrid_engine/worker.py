@@ -57,9 +57,10 @@ class Companion(Protocol):
 class ActorHybridWorker(SwitchContexts):
     """The actor: Megatron or FSDP2 for training, vLLM for generation, on the same devices.
 
-    Build one on every rank, under torchrun. It creates the process group when there is none, applies the Megatron
-    patches where Megatron trains, and builds both engines. Each rank reads its part of the model's weights; with
-    `random_weights` they are initialised instead. vLLM's come by resharding.
+    Build one on every rank, under torchrun; `with ActorHybridWorker(config) as worker:` shuts it down in the end. It
+    creates the process group when there is none, applies the Megatron patches where Megatron trains, and builds both
+    engines. Each rank reads its part of the model's weights; with `random_weights` they are initialised instead. vLLM's
+    come by resharding.
 
     Batches and prompts are global: every rank passes the same, and gets the whole result. Prompts may also be local
     (`data="local"`): of each rank its own.
@@ -169,13 +170,32 @@ class ActorHybridWorker(SwitchContexts):
             return whole_log_probs(self.train, batch)
 
     def update(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
-        """One optimizer step on the batch; see `ActorTrainer.train_step`. In `train_context`."""
+        """One optimizer step on the batch, and one of the learning-rate schedule. In `train_context`.
+
+        Returns what the loss function reports, averaged, with `grad_norm`, `learning_rate` and `skipped`; see
+        `ActorTrainer.train_step`.
+        """
         self.sharding.require(State.TRAIN)
         with self.job.agreement.call("training step"):
             return self.train.train_step(share_of(self.train, batch), loss_function)
 
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        return self.train.learning_rate
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate of the updates to come, on every rank alike; in any state.
+
+        Raises StateError where `actor_config.optimizer.schedule` does that.
+        """
+        self.train.set_learning_rate(learning_rate)
+
     def save_checkpoint(self, directory: str | Path) -> None:
-        """Write parameters, optimizer state and generators below `directory`. In `train_context`."""
+        """Write parameters, optimizer state, the schedule's position and generators below `directory`.
+
+        In `train_context`.
+        """
         self.sharding.require(State.TRAIN)
         self.train.save_checkpoint(directory)
 

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from examples.gpt_rl import task
 from hybrid_engine import HybridConfig, load_config
-from hybrid_engine.config.keys import Count, File, NonNegative, Positive, Seed
+from hybrid_engine.config.values import Count, File, NonNegative, Positive, Seed
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_yaml
 

@@ -90,7 +90,7 @@ class Trainer:
                 what = "warm-up" if step == 0 else f"warm-up, loss {smoothed:.3f}"
                 self.on_progress(what, step, settings.max_steps)
                 ramp = min(1.0, (step + 1) / settings.ramp_steps)
-                self.worker.train.set_learning_rate(settings.learning_rate * ramp)
+                self.worker.set_learning_rate(settings.learning_rate * ramp)
                 report = self.worker.update(self._demonstrations(generator), grpo.cross_entropy)
                 smoothed = report["loss"] if step == 0 else 0.9 * smoothed + 0.1 * report["loss"]
                 if self._is_stopped():
@@ -222,7 +222,7 @@ class Trainer:
     def _update(self, batch: dict[str, torch.Tensor], iteration: int) -> dict[str, float]:
         """All optimizer steps of an iteration; the mean of their reports."""
         generator = self._minibatch_generator(iteration, "minibatches")
-        self.worker.train.set_learning_rate(self.rl.learning_rate)
+        self.worker.set_learning_rate(self.rl.learning_rate)
         reports = [
             self.worker.update(minibatch, self.policy_loss)
             for _ in range(self.rl.epochs)

@@ -7,6 +7,7 @@
 
     flat_buffers.py           what training sides say of the flat buffers that their weights lie in
     micro_batches.py          a batch, cut into what they compute at once
+    learning_rate.py          their learning rate: set by hand, or by a schedule
     checkpoint_directory.py   how their checkpoints are put in place, and compared when they are read
 
 A backend turns its library's objects into the records of records/ and implements the ports of ports.py. Nothing else

@@ -1,8 +1,11 @@
 """Configuration: the keys, and the rules that they, the model and the number of ranks must satisfy.
 
-    keys.py             `actor_config`, `generate_config` and their sections, as pydantic models
+    keys.py             `actor_config`, `generate_config` and their sections, as pydantic models; optimizer_keys.py
+    values.py           types of their values
     rules.py            what a rule is and what it looks at
     training_rules.py   rules of `actor_config` and the model: of any trainer, and of Megatron
+    step_rules.py       rules of a training step: recomputation, learning-rate schedule
+    override_rules.py   rules of `actor_config.overrides`; override_types.py, of the values in them
     fsdp_rules.py       rules of `actor_config` where FSDP2 trains
     inference_rules.py  rules of `generate_config`
     critic_rules.py     the critic's layout, and rules of `critic_config`
@@ -23,9 +26,10 @@ from hybrid_engine.config.keys import (
     GenerateConfig,
     HybridConfig,
     LoraConfig,
-    OptimizerConfig,
+    OverridesConfig,
 )
 from hybrid_engine.config.loading import find_violations, load_config
+from hybrid_engine.config.optimizer_keys import OptimizerConfig, ScheduleConfig
 
 __all__ = [
     "ActorConfig",
@@ -35,6 +39,8 @@ __all__ = [
     "HybridConfig",
     "LoraConfig",
     "OptimizerConfig",
+    "OverridesConfig",
+    "ScheduleConfig",
     "find_violations",
     "load_config",
 ]

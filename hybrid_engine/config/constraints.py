@@ -9,16 +9,18 @@ from __future__ import annotations
 from hybrid_engine.config.critic_rules import CRITIC, WITH_FSDP
 from hybrid_engine.config.fsdp_rules import FSDP
 from hybrid_engine.config.inference_rules import INFERENCE
+from hybrid_engine.config.override_rules import MEGATRON_TRAINS
 from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext
-from hybrid_engine.config.training_rules import MEGATRON, TRAINING
+from hybrid_engine.config.step_rules import ANY_TRAINER
 from hybrid_engine.errors import Violation
 
-CONSTRAINTS = (*TRAINING, *MEGATRON, *FSDP, *INFERENCE, *WITH_FSDP, *CRITIC)
+GENERATES = (*INFERENCE,)
+CONSTRAINTS = (*ANY_TRAINER, *MEGATRON_TRAINS, *FSDP, *GENERATES, *WITH_FSDP, *CRITIC)
 
 
 def training_rules(context: TrainingContext) -> list[Constraint[TrainingContext]]:
     """Those of the trainer that is configured."""
-    return [*TRAINING, *(MEGATRON if context.actor.fsdp is None else FSDP)]
+    return [*ANY_TRAINER, *(MEGATRON_TRAINS if context.actor.fsdp is None else FSDP)]
 
 
 def broken_rules(context: TrainingContext, *, weights_only: bool = False) -> list[Violation]:
@@ -29,5 +31,5 @@ def broken_rules(context: TrainingContext, *, weights_only: bool = False) -> lis
     rules = [rule for rule in training_rules(context) if not (weights_only and rule.computing)]
     found = [found for rule in rules for found in rule.find(context)]
     if isinstance(context, JobContext):
-        found += [found for rule in INFERENCE for found in rule.find(context)]
+        found += [found for rule in GENERATES for found in rule.find(context)]
     return found

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid_engine.config.keys import ActorConfig, CriticConfig, HybridConfig
+from hybrid_engine.config.override_rules import MEGATRON_TRAINS
 from hybrid_engine.config.rules import Constraint, Finding, JobContext, TrainingContext, constraint
-from hybrid_engine.config.training_rules import MEGATRON, TRAINING
+from hybrid_engine.config.step_rules import ANY_TRAINER
 from hybrid_engine.errors import Violation
 from hybrid_engine.layouts.stages import MTP, chunks_of, parse_layout, split_violations
 from hybrid_engine.models.families import read_model
@@ -116,7 +117,7 @@ def critic_violations(context: CriticContext) -> list[Violation]:
     """What makes a critic impossible beside a job that is possible; keys are the critic's own where it has them."""
     if context.job.actor.fsdp is not None:
         return [found for rule in WITH_FSDP for found in rule.find(context)]
-    as_actor = (found for rule in (*TRAINING, *MEGATRON) for found in rule.find(context))
+    as_actor = (found for rule in (*ANY_TRAINER, *MEGATRON_TRAINS) for found in rule.find(context))
     found = [replace(one, key=_key_of(one.key)) for one in as_actor]
     return found + [found for rule in CRITIC for found in rule.find(context)]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from hybrid_engine.config.keys import ActorConfig, FsdpConfig
 from hybrid_engine.config.rules import Constraint, Finding, TrainingContext, constraint
+from hybrid_engine.config.values import Section
 from hybrid_engine.errors import Violation, shortened
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
 
@@ -15,8 +16,13 @@ MEGATRON_KEYS = (
     "use_distributed_optimizer",
     "overlap_grad_reduce",
     "overlap_param_gather",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "recompute_modules",
     "lora",
     "frozen_parameters",
+    "overrides",
 )
 """Of `actor_config`: what only Megatron does."""
 
@@ -25,7 +31,8 @@ def _megatron_keys(context: TrainingContext) -> Iterator[Violation]:
     for key in MEGATRON_KEYS:
         value = getattr(context.actor, key)
         if value != ActorConfig.model_fields[key].default:
-            problem = f"{shortened(value)}, but this key is Megatron's, and with actor_config.fsdp FSDP2 trains"
+            shown = value.model_dump(exclude_defaults=True) if isinstance(value, Section) else value
+            problem = f"{shortened(shown)}, but this key is Megatron's, and with actor_config.fsdp FSDP2 trains"
             yield Violation(f"actor_config.{key}", problem, "Leave one of them out")
 
 

@@ -9,12 +9,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import pydantic
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo
+from pydantic import Field
 
+from hybrid_engine.config.optimizer_keys import OptimizerConfig
+from hybrid_engine.config.values import (
+    NOTHING,
+    Count,
+    Dtype,
+    EngineArguments,
+    Fields,
+    File,
+    Name,
+    Names,
+    Number,
+    Positions,
+    Positive,
+    RecomputedModule,
+    Seconds,
+    Section,
+    Seed,
+    Share,
+    StageLayout,
+    Tokens,
+)
 from hybrid_engine.files.documents import read_json
 from hybrid_engine.layouts.parallelism import (
-    LARGEST_SIZE,
     InferenceParallelism,
     Parallelism,
     ShardedParallelism,
@@ -23,61 +42,15 @@ from hybrid_engine.layouts.parallelism import (
 )
 
 
-def _not_a_flag(value: Any) -> Any:
-    """Pydantic takes `true` for 1."""
-    if isinstance(value, bool):
-        raise ValueError("expected a number")
-    return value
+class OverridesConfig(Section):
+    """`actor_config.overrides`: fields of megatron-core's own configuration classes, by its names; see tuning.md."""
 
-
-def _beside_its_file(path: Path, info: ValidationInfo) -> Path:
-    """A relative path begins at the configuration file's directory, which `load_config` gives as context."""
-    directory = (info.context or {}).get("directory")
-    return path if directory is None else directory / path
-
-
-# Upper bounds are far beyond any job, and small enough that nothing which is made of them takes long or overflows.
-_Number = BeforeValidator(_not_a_flag)
-Count = Annotated[int, _Number, Field(ge=1, le=LARGEST_SIZE)]
-Position = Annotated[int, _Number, Field(ge=0, lt=LARGEST_SIZE)]
-Positions = Annotated[tuple[Position, ...], Field(max_length=10_000)]
-StageLayout = Annotated[str, Field(max_length=10_000)]
-Tokens = Annotated[int, _Number, Field(ge=1, le=2**30)]
-Seed = Annotated[int, _Number, Field(ge=0, lt=2**31)]
-Positive = Annotated[float, _Number, Field(gt=0, le=1e30)]
-NonNegative = Annotated[float, _Number, Field(ge=0, le=1e30)]
-Share = Annotated[float, _Number, Field(gt=0, le=1)]
-Decay = Annotated[float, _Number, Field(ge=0, lt=1)]
-Seconds = Annotated[float, _Number, Field(ge=1, le=30 * 24 * 3600)]
-Name = Annotated[str, Field(min_length=1, max_length=500)]
-Names = Annotated[tuple[Name, ...], Field(max_length=1000)]
-File = Annotated[Path, AfterValidator(_beside_its_file)]
-"""A path; a relative one begins at the directory of the file that it is written in."""
-EngineArguments = Annotated[dict[Name, pydantic.JsonValue], Field(max_length=100)]
-Dtype = Literal["bfloat16", "float16", "float32"]
-
-
-class Section(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False, hide_input_in_errors=True
-    )
-
-
-class OptimizerConfig(Section):
-    """`actor_config.optimizer`: Adam, as megatron-core's OptimizerConfig names it."""
-
-    lr: NonNegative = 1e-6
-    """Learning rate."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled weight decay."""
-    adam_beta1: Decay = 0.9
-    """Decay of the first moment."""
-    adam_beta2: Decay = 0.95
-    """Decay of the second moment."""
-    adam_eps: Positive = 1e-8
-    """Added to the denominator."""
-    clip_grad: NonNegative = 1.0
-    """Largest norm of the gradient; 0 does not clip."""
+    transformer: Fields = NOTHING
+    """Of TransformerConfig, e.g. `{attention_dropout: 0.1, moe_permute_fusion: true}`."""
+    optimizer: Fields = NOTHING
+    """Of megatron-core's OptimizerConfig, e.g. `{decoupled_weight_decay: false}`."""
+    ddp: Fields = NOTHING
+    """Of DistributedDataParallelConfig, e.g. `{bucket_size: 40000000}`."""
 
 
 class LoraConfig(Section):
@@ -106,6 +79,8 @@ class FsdpConfig(Section):
     """Groups of ranks that have a copy each; more than 1 with HYBRID_SHARD alone."""
     mixed_precision: Literal["no", "amp", "bf16", "fp16"] = "no"
     """What layers compute in; parameters and reduced gradients stay in their own dtype. amp is bf16."""
+    activation_checkpointing: bool = False
+    """Keep a layer's input alone for the backward pass, which computes the rest of the layer again."""
 
     def sizes(self, world_size: int) -> ShardedParallelism:
         """The sizes on `world_size` ranks."""
@@ -164,12 +139,24 @@ class ActorConfig(Section):
     """Tokens per training sequence; batches are padded to it."""
     seed: Seed = 1234
     """Of weight initialisation."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """What the backward pass computes again in place of keeping it: full, whole layers; selective, recompute_modules.
+    Default: nothing; attention scores on a GPU without Transformer Engine."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With full: uniform, all layers, in groups of recompute_num_layers of which the input is kept; block, the first
+    recompute_num_layers of a stage (or chunk), each by itself."""
+    recompute_num_layers: Count | None = None
+    """See recompute_method."""
+    recompute_modules: Annotated[tuple[RecomputedModule, ...], Field(min_length=1, max_length=100)] | None = None
+    """With selective: which parts of a layer; default: core_attn."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """See below."""
     lora: LoraConfig | None = None
     """Train adapters instead of the weights; see below."""
     frozen_parameters: Names = ()
     """Patterns (`*`, `?`) of Megatron's parameter names that are not trained, e.g. `embedding.*`."""
+    overrides: OverridesConfig = OverridesConfig()
+    """Further fields of Megatron's own configuration; see below."""
     fsdp: FsdpConfig | None = None
     """Train with FSDP2 in place of Megatron, whose own keys are then left out; see below."""
 
@@ -208,7 +195,7 @@ class GenerateConfig(Section):
     """See compress_reshard; narrower than params_dtype."""
     dtype: Dtype | None = None
     """Of vLLM's weights; default and only choice: compression_dtype with compress_reshard, else params_dtype."""
-    max_model_len: Annotated[int, _Number, Field(ge=2, le=2**30)] | None = None
+    max_model_len: Annotated[int, Number, Field(ge=2, le=2**30)] | None = None
     """Longest prompt plus completion, in tokens; default: the model's."""
     max_num_seqs: Count = 256
     """Sequences that are decoded together."""
@@ -217,13 +204,13 @@ class GenerateConfig(Section):
     workspaces exist, which stay on the device: leave them a few GB."""
     enforce_eager: bool | None = None
     """No graph capture and no compilation; default: true on CPU, false on GPU."""
-    kv_cache_mb: Annotated[int, _Number, Field(ge=1, le=2**24)] | None = None
+    kv_cache_mb: Annotated[int, Number, Field(ge=1, le=2**24)] | None = None
     """KV cache per rank, in MiB; default: 256 on CPU, what gpu_memory_utilization leaves on GPU."""
     seed: Seed = 0
     """Of vLLM's sampler; replica d draws with seed + d."""
     lora_delivery: Literal["merge", "adapter"] = "merge"
     """merge adds adapters to the weights on their way; adapter sends both and lets vLLM add them while it computes."""
-    vllm: EngineArguments = {}
+    vllm: EngineArguments = NOTHING
     """Further engine arguments of vLLM, by its own names, e.g. `attention_backend`; none that follows from other keys.
     vLLM's names are checked when the engine is built."""
     allow_version: bool = False
@@ -235,7 +222,7 @@ class GenerateConfig(Section):
     incremental: Literal["auto", "off"] = "off"
     """auto neither reads nor sends weights that nothing wrote since vLLM got them, as far as incremental_mb lets them
     stay there."""
-    incremental_mb: Annotated[int, _Number, Field(ge=0, le=2**24)] = 1024
+    incremental_mb: Annotated[int, Number, Field(ge=0, le=2**24)] = 1024
     """With incremental: MiB of inference weights per rank that stay on the device while it trains, those first that no
     step changes. Without effect with release_weights: false, where all stay."""
     bucket_mb: Count = 256
@@ -246,7 +233,7 @@ class GenerateConfig(Section):
     prefetch_share: Share = 0.1
     """With prefetch, the share of a replica's sequences that are left when training state begins to come back. On CPU,
     where copies take a core from decoding, it begins when none is left."""
-    prefetch_mb: Annotated[int, _Number, Field(ge=1, le=2**24)] | None = None
+    prefetch_mb: Annotated[int, Number, Field(ge=1, le=2**24)] | None = None
     """With prefetch, most MiB that come back to a rank during a rollout, whatever the peak of the switches; on GPU no
     more than is free there beside gpu_memory_utilization."""
     allow_unreviewed: Names = ()

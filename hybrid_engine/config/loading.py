@@ -12,9 +12,10 @@ import pydantic
 
 from hybrid_engine.config.constraints import broken_rules
 from hybrid_engine.config.critic_rules import critic_of, critic_violations
-from hybrid_engine.config.keys import HybridConfig, Section
+from hybrid_engine.config.keys import HybridConfig
 from hybrid_engine.config.memory_rules import memory_violations
 from hybrid_engine.config.rules import JobContext
+from hybrid_engine.config.values import Section
 from hybrid_engine.errors import ConfigError, FileError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_yaml
 from hybrid_engine.files.hub import Snapshot, find_model

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
 
-from hybrid_engine.config.keys import ActorConfig, Dtype, GenerateConfig, HybridConfig
+from hybrid_engine.config.keys import ActorConfig, GenerateConfig, HybridConfig
+from hybrid_engine.config.values import Dtype
 from hybrid_engine.errors import Violation
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism, sizes_of
 from hybrid_engine.layouts.size_rules import SizeRule

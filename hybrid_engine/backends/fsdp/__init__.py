@@ -11,6 +11,7 @@
     training_state.py    gradients, optimizer state, and what else refers to memory
     sharded_model.py     `ShardedModel`: the model as the switch sees it (port `Trainer`)
     train_engine.py      `FsdpTrainEngine`: steps and log-probabilities
+    param_schedule.py    learning rate and weight decay by update
     build.py             a sharded model from a config.json, layer by layer
     distributed_checkpoint.py  save and load on any number of ranks, through torch.distributed.checkpoint
     actor.py             all of this for `ActorHybridWorker`, from one configuration (port `ActorTrainer`)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hybrid_engine.backends.fsdp import distributed_checkpoint
 from hybrid_engine.backends.fsdp.build import build_sharded_model
+from hybrid_engine.backends.fsdp.param_schedule import ParamSchedule
 from hybrid_engine.backends.fsdp.sharding import mesh_of
 from hybrid_engine.backends.fsdp.train_engine import FsdpTrainEngine
 from hybrid_engine.config import FsdpConfig, HybridConfig, OptimizerConfig
@@ -34,7 +35,8 @@ class FsdpActor(FsdpTrainEngine):
         self._config, self._mesh = config, mesh
         model = _build_model(config, job, mesh)
         optimizer = _adam(model, actor.optimizer)
-        super().__init__(model, optimizer, table, job, actor.micro_batch_size, actor.optimizer.clip_grad)
+        schedule = None if actor.optimizer.schedule is None else ParamSchedule(optimizer, actor.optimizer)
+        super().__init__(model, optimizer, table, job, actor.micro_batch_size, actor.optimizer.clip_grad, schedule)
 
     def save_checkpoint(self, directory: str | Path) -> None:
         """Write parameters, optimizer state and generators below `directory`. Collective."""

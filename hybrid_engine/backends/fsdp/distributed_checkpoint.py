@@ -109,7 +109,8 @@ def load_checkpoint(directory: str | Path, engine: FsdpTrainEngine, job: Job) ->
     with job.agreement.phase("restoring the checkpoint"):
         for name, tensor in _model_tensors(engine).items():
             local_of(tensor).copy_(local_of(state[_MODEL + name]))
-        engine.restore(optimizer_state, counters["param_groups"], counters["weight_version"])
+        num_updates = counters.get("num_scheduled_updates")
+        engine.restore(optimizer_state, counters["param_groups"], counters["weight_version"], num_updates)
         _set_generators({name: value for name, value in state.items() if name.startswith(_GENERATOR)})
 
 
@@ -139,7 +140,8 @@ def _counters_of(engine: FsdpTrainEngine, num_ranks: int) -> dict[str, Any]:
     groups = [
         {key: value for key, value in group.items() if key != "params"} for group in engine.trained_by.param_groups
     ]
-    return {"num_ranks": num_ranks, "weight_version": engine.version, "param_groups": groups}
+    schedule = {} if engine.scheduler is None else {"num_scheduled_updates": engine.scheduler.num_steps}
+    return {"num_ranks": num_ranks, "weight_version": engine.version, "param_groups": groups, **schedule}
 
 
 def _model_tensors(engine: FsdpTrainEngine) -> dict[str, torch.Tensor]:
@@ -212,6 +214,8 @@ def _other_differences(metadata: Metadata, counters: Any, engine: FsdpTrainEngin
             keys = [sorted(group.keys() - {"params"}) for group in engine.trained_by.param_groups]
             if [sorted(group) for group in groups] != keys:
                 yield f"{COUNTERS}: {len(groups)} parameter groups, not those of this optimizer"
+            if not isinstance(counters.get("num_scheduled_updates", 0), int):
+                yield f"{COUNTERS}: num_scheduled_updates is not a number"
         case _:
             yield f"{COUNTERS} has other entries"
 

@@ -8,15 +8,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.core_model_loading import revert_weight_conversion
 
 from hybrid_engine.ranks.torch_internals import PrivateName
 
-__all__ = ["PRIVATE_NAMES", "StridedShard", "TorchDispatchMode", "initialize_module", "revert_weight_conversion"]
+__all__ = [
+    "PRIVATE_NAMES",
+    "StridedShard",
+    "TorchDispatchMode",
+    "checkpoint_wrapper",
+    "initialize_module",
+    "revert_weight_conversion",
+]
 
 PRIVATE_NAMES = (
+    PrivateName(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:checkpoint_wrapper",
+        "computes a layer again in the backward pass; transformers' own does so in training mode only, with dropout",
+    ),
     PrivateName("torch.utils._python_dispatch:TorchDispatchMode", "sees the copies of a conversion"),
     PrivateName(
         "transformers.core_model_loading:revert_weight_conversion",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from hybrid_engine.backends.fsdp.internals import checkpoint_wrapper
 from hybrid_engine.backends.fsdp.wrapped_names import transformers_model
 from hybrid_engine.config import FsdpConfig
 from hybrid_engine.errors import ModelError
@@ -49,6 +50,8 @@ def shard_model(
             f"{type(inner).__name__} does not say what its layers are (_no_split_modules): call fully_shard on them "
             "and on the model, and leave train_config out"
         )
+    if config.activation_checkpointing:
+        layers = _checkpointed(model, layers)
     computes_in = _COMPUTES_IN[config.mixed_precision]
     options: dict[str, Any] = {
         "mesh": mesh,
@@ -58,6 +61,16 @@ def shard_model(
     for module in (*layers, inner):
         before_each(module)
         fully_shard(module, **options)
+
+
+def _checkpointed(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Wrap each of a model's layers, so that its input alone is kept for the backward pass."""
+    wrapped = {layer: checkpoint_wrapper(layer) for layer in layers}
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if child in wrapped and module is not wrapped[child]:
+                setattr(module, name, wrapped[child])
+    return list(wrapped.values())
 
 
 def mesh_of(config: FsdpConfig, device: torch.device, world_size: int) -> DeviceMesh:

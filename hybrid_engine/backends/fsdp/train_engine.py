@@ -14,6 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hybrid_engine.backends.fsdp.sharded_model import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
+from hybrid_engine.backends.learning_rate import Scheduler, learning_rate_of, resume, set_learning_rate
 from hybrid_engine.backends.micro_batches import micro_batches
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import KINDS
@@ -32,6 +33,7 @@ class FsdpTrainEngine(ShardedModel):
         job: of all ranks.
         micro_batch_size: sequences per micro batch.
         clip_grad: largest norm of the gradients; 0 does not clip.
+        scheduler: of learning rate and weight decay; None where these stay.
 
     Batches are those of `ports.Batch`. Gradients of a micro batch are reduced at once, so that no rank holds whole
     ones; replicas (HSDP) add theirs up with the last.
@@ -45,9 +47,10 @@ class FsdpTrainEngine(ShardedModel):
         job: Job,
         micro_batch_size: int,
         clip_grad: float = 1.0,
+        scheduler: Scheduler | None = None,
     ) -> None:
         super().__init__(model, table, job.rank, [] if optimizer is None else [optimizer])
-        self.optimizer = optimizer
+        self.optimizer, self.scheduler = optimizer, scheduler
         self.micro_batch_size = micro_batch_size
         self._clip_grad = clip_grad
         self._job = job
@@ -69,10 +72,14 @@ class FsdpTrainEngine(ShardedModel):
             raise StateError("this model has no optimizer and cannot be trained")
         return self.optimizer
 
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return learning_rate_of(self.trained_by.param_groups)
+
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of every parameter group."""
-        for group in self.trained_by.param_groups:
-            group["lr"] = learning_rate
+        """Set the learning rate of every parameter group. Raises StateError where a schedule does that."""
+        set_learning_rate(self.trained_by.param_groups, self.scheduler, learning_rate)
 
     def train_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
         """One optimizer step on this rank's share of the batch. Collective.
@@ -81,10 +88,10 @@ class FsdpTrainEngine(ShardedModel):
             batch: B is a multiple of `micro_batch_size`.
             loss_function: (micro batch, log-probabilities [b, S] fp32 of the labels) -> (mean loss, scalars to report).
 
-        Returns the scalars averaged over micro batches and ranks, on every rank, with `grad_norm` and `skipped`, which
-        is 0: without float16 nothing overflows.
+        Returns the scalars averaged over micro batches and ranks, on every rank, with `grad_norm`, the `learning_rate`
+        of this step, and `skipped`, which is 0: without float16 nothing overflows.
         """
-        optimizer = self.trained_by
+        optimizer, learning_rate = self.trained_by, self.learning_rate
         self.guard(KINDS)
         parts = micro_batches(batch, self.micro_batch_size, self._job.device)
         optimizer.zero_grad()
@@ -97,7 +104,9 @@ class FsdpTrainEngine(ShardedModel):
         grad_norm = self._clip_gradients()
         optimizer.step()
         optimizer.zero_grad()  # what has done its work need not be offloaded
-        return self._average(reports) | {"skipped": 0.0, "grad_norm": grad_norm}
+        if self.scheduler is not None:
+            self.scheduler.step(1)
+        return self._average(reports) | {"skipped": 0.0, "learning_rate": learning_rate, "grad_norm": grad_norm}
 
     @torch.no_grad()
     def log_probs(self, batch: Batch) -> torch.Tensor:
@@ -133,6 +142,7 @@ class FsdpTrainEngine(ShardedModel):
         optimizer_state: Mapping[torch.Tensor, dict[str, Any]],
         param_groups: Sequence[Mapping[str, Any]],
         version: int,
+        num_scheduled_updates: int | None = None,
     ) -> None:
         """Take up an optimizer's state and hyperparameters, and the number of steps that the weights have taken.
 
@@ -140,6 +150,7 @@ class FsdpTrainEngine(ShardedModel):
             optimizer_state: by parameter; those that are not in it have none.
             param_groups: their hyperparameters, in order.
             version: see `ShardedModel.version`.
+            num_scheduled_updates: where a schedule goes on; None where there was none.
         """
         optimizer = self.trained_by
         optimizer.state.clear()
@@ -147,6 +158,7 @@ class FsdpTrainEngine(ShardedModel):
         for group, values in zip(optimizer.param_groups, param_groups, strict=True):
             group.update({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
         self._num_steps[optimizer] = version
+        resume(self.scheduler, num_scheduled_updates)
 
     def reload_main_params(self) -> None:
         """Nothing: the optimizer steps on the parameters themselves."""

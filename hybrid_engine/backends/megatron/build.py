@@ -21,6 +21,7 @@ from megatron.core.distributed import DistributedDataParallel, finalize_model_gr
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
@@ -31,11 +32,11 @@ from hybrid_engine.backends.megatron.elastic_weights import (
 )
 from hybrid_engine.backends.megatron.lora_layers import add_lora
 from hybrid_engine.backends.megatron.megatron_config import (
-    ddp_config,
+    MegatronConfigs,
     has_transformer_engine,
-    optimizer_config,
+    megatron_configs,
+    param_scheduler,
     train_sizes,
-    transformer_config,
 )
 from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 from hybrid_engine.backends.megatron.model_variants import finish_model
@@ -61,12 +62,14 @@ class Actor:
         optimizer: None for a model that is only read (the reference).
         transformer_config: shared by all chunks.
         noop_layers: positions of layers that pass their input on.
+        scheduler: of learning rate and weight decay; None where these stay.
     """
 
     chunks: list[torch.nn.Module]
     optimizer: MegatronOptimizer | None
     transformer_config: TransformerConfig
     noop_layers: tuple[int, ...] = ()
+    scheduler: OptimizerParamScheduler | None = None
 
 
 def build_actor(
@@ -76,17 +79,20 @@ def build_actor(
 
     Args and errors as in `build_model`.
     """
-    models, config = build_model(actor, table, hf_config, world_size, weights_only=weights_only)
+    configs = checked_configs(actor, table, world_size, weights_only=weights_only)
+    config = configs.transformer
+    models = _build_chunks(actor, table, hf_config, world_size, config)
     with buffer_allocator(allocate_elastic):
         chunks = [
-            DistributedDataParallel(config, ddp_config(actor), model, disable_bucketing=index > 0)
+            DistributedDataParallel(config, configs.ddp, model, disable_bucketing=index > 0)
             for index, model in enumerate(models)
         ]
     move_loose_parameters(chunks)
     move_published_buffers(chunks, table)
-    optimizer = get_megatron_optimizer(optimizer_config(actor), chunks, use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(configs.optimizer, chunks, use_gloo_process_groups=False)
     for group in optimizer.param_groups:  # Megatron leaves this to its scheduler: norms and biases do not decay
         group["weight_decay"] = actor.optimizer.weight_decay * group["wd_mult"]
+        group["lr"] = group["max_lr"]  # another where decoupled_lr is
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     if actor.overlap_grad_reduce:
@@ -94,7 +100,8 @@ def build_actor(
         config.grad_sync_func = _one_or_list([chunk.start_grad_sync for chunk in chunks])
     if actor.overlap_param_gather:
         config.param_sync_func = _one_or_list([chunk.start_param_sync for chunk in chunks])
-    return Actor(list(chunks), optimizer, config, actor.sizes(world_size).noop_layers)
+    scheduler = param_scheduler(optimizer, actor.optimizer)
+    return Actor(list(chunks), optimizer, config, actor.sizes(world_size).noop_layers, scheduler)
 
 
 def end_training(actor: Actor) -> None:
@@ -135,11 +142,24 @@ def build_model(
         ConfigError: for every broken rule of `config/constraints.py`, and for what this megatron-core lacks.
         ModelError: for a pattern of `frozen_parameters` that matches nothing, or LoRA on layers that cannot have it.
     """
+    config = checked_configs(actor, table, world_size, weights_only=weights_only).transformer
+    return _build_chunks(actor, table, hf_config, world_size, config), config
+
+
+def checked_configs(
+    actor: ActorConfig, table: ModelTable, world_size: int, *, weights_only: bool = False
+) -> MegatronConfigs:
+    """What a model, its DDP and its optimizer are configured by. Args and errors as in `build_model`."""
     context = TrainingContext(actor, table, world_size)
     if violations := broken_rules(context, weights_only=weights_only):
         raise ConfigError(violations)
+    return megatron_configs(actor, train_sizes(actor, world_size), table)
+
+
+def _build_chunks(
+    actor: ActorConfig, table: ModelTable, hf_config: Mapping[str, Any], world_size: int, config: TransformerConfig
+) -> list[torch.nn.Module]:
     sizes = train_sizes(actor, world_size)
-    config = transformer_config(actor, sizes, table)
     max_length = max(actor.seq_length, int(hf_config.get("max_position_embeddings", 0)))
     num_chunks = sizes.virtual_pipeline or 1
     vp_stages: Sequence[int | None] = range(num_chunks) if num_chunks > 1 else [None]
@@ -148,12 +168,26 @@ def build_model(
         for chunk in chunks:
             add_lora(chunk, actor.lora)
     _freeze(chunks, table, actor.frozen_parameters, sizes.noop_layers)
+    if config.recompute_granularity is not None:
+        _let_gradients_begin(chunks)
     if torch.cuda.is_available():
         chunks = [chunk.cuda() for chunk in chunks]
     if config.bf16 or config.fp16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
         keep_expert_bias_in_float32(chunks)
-    return chunks, config
+    return chunks
+
+
+def _let_gradients_begin(chunks: Sequence[torch.nn.Module]) -> None:
+    """Have a frozen embedding's output ask for a gradient: what is computed again gets none where its input asks for
+    none, however many weights of it are trained."""
+
+    def ask(_embedding: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
+
+    for chunk in chunks:
+        if (embedding := getattr(chunk, "embedding", None)) is not None:
+            embedding.register_forward_hook(ask)
 
 
 def model_device() -> torch.device:

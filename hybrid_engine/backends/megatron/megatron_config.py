@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from enum import Enum
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import megatron.core
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from packaging.version import Version
 
 from hybrid_engine.backends.megatron.fusions import fusion_settings
 from hybrid_engine.config import ActorConfig
+from hybrid_engine.config import OptimizerConfig as OurOptimizerConfig
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.hybrid_pattern import has_experts, is_latent, num_hybrid_chunks
 from hybrid_engine.layouts.parallelism import TrainParallelism, named
@@ -29,6 +32,10 @@ ACTIVATIONS = {
     "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
 }
 """Activation functions by the names that the tables use."""
+
+_NEED_TRANSFORMER_ENGINE = frozenset({"layernorm", "mla_up_proj", "moe_act"})
+"""Modules whose outputs megatron-core's CheckpointWithoutOutput discards, which looks for fp8 even where there is none.
+"""
 
 
 def has_transformer_engine() -> bool:
@@ -48,6 +55,39 @@ def train_sizes(actor: ActorConfig, world_size: int) -> TrainParallelism:
     return replace(sizes, virtual_pipeline=num_chunks if num_chunks > 1 else None)
 
 
+@dataclass(frozen=True)
+class MegatronConfigs:
+    """All that a model, its DDP and its optimizer are configured by."""
+
+    transformer: TransformerConfig
+    ddp: DistributedDataParallelConfig
+    optimizer: OptimizerConfig
+
+
+def megatron_configs(actor: ActorConfig, sizes: TrainParallelism, table: ModelTable) -> MegatronConfigs:
+    """Of the model in this layout. Raises ConfigError for what the model needs and this megatron-core lacks, and for
+    what Megatron itself refuses."""
+    refused: list[Violation] = []
+
+    def built(part: str, build: Callable[[], _Config]) -> _Config | None:
+        try:
+            return build()
+        except ConfigError as error:
+            refused.extend(error.findings)
+        except (AssertionError, ValueError) as error:  # of a __post_init__
+            key = f"actor_config.overrides.{part}" if getattr(actor.overrides, part) else "actor_config"
+            remedy = "Change what it names"
+            refused.append(Violation(key, f"Megatron's {type(error).__name__}: {error}", remedy))
+        return None
+
+    transformer = built("transformer", lambda: transformer_config(actor, sizes, table))
+    ddp = built("ddp", lambda: ddp_config(actor))
+    optimizer = built("optimizer", lambda: optimizer_config(actor))
+    if transformer is None or ddp is None or optimizer is None:
+        raise ConfigError(refused)
+    return MegatronConfigs(transformer, ddp, optimizer)
+
+
 def transformer_config(actor: ActorConfig, sizes: TrainParallelism, table: ModelTable) -> TransformerConfig:
     """Of the model in this layout. Raises ConfigError for what the model needs and this megatron-core lacks."""
     if sizes.hybrid_layer_pattern is not None:
@@ -57,7 +97,9 @@ def transformer_config(actor: ActorConfig, sizes: TrainParallelism, table: Model
     settings["activation_func"] = ACTIVATIONS[settings["activation_func"]]
     config_class = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
     _require_known(settings, config_class)
-    return config_class(
+    return _config_of(
+        config_class,
+        actor.overrides.transformer,
         **settings,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -69,13 +111,18 @@ def transformer_config(actor: ActorConfig, sizes: TrainParallelism, table: Model
         bf16=dtype is torch.bfloat16,
         fp16=dtype is torch.float16,
         use_cpu_initialization=not torch.cuda.is_available(),
-        **fusion_settings(settings, is_cuda=torch.cuda.is_available(), with_te=has_transformer_engine()),
+        **{
+            **fusion_settings(settings, is_cuda=torch.cuda.is_available(), with_te=has_transformer_engine()),
+            **_recomputation(actor),
+        },
     )
 
 
 def ddp_config(actor: ActorConfig) -> DistributedDataParallelConfig:
     """Of the flat buffers: gradients are reduced in float32."""
-    return DistributedDataParallelConfig(
+    return _config_of(
+        DistributedDataParallelConfig,
+        actor.overrides.ddp,
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=actor.overlap_grad_reduce,
         overlap_param_gather=actor.overlap_param_gather,
@@ -85,10 +132,13 @@ def ddp_config(actor: ActorConfig) -> DistributedDataParallelConfig:
 
 def optimizer_config(actor: ActorConfig) -> OptimizerConfig:
     """Of Adam in the training dtype."""
-    dtype = getattr(torch, actor.params_dtype)
-    return OptimizerConfig(
+    dtype, schedule = getattr(torch, actor.params_dtype), actor.optimizer.schedule
+    return _config_of(
+        OptimizerConfig,
+        actor.overrides.optimizer,
         optimizer="adam",
         lr=actor.optimizer.lr,
+        min_lr=None if schedule is None else schedule.min_lr,
         weight_decay=actor.optimizer.weight_decay,
         adam_beta1=actor.optimizer.adam_beta1,
         adam_beta2=actor.optimizer.adam_beta2,
@@ -100,6 +150,70 @@ def optimizer_config(actor: ActorConfig) -> OptimizerConfig:
         use_distributed_optimizer=actor.use_distributed_optimizer,
         overlap_param_gather=actor.overlap_param_gather,
     )
+
+
+def param_scheduler(optimizer: MegatronOptimizer, config: OurOptimizerConfig) -> OptimizerParamScheduler | None:
+    """Megatron's own scheduler of learning rate and weight decay, whose steps are updates; None without a schedule."""
+    schedule = config.schedule
+    if schedule is None:
+        return None
+    num_warmup_steps = schedule.num_warmup_steps
+    start_wd, end_wd = config.weight_decays
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=schedule.lr_warmup_init,
+        max_lr=config.lr,
+        min_lr=schedule.min_lr,
+        lr_warmup_steps=num_warmup_steps,
+        lr_decay_steps=schedule.lr_decay_steps or num_warmup_steps + 1,
+        lr_decay_style=schedule.lr_decay_style,
+        start_wd=start_wd,
+        end_wd=end_wd,
+        wd_incr_steps=schedule.num_weight_decay_steps or 1,
+        wd_incr_style=schedule.weight_decay_incr_style,
+        wsd_decay_steps=schedule.lr_wsd_decay_steps,
+        lr_wsd_decay_style=schedule.lr_wsd_decay_style,
+    )
+
+
+_Config = TypeVar("_Config")
+
+
+def _config_of(config_class: type[_Config], overrides: Mapping[str, Any], **settings: Any) -> _Config:
+    """A configuration of Megatron, overrides first; they name dtypes and members of enums."""
+    if not overrides:
+        return config_class(**settings)
+    hints = get_type_hints(config_class)
+    if unknown := sorted(overrides.keys() - hints.keys()):  # of a subclass, for models of another kind
+        raise ValueError(f"{config_class.__name__} has no {', '.join(unknown)}")
+    return config_class(**{**settings, **{name: _object_of(value, hints[name]) for name, value in overrides.items()}})
+
+
+def _object_of(value: Any, hint: Any) -> Any:
+    """What a name stands for in a field of this type."""
+    kinds = [hint, *get_args(hint)]
+    if not isinstance(value, str) or str in kinds:
+        return value
+    if torch.dtype in kinds:
+        return getattr(torch, value)
+    enums = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
+    return enums[0][value] if enums else value
+
+
+def _recomputation(actor: ActorConfig) -> dict[str, Any]:
+    """What is computed again, where the configuration says so. Raises ConfigError for what needs another package."""
+    if actor.recompute_granularity is None:
+        return {}
+    lacking = _NEED_TRANSFORMER_ENGINE.intersection(actor.recompute_modules or ())
+    if lacking and not has_transformer_engine():
+        problem = f"{', '.join(sorted(lacking))}: megatron-core recomputes it with Transformer Engine alone"
+        raise ConfigError([Violation("actor_config.recompute_modules", problem, "Install it, or leave it out")])
+    return {
+        "recompute_granularity": actor.recompute_granularity,
+        "recompute_method": actor.recompute_method,
+        "recompute_num_layers": actor.recompute_num_layers,
+        "recompute_modules": None if actor.recompute_modules is None else list(actor.recompute_modules),
+    }
 
 
 def _require_hybrid_model(pattern: str) -> None:

@@ -13,6 +13,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 
+from hybrid_engine.backends.learning_rate import learning_rate_of, set_learning_rate
 from hybrid_engine.backends.megatron.build import Actor, model_device
 from hybrid_engine.backends.megatron.live_model import LiveModel
 from hybrid_engine.backends.micro_batches import micro_batches
@@ -45,7 +46,7 @@ class PipelineEngine(LiveModel, ABC):
         allow_unreviewed: Collection[str] = (),
     ) -> None:
         super().__init__(actor.chunks, actor.optimizer, table, actor.noop_layers, separate_lora, allow_unreviewed)
-        self.transformer_config = actor.transformer_config
+        self.transformer_config, self.scheduler = actor.transformer_config, actor.scheduler
         self.micro_batch_size = micro_batch_size
 
     @abstractmethod
@@ -66,10 +67,14 @@ class PipelineEngine(LiveModel, ABC):
         """Number of data parallel ranks."""
         return parallel_state.get_data_parallel_world_size()
 
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return learning_rate_of(self._require_optimizer().param_groups)
+
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of every parameter group."""
-        for group in self._require_optimizer().param_groups:
-            group["lr"] = learning_rate
+        """Set the learning rate of every parameter group. Raises StateError where a schedule does that."""
+        set_learning_rate(self._require_optimizer().param_groups, self.scheduler, learning_rate)
 
     def train_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
         """One optimizer step on this rank's share of the batch.
@@ -78,10 +83,11 @@ class PipelineEngine(LiveModel, ABC):
             batch: B is a multiple of `micro_batch_size`.
             loss_function: (micro batch, what `_result` gives of it) -> (mean loss, scalars to report).
 
-        Returns the scalars averaged over micro batches and data parallel ranks, on every rank, with `grad_norm` and
-        `skipped`: 1 when float16 gradients overflowed; then no weight changed and Megatron has lowered its loss scale.
+        Returns the scalars averaged over micro batches and data parallel ranks, on every rank, with `grad_norm`, the
+        `learning_rate` of this step, and `skipped`: 1 when float16 gradients overflowed; then no weight changed,
+        Megatron has lowered its loss scale, and a schedule stays where it is.
         """
-        optimizer = self._require_optimizer()
+        optimizer, learning_rate = self._require_optimizer(), self.learning_rate
         self.guard(KINDS)
         for chunk in self.weights.model.ddp_chunks:
             chunk.zero_grad_buffer()
@@ -89,7 +95,10 @@ class PipelineEngine(LiveModel, ABC):
         reports = self._run(batch, loss_function, forward_only=False)
         successful, grad_norm, _ = optimizer.step()
         report = self._average(reports)
+        if successful and self.scheduler is not None:
+            self.scheduler.step(1)
         report["skipped"] = float(not successful)
+        report["learning_rate"] = learning_rate
         report["grad_norm"] = float(grad_norm) if grad_norm is not None else float("nan")
         return report
 

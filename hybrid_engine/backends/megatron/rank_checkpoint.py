@@ -21,6 +21,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
+from hybrid_engine.backends import learning_rate
 from hybrid_engine.backends.checkpoint_directory import MOST_NAMED, new_checkpoint
 from hybrid_engine.backends.megatron import rank_files
 from hybrid_engine.backends.megatron.build import Actor
@@ -75,7 +76,7 @@ def save_checkpoint(directory: str | Path, actor: Actor, job: Job) -> None:
     """
     with new_checkpoint(directory, job) as new, job.agreement.phase("writing the checkpoint"):
         name = rank_files.file_name(job.rank)
-        new.contents[name] = rank_files.write_rank_file(new.path / name, _state_of(actor, job))
+        new.contents[name] = rank_files.write_rank_file(new.path / name, _saved_state(actor, job))
 
 
 @torch.no_grad()
@@ -95,6 +96,7 @@ def load_checkpoint(directory: str | Path, actor: Actor, job: Job) -> None:
         with naming("reading the checkpoint", directory):
             found = current_directory(Path(directory).resolve())
         state = rank_files.read_rank_file(found, job.rank)
+        num_updates = _num_scheduled_updates(state)
         _require_fit(state, actor, job, found / rank_files.file_name(job.rank))
         moments = [
             _own_memory(values, member.optimizer)
@@ -104,8 +106,19 @@ def load_checkpoint(directory: str | Path, actor: Actor, job: Job) -> None:
         for chunk, values in zip(actor.chunks, state["chunks"], strict=True):
             unwrap_model(chunk).load_state_dict(values, strict=False)  # it has no extra state: see _tensors_only
         _load_optimizer(actor.optimizer, state["optimizer"], moments)
+        learning_rate.resume(actor.scheduler, num_updates)
         torch.set_rng_state(state["generators"]["torch"])
         get_cuda_rng_tracker().set_states(state["generators"]["tracker"])
+
+
+_SCHEDULE = "num_scheduled_updates"
+
+
+def _num_scheduled_updates(state: Any) -> int | None:
+    """Where a schedule was, taken out of a saved `state`; None for one without. What it is follows from the
+    configuration, which may be another than before."""
+    num_updates = state.pop(_SCHEDULE, None) if isinstance(state, dict) else None
+    return num_updates if isinstance(num_updates, int) and num_updates >= 0 else None
 
 
 def _require_fit(state: Any, actor: Actor, job: Job, path: Path) -> None:
@@ -147,8 +160,13 @@ def _is_generator_state(state: torch.Tensor) -> bool:
     return True
 
 
+def _saved_state(actor: Actor, job: Job) -> dict[str, Any]:
+    schedule = {} if actor.scheduler is None else {_SCHEDULE: actor.scheduler.num_steps}
+    return {**_state_of(actor, job), **schedule}
+
+
 def _state_of(actor: Actor, job: Job) -> dict[str, Any]:
-    """Everything that is saved; views of live memory."""
+    """Everything that is saved, but for `_SCHEDULE`; views of live memory."""
     return {
         "layout": _topology_of(actor, job),
         "chunks": [_tensors_only(unwrap_model(chunk).state_dict()) for chunk in actor.chunks],

@@ -25,7 +25,10 @@ from tests.zoo.tokenizers import save_characters
 pytestmark = pytest.mark.timeout(600)
 
 HYBRID = {"fsdp": {"sharding_strategy": "HYBRID_SHARD", "replicas": 2}, "make_vocab_size_divisible_by": 128}
-SHARDED = {"fsdp": {}, "make_vocab_size_divisible_by": 128}
+LINEAR = {"lr_decay_style": "linear", "lr_warmup_steps": 2, "lr_decay_steps": 12, "lr_warmup_init": 1e-3}
+SCHEDULED = {"optimizer": {"lr": 1e-2, "schedule": LINEAR}}
+SHARDED = {"fsdp": {}, "make_vocab_size_divisible_by": 128, **SCHEDULED}
+CHECKPOINTED = {**SHARDED, "fsdp": {"activation_checkpointing": True}}
 NUM_UPDATES = 3
 SAMPLED = Sampling(temperature=0.0, max_tokens=6, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [3, 4, 5, 6, 7], [9], [8, 9]]
@@ -34,13 +37,15 @@ PROMPTS = [[5, 6, 7], [3, 4, 5, 6, 7], [9], [8, 9]]
 def with_switches(model: Path, directory: Path) -> dict[str, Any]:
     """Updates with a rollout after each, and what the worker does besides."""
     worker = workers.build_worker(model, SHARDED, {"max_model_len": 128})
-    found: dict[str, Any] = {"losses": [], "differences": [], "surplus": []}
+    found: dict[str, Any] = {"losses": [], "rates": [], "differences": [], "surplus": []}
     with worker.train_context():
         reference = ReferenceModel(worker)
         found["before"] = worker.compute_log_probs(workers.batch(seed=9))
     for number in range(NUM_UPDATES):
         with worker.train_context():
-            found["losses"].append(worker.update(workers.batch(seed=number), workers.cross_entropy)["loss"])
+            report = worker.update(workers.batch(seed=number), workers.cross_entropy)
+            found["losses"].append(report["loss"])
+            found["rates"].append(report["learning_rate"])
         with worker.rollout_context():
             completions = worker.generate_sequences(PROMPTS, SAMPLED)
             if number == 0:
@@ -58,6 +63,7 @@ def with_switches(model: Path, directory: Path) -> dict[str, Any]:
         worker.load_hf_checkpoint(directory / "hf")
         found["weights are back"] = torch.equal(worker.compute_log_probs(workers.batch(seed=9)), saved)
         worker.load_checkpoint(directory / "resume")
+        found["rates"].append(worker.learning_rate)
         found["state is back"] = training_state(worker.train) == found["state"]
         found["version"] = worker.train.version
     trained = weakref.ref(worker.train)
@@ -77,16 +83,25 @@ def run_snippets(worker: ActorHybridWorker) -> dict[str, Any]:
     return {"chats": names["chats"], "raw": list(names["outputs"][0].outputs[0].token_ids)}
 
 
-def without(model: Path) -> dict[str, Any]:
+def without(model: Path, actor: dict[str, Any]) -> dict[str, Any]:
     """The same updates by the trainer alone."""
-    config = workers.configuration(model, SHARDED)
+    kept: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.nbytes)
+        return tensor
+
+    config = workers.configuration(model, actor)
     with closing(Job.join(60)) as job, ExitStack() as owner:
         engine = build_actor(config, table_for(config.hf_config()), job, owner)
         losses = [
             engine.train_step(share_of(engine, workers.batch(seed=number)), workers.cross_entropy)["loss"]
             for number in range(NUM_UPDATES)
         ]
-        return {"losses": losses, "state": training_state(engine)}
+        state = training_state(engine)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            engine.model(share_of(engine, workers.batch(seed=9))["tokens"], use_cache=False)
+        return {"losses": losses, "state": state, "kept": sum(kept)}
 
 
 def with_replicas(directory: Path) -> dict[str, Any]:
@@ -125,7 +140,8 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
     model = workers.write_model(directory / "model", "qwen3")
     save_characters(model)
     calls = {
-        "alone": (without, (model,)),
+        "alone": (without, (model, SHARDED)),
+        "checkpointed": (without, (model, CHECKPOINTED)),
         "switched": (with_switches, (model, directory)),
         "replicas": (with_replicas, (directory,)),
     }
@@ -143,6 +159,19 @@ def test_training_with_switches_is_bitwise_training_without(launched: Outcomes) 
     for switched, alone in zip(launched["switched"], launched["alone"], strict=True):
         assert switched["losses"] == alone["losses"]
         assert switched["state"] == alone["state"]
+
+
+def test_layers_that_are_computed_again_change_no_bit(launched: Outcomes) -> None:
+    for found, alone in zip(launched["checkpointed"], launched["alone"], strict=True):
+        assert found["losses"] == alone["losses"]
+        assert sorted(found["state"].values()) == sorted(alone["state"].values())
+        assert found["kept"] < alone["kept"]
+
+
+def test_a_schedule_goes_on_where_it_was_saved(launched: Outcomes) -> None:
+    """Rates of the updates, and of the next one after a checkpoint was loaded."""
+    for found in launched["switched"]:
+        assert found["rates"] == pytest.approx([1e-3, 5.5e-3, 1e-2, 9e-3])
 
 
 def test_vllm_samples_from_the_weights_that_are_trained(launched: Outcomes) -> None:

@@ -27,10 +27,13 @@ NUM_UPDATES = 5
 BF16 = {"params_dtype": "bfloat16"}
 TP2 = {"tensor_model_parallel_size": 2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+COSINE = {"lr_decay_style": "cosine", "lr_warmup_steps": 2, "lr_decay_steps": 6, "min_lr": 1e-3}
+SCHEDULED = {"optimizer": {"lr": 1e-2, "schedule": COSINE}}
+RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}
 ACTORS: dict[str, tuple[int, dict[str, Any]]] = {
     "bf16 replicated dp2": (2, {**BF16, "use_distributed_optimizer": False}),
     "fp32 replicated tp2": (2, {**TP2, "use_distributed_optimizer": False}),
-    "fp32 overlap dp2": (2, OVERLAP),
+    "fp32 overlap dp2": (2, {**OVERLAP, **SCHEDULED, **RECOMPUTED}),
     "bf16 distributed tp2 pp2": (4, {**TP2, "pipeline_model_parallel_size": 2, **BF16}),
 }
 """Name -> number of ranks, actor_config."""
@@ -202,9 +205,8 @@ class Readers:
 
 
 def follow_overlapped_gathers(model: Path, directory: Path) -> Readers:
-    worker = workers.build_worker(model, OVERLAP)
     batch = workers.batch(seed=7)
-    with worker.train_context():
+    with workers.build_worker(model, OVERLAP) as worker, worker.train_context():
         for number in range(2):
             worker.update(workers.batch(seed=number), workers.cross_entropy)
         reference = ReferenceModel(worker)
@@ -212,7 +214,6 @@ def follow_overlapped_gathers(model: Path, directory: Path) -> Readers:
         worker.save_hf_checkpoint(directory.with_name("hf"))
         live = worker.compute_log_probs(batch)
         of_reference = reference.compute_log_probs(batch)
-    worker.shutdown()
     second = workers.build_worker(directory.with_name("hf"), {**OVERLAP, "seed": 99}, random_weights=False)
     with second.train_context():
         begun = second.compute_log_probs(batch)

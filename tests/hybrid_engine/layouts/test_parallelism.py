@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from hybrid_engine.config import ActorConfig, GenerateConfig
-from hybrid_engine.config.keys import Count, Positions, Section, StageLayout
+from hybrid_engine.config.values import Count, Positions, Section, StageLayout
 from hybrid_engine.layouts.parallelism import (
     InferenceParallelism,
     Parallelism,

@@ -207,6 +207,36 @@ def round_trip(path: Path, settings: dict[str, Any], root: Path) -> dict[str, An
     return result
 
 
+SCHEDULE = {"lr_decay_style": "linear", "lr_warmup_steps": 2, "lr_decay_steps": 12, "lr_warmup_init": 1e-3}
+
+
+def resume_schedule(path: Path, root: Path) -> dict[str, Any]:
+    """Learning rates of a run, of one that took up its checkpoint, and of one whose checkpoint has no schedule."""
+    from hybrid_engine.backends.megatron.rank_checkpoint import load_checkpoint, save_checkpoint
+
+    plain = ActorConfig(**{**DENSE_FLOAT32, "optimizer": {"lr": 1e-2}})
+    config = ActorConfig(**{**DENSE_FLOAT32, "optimizer": {"lr": 1e-2, "schedule": SCHEDULE}})
+    job, found = Job.join(60), {}
+    with running(path, config) as run:
+        found["rates"] = [train(run, step)["learning_rate"] for step in range(4)]
+        save_checkpoint(root / "scheduled", run.actor, job)
+        found["next"] = run.engine.learning_rate
+        with pytest.raises(StateError) as caught:
+            run.engine.set_learning_rate(1e-3)
+        found["refused"] = str(caught.value)
+    with running(path, plain) as run:
+        save_checkpoint(root / "plain", run.actor, job)
+        load_checkpoint(root / "scheduled", run.actor, job)
+        found["by hand"] = run.engine.learning_rate
+        run.engine.set_learning_rate(1e-3)
+    with running(path, config) as run:
+        load_checkpoint(root / "scheduled", run.actor, job)
+        found["resumed"] = run.engine.learning_rate
+        load_checkpoint(root / "plain", run.actor, job)
+        found["begun"] = run.engine.learning_rate
+    return found
+
+
 def offload_and_back(run: Any) -> None:
     """A loaded state must be able to leave the device like any other."""
     offloader = MegatronOffloader(run.engine.offload_items)
@@ -214,9 +244,9 @@ def offload_and_back(run: Any) -> None:
     offloader.onload({"param", "grad", "optimizer"})
 
 
-def train(run: Any, step: int) -> None:
+def train(run: Any, step: int) -> dict[str, float]:
     batch = token_batch(step, num_sequences=4, length=12)
-    run.engine.train_step(share_of(run.engine, batch), negative_log_likelihood)
+    return run.engine.train_step(share_of(run.engine, batch), negative_log_likelihood)
 
 
 def state_of(run: Any) -> dict[str, Any]:
@@ -253,6 +283,7 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcom
     root = tmp_path_factory.mktemp("checkpoints")
     calls = {
         "good": (save_and_load, (paths, root)),
+        "schedule": (resume_schedule, (paths["tp2, distributed optimizer"], root)),
         "wrong": (load_what_is_wrong, (paths["dp2, distributed optimizer, bfloat16"], root)),
     }
     return engines.launch_in_turn(2, calls)
@@ -316,8 +347,19 @@ def save(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, str], None]:
     """Saves one value, as the only rank."""
     from hybrid_engine.backends.megatron import rank_checkpoint as checkpoint
 
-    monkeypatch.setattr(checkpoint, "_state_of", lambda actor, job: actor)
+    monkeypatch.setattr(checkpoint, "_saved_state", lambda actor, job: actor)
     return lambda directory, value: checkpoint.save_checkpoint(directory, {"value": value}, LONE_JOB)
+
+
+def test_a_schedule_goes_on_where_it_was_saved(launched: Outcomes) -> None:
+    for found in launched["schedule"]:
+        assert found["rates"] == pytest.approx([1e-3, 5.5e-3, 1e-2, 9e-3])
+        assert found["next"] == found["resumed"] == found["by hand"] == pytest.approx(8e-3)
+        assert found["begun"] == pytest.approx(1e-3)  # an older checkpoint, or one of a run without
+
+
+def test_a_schedule_and_a_rate_set_by_hand_exclude_each_other(launched: Outcomes) -> None:
+    assert all("follows actor_config.optimizer.schedule" in found["refused"] for found in launched["schedule"])
 
 
 @pytest.mark.parametrize("name", ["results", "results.incomplete", "results.replaced", "results.replaced.removed"])

@@ -208,6 +208,59 @@ def refuse_uneven_batch(path: Path) -> str:
         return str(caught.value)
 
 
+FULL = {"recompute_granularity": "full"}
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "all layers": {**FULL, "recompute_method": "uniform", "recompute_num_layers": 1},
+    "a layer": {**FULL, "recompute_method": "block", "recompute_num_layers": 1},
+    "attention": {"recompute_granularity": "selective"},
+    "MLP": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+}
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """A step on one micro batch.
+
+    Attributes:
+        report: its figures.
+        gradients: by parameter.
+        kept_nbytes: bytes that autograd kept of the forward pass.
+    """
+
+    report: dict[str, float]
+    gradients: dict[str, torch.Tensor]
+    kept_nbytes: int
+
+
+def run_recomputed(path: Path, base: dict[str, Any]) -> dict[str, Recomputed]:
+    return {name: _recomputed(path, {**base, **settings}) for name, settings in RECOMPUTED.items()}
+
+
+def _recomputed(path: Path, settings: dict[str, Any]) -> Recomputed:
+    kept: list[int] = []
+    ends: list[int] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.nbytes)
+        return tensor
+
+    def loss(batch: Any, log_probs: torch.Tensor) -> Any:
+        ends.append(len(kept))  # of the forward pass
+        return negative_log_likelihood(batch, log_probs)
+
+    with running(path, ActorConfig(**{**DENSE_FLOAT32, **TP2, "micro_batch_size": BATCH, **settings})) as run:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            report = run.engine.train_step(make_batch(), loss)
+        gradients = {
+            name: parameter.main_grad.clone()
+            for name, parameter in run.engine.weights.model.named_parameters()
+            if parameter.requires_grad
+        }
+    return Recomputed(report, gradients, sum(kept[: ends[0]]))
+
+
+RECOMPUTING = {"recomputed": {}, "recomputed, adapters": {"lora": {"rank": 4}}}
 FURTHER = {"bfloat16": run_bfloat16, "float16": run_float16, "uneven": refuse_uneven_batch}
 """On two ranks."""
 
@@ -230,6 +283,7 @@ def launched(engines: Ranks, paths: dict[str, Path]) -> Callable[[int], Outcomes
         }
         if num_ranks == 2:
             calls |= {name: (function, (paths["qwen3"],)) for name, function in FURTHER.items()}
+            calls |= {name: (run_recomputed, (paths["qwen3"], base)) for name, base in RECOMPUTING.items()}
         return engines.launch_in_turn(num_ranks, calls)
 
     return functools.cache(launch_on)
@@ -294,7 +348,7 @@ def test_reports_are_equal_on_all_ranks(compared: Compared) -> None:
 
 
 def test_a_loss_that_reports_nothing_has_the_steps_own_figures(compared: Compared) -> None:
-    assert all(found.unreported.keys() == {"grad_norm", "skipped"} for found in compared.ranks)
+    assert all(found.unreported.keys() == {"grad_norm", "learning_rate", "skipped"} for found in compared.ranks)
 
 
 def test_every_step_is_a_version(compared: Compared) -> None:
@@ -339,3 +393,16 @@ def test_an_overflow_in_float16_skips_the_step(launched: Callable[[int], Outcome
 
 def test_a_batch_that_is_no_multiple_of_micro_batches_is_refused(launched: Callable[[int], Outcomes]) -> None:
     assert all("must be a multiple of micro_batch_size 3, got 4" in text for text in launched(2)["uneven"])
+
+
+@pytest.mark.parametrize("base", RECOMPUTING)
+@pytest.mark.parametrize("name", list(RECOMPUTED)[1:])
+def test_what_is_computed_again_changes_no_bit(launched: Callable[[int], Outcomes], base: str, name: str) -> None:
+    """With adapters neither the embedding nor what follows it asks for a gradient by itself."""
+    for ranks in launched(2)[base]:
+        plain, found = ranks["nothing"], ranks[name]
+        assert found.report == plain.report
+        assert found.gradients.keys() == plain.gradients.keys()
+        assert all(torch.equal(gradient, plain.gradients[owner]) for owner, gradient in found.gradients.items())
+        assert any(gradient.any() for gradient in found.gradients.values())
+        assert found.kept_nbytes < plain.kept_nbytes

@@ -1,0 +1,54 @@
+"""The learning rate of a trainer: set by its user, or by a schedule that takes a step with every update."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from hybrid_engine.errors import StateError
+
+logger = logging.getLogger("hybrid_engine")
+
+ParamGroups = Sequence[dict[str, Any]]
+"""Of an optimizer."""
+
+
+class Scheduler(Protocol):
+    """Learning rate and weight decay by update: megatron-core's `OptimizerParamScheduler`, or
+    backends/fsdp/param_schedule.py.
+
+    Attributes:
+        num_steps: updates so far.
+    """
+
+    num_steps: int
+
+    def step(self, increment: int) -> None:
+        """Set learning rate and weight decay of every parameter group for the update after `increment` more."""
+        ...
+
+
+def learning_rate_of(groups: ParamGroups) -> float:
+    """Of the next update; embedding and output head may have one of their own (decoupled_lr)."""
+    return float(next((group["lr"] for group in groups if not group.get("is_decoupled_lr")), float("nan")))
+
+
+def set_learning_rate(groups: ParamGroups, scheduler: Scheduler | None, learning_rate: float) -> None:
+    """Set the learning rate of every group. Raises StateError where a schedule does that."""
+    if scheduler is not None:
+        raise StateError(
+            "the learning rate follows actor_config.optimizer.schedule; leave the schedule out to set it by hand"
+        )
+    for group in groups:
+        group["lr"] = learning_rate
+
+
+def resume(scheduler: Scheduler | None, num_steps: int | None) -> None:
+    """Go on after `num_steps` updates, which a checkpoint has; None: it was saved without a schedule."""
+    if scheduler is None:
+        return
+    if num_steps is None:
+        logger.warning("the checkpoint was saved without a learning-rate schedule, which begins with its first update")
+    scheduler.num_steps = num_steps or 0
+    scheduler.step(0)
