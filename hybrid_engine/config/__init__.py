@@ -7,7 +7,7 @@
     step_rules.py       rules of a training step: recomputation, learning-rate schedule
     override_rules.py   rules of `actor_config.overrides`; override_types.py, of the values in them
     fsdp_rules.py       rules of `actor_config` where FSDP2 trains
-    inference_rules.py  rules of `generate_config`
+    inference_rules.py  rules of `generate_config`; engine_argument_rules.py, of `generate_config.vllm`
     critic_rules.py     the critic's layout, and rules of `critic_config`
     memory_rules.py     the memory plan of a configuration, and whether it keeps within `device_budget_gib`
     constraints.py      all rules, and what breaks them

@@ -7,6 +7,7 @@ from these tables (`make docs`), and every rule has a test that breaks it.
 from __future__ import annotations
 
 from hybrid_engine.config.critic_rules import CRITIC, WITH_FSDP
+from hybrid_engine.config.engine_argument_rules import ENGINE_ARGUMENTS
 from hybrid_engine.config.fsdp_rules import FSDP
 from hybrid_engine.config.inference_rules import INFERENCE
 from hybrid_engine.config.override_rules import MEGATRON_TRAINS
@@ -14,7 +15,7 @@ from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext
 from hybrid_engine.config.step_rules import ANY_TRAINER
 from hybrid_engine.errors import Violation
 
-GENERATES = (*INFERENCE,)
+GENERATES = (*INFERENCE, *ENGINE_ARGUMENTS)
 CONSTRAINTS = (*ANY_TRAINER, *MEGATRON_TRAINS, *FSDP, *GENERATES, *WITH_FSDP, *CRITIC)
 
 

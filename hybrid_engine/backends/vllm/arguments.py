@@ -37,7 +37,9 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
         settings: the engine's; `extra` wins over everything.
         device_type: vLLM's name for the platform: "cpu" or "cuda".
     """
-    defaults = _defaults_on_cuda(settings) if device_type == "cuda" else {}
+    defaults = {"enable_prefix_caching": settings.enable_prefix_caching}
+    if device_type == "cuda":
+        defaults |= _defaults_on_cuda(settings)
     return {**defaults, **_arguments_that_follow(settings, device_type), **settings.extra}
 
 
@@ -71,7 +73,6 @@ def _arguments_that_follow(settings: InferenceSettings, device_type: str) -> dic
         "seed": settings.seed,
         "enforce_eager": is_eager(settings, device_type),
         "max_num_seqs": settings.max_num_seqs,
-        "enable_prefix_caching": settings.enable_prefix_caching,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
         "enable_sleep_mode": is_sleepy(settings, device_type),
         "max_logprobs": -1,

@@ -297,6 +297,23 @@ BREAKS = (
         "which a switch does not offload. Leave it at None",
         actor={"overrides": {"transformer": {"fp8": "hybrid"}}},
     ),
+    *(
+        Break("vllm has no argument that", text, generate={"vllm": arguments})
+        for text, arguments in (
+            ("Use generate_config.infer_tensor_parallel_size", {"tensor_parallel_size": 2}),
+            ("Use generate_config.max_model_len", {"max_model_len": 64}),
+            ("are not where a switch fills them", {"cpu_offload_gb": 4}),
+            ("outlives the weights", {"kv_offloading_size": 1.0}),
+        )
+    ),
+    *(
+        Break("Speculative decoding drafts without", "a switch brings no weights", generate={"vllm": arguments})
+        for arguments in (
+            {"speculative_config": {"method": "eagle", "model": "draft", "num_speculative_tokens": 2}},
+            {"speculative_config": {"model": "draft", "num_speculative_tokens": 2}},
+            {"spec_model": "draft", "spec_tokens": 2},
+        )
+    ),
     Break("prefetch_mb needs prefetch", "64, but nothing is prefetched", generate={"prefetch_mb": 64}),
     Break("Megatron trains a critic", "FSDP2 trains the actor, and has no value models", actor=FSDP, critic={}),
     Break(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from hybrid_engine.assembly import inference_settings
 from hybrid_engine.backends.vllm.arguments import check_arguments, llm_arguments
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.config import GenerateConfig, HybridConfig
+from hybrid_engine.config import GenerateConfig, HybridConfig, engine_argument_rules, load_config
 from hybrid_engine.config.inference_rules import QUANTIZATIONS
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
@@ -32,6 +33,26 @@ def test_arguments_by_vllms_names_reach_it(model: str) -> None:
     generate = GenerateConfig(vllm={"attention_backend": "TRITON_ATTN", "block_size": 32})
     arguments = llm_arguments(inference_settings(HybridConfig(model=model, generate_config=generate), 1), "cuda")
     assert (arguments["attention_backend"], arguments["block_size"]) == ("TRITON_ATTN", 32)
+
+
+def test_prefix_caching_is_on_and_can_be_turned_off(model: str) -> None:
+    assert llm_arguments(InferenceSettings(model), "cpu")["enable_prefix_caching"] is True
+    off = InferenceSettings(model, extra={"enable_prefix_caching": False})
+    assert llm_arguments(off, "cpu")["enable_prefix_caching"] is False
+
+
+def test_what_goes_with_a_switch_is_taken(model: str) -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    extra = {"enable_prefix_caching": False, "max_num_batched_tokens": 512, "speculative_config": ngram}
+    values = {"model": model, "random_weights": True, "generate_config": {"vllm": extra}}
+    check_arguments(inference_settings(load_config(values, 1), 1), 0, "cpu")
+
+
+def test_arguments_that_a_configuration_may_not_give_are_this_vllms() -> None:
+    from vllm import EngineArgs
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert {*engine_argument_rules._KEYS, *engine_argument_rules._REFUSED} <= known
 
 
 @pytest.mark.parametrize("allowed", [True, False])

@@ -1,0 +1,85 @@
+"""Rules of `generate_config.vllm`: which of vLLM's engine arguments go with a switch.
+
+Whether vLLM has an argument of a name, and takes its value, it says itself (backends/vllm/arguments.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from hybrid_engine.config.keys import GenerateConfig
+from hybrid_engine.config.rules import Constraint, JobContext
+from hybrid_engine.errors import Violation, shortened
+
+_KEYS: Final = {
+    "tensor_parallel_size": "infer_tensor_parallel_size",
+    "pipeline_parallel_size": "infer_pipeline_parallel_size",
+    "data_parallel_size": "infer_data_parallel_size",
+    "enable_expert_parallel": "infer_expert_parallel_size",
+    "kv_cache_memory_bytes": "kv_cache_mb",
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules"), "lora_delivery"),
+}
+"""Arguments that a key of ours decides, by another name."""
+
+_OFFLOADED = "weights that vLLM keeps on the host are not where a switch fills them"
+_MOVED = "it moves experts between ranks, which a switch does not follow"
+_PLACED = "which rank does what follows from the job and the parallel sizes"
+_STALE = "what it keeps of the KV cache outlives the weights that it was computed with"
+_OTHER_MODEL = "the model is that of the key model"
+
+_REFUSED: Final = {
+    **dict.fromkeys(("cpu_offload_gb", "cpu_offload_params", "offload_backend", "offload_params"), _OFFLOADED),
+    **dict.fromkeys(("offload_group_size", "offload_num_in_group", "offload_prefetch_step"), _OFFLOADED),
+    **dict.fromkeys(("enable_eplb", "eplb_config", "enable_elastic_ep", "elastic_ep_max_dp_size"), _MOVED),
+    **dict.fromkeys(("data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local"), _PLACED),
+    **dict.fromkeys(("data_parallel_address", "data_parallel_rpc_port", "data_parallel_backend"), _PLACED),
+    **dict.fromkeys(("data_parallel_hybrid_lb", "data_parallel_external_lb"), _PLACED),
+    **dict.fromkeys(("prefill_context_parallel_size", "device_ids"), _PLACED),
+    **dict.fromkeys(("master_addr", "master_port", "nnodes", "node_rank", "worker_cls"), _PLACED),
+    **dict.fromkeys(("kv_transfer_config", "kv_offloading_size", "kv_offloading_backend"), _STALE),
+    **dict.fromkeys(("hf_config_path", "model_weights", "revision", "code_revision"), _OTHER_MODEL),
+}
+"""Argument -> why it does not go with a switch."""
+
+WEIGHTLESS_DRAFTS: Final = ("ngram", "ngram_gpu", "suffix")
+"""vLLM's methods of speculative decoding that have no weights of their own."""
+
+
+def _arguments(context: JobContext) -> Iterator[Violation]:
+    for name in context.generate.vllm:
+        key = f"generate_config.vllm.{name}"
+        own = _KEYS.get(name, name)
+        if own in GenerateConfig.model_fields:
+            yield Violation(key, "a key of its own decides it", f"Use generate_config.{own}")
+        elif name in _REFUSED:
+            yield Violation(key, _REFUSED[name], "Leave it out")
+
+
+def _speculation(context: JobContext) -> Iterator[Violation]:
+    arguments = context.generate.vllm
+    config = arguments.get("speculative_config")
+    methods = {"spec_method": arguments.get("spec_method")}
+    if config is not None:
+        methods["speculative_config"] = config.get("method") if isinstance(config, dict) else config
+    if "spec_model" in arguments and methods["spec_method"] is None:
+        methods["spec_model"] = arguments["spec_model"]
+    for name, method in methods.items():
+        if method not in (None, *WEIGHTLESS_DRAFTS) or (name == "speculative_config" and method is None):
+            problem = f"{shortened(method)}: a switch brings no weights to what drafts tokens"
+            remedy = f"Use method {', '.join(WEIGHTLESS_DRAFTS)}, or leave it out"
+            yield Violation(f"generate_config.vllm.{name}", problem, remedy)
+
+
+ENGINE_ARGUMENTS: list[Constraint[JobContext]] = [
+    Constraint(
+        "generate_config.vllm",
+        "vllm has no argument that another key decides, or that takes weights, ranks or KV cache from the switch.",
+        _arguments,
+    ),
+    Constraint(
+        "generate_config.vllm",
+        "Speculative decoding drafts without a model, to which a switch would bring no weights.",
+        _speculation,
+    ),
+]
