@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 
 from megatron_patches.__main__ import app
 from megatron_patches.errors import ReviewError
-from megatron_patches.patch import CORE_VERSIONS
+from megatron_patches.patch import CORE_VERSIONS, release_of
 from megatron_patches.review import verdicts
 from megatron_patches.review.comparison import compare
 from megatron_patches.review.sources import SECTIONS, find_sources, installed_sources
 from megatron_patches.review.verdicts import LIST, review_of, reviewed_versions
 from tests.harness.launch import REPO_ROOT
 
-INSTALLED = megatron.core.__version__
+INSTALLED = release_of(megatron.core.__version__)
 
 
 def test_every_field_of_the_installed_version_is_reviewed() -> None:

@@ -14,10 +14,11 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from megatron_patches.patch import release_of
 from megatron_patches.review import ALLOW, Setting, live_settings, refusals
 from megatron_patches.review.verdicts import FieldReview, review_of, reviewed_versions
 
-INSTALLED = megatron.core.__version__
+INSTALLED = release_of(megatron.core.__version__)
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
 OTHER_VALUE = "a value that was not reviewed"
 

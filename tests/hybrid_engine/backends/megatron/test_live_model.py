@@ -11,6 +11,7 @@ from megatron.core.transformer import TransformerConfig
 from hybrid_engine.backends.megatron.live_model import LiveModel
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models import table_for
+from megatron_patches.patch import release_of
 from tests.zoo.families import served_config
 
 
@@ -26,6 +27,6 @@ def test_every_setting_that_does_not_go_with_a_switch_is_named_at_once() -> None
         ("DistributedDataParallelConfig.use_megatron_fsdp", "there are no flat buffers to read"),
         (
             "allow_unreviewed.weight_folding",
-            f"megatron-core {megatron.core.__version__} has no configuration field of this name",
+            f"megatron-core {release_of(megatron.core.__version__)} has no configuration field of this name",
         ),
     ]
