@@ -35,8 +35,11 @@ class Drawing:
     data: dict[str, Any]
 
 
-def draw(picture: Picture, group: Group) -> Drawing:
-    """Draw some columns, with all rows."""
+def draw(picture: Picture, group: Group, texts: dict[str, int]) -> Drawing:
+    """Draw some columns, with all rows.
+
+    `texts`: the number of each text of the page; those of these bars are added.
+    """
     count = len(group.columns)
     labels = _width_of_labels(picture)
     width = min(max(int(_WIDTH - labels) // count, _NARROWEST), _WIDEST)
@@ -48,7 +51,13 @@ def draw(picture: Picture, group: Group) -> Drawing:
         "head": HEAD,
         "columns": [ranks_text(column) for column in columns],
         "bars": [
-            [bar.column - group.columns.start, bar.first_row, bar.num_rows, SIDES.index(bar.side), bar.text]
+            [
+                bar.column - group.columns.start,
+                bar.first_row,
+                bar.num_rows,
+                SIDES.index(bar.side),
+                texts.setdefault(picture.texts[bar.text], len(texts)),
+            ]
             for bar in bars
         ],
     }

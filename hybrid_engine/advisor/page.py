@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from hybrid_engine.advisor.picture import Column, Group, Picture, picture_of
 from hybrid_engine.advisor.sections import UNITS, how_many, number_of_gib, sections_of
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.planning.summary import group_traffic
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 _MOST_IN_ONE = 48
 """Columns of a picture that needs no overview."""
@@ -73,11 +76,8 @@ def page_of(answer: Answer, title: str) -> str:
     job = answer.job
     picture = picture_of(job.table, job.source.holdings, job.destination.holdings)
     pictures = list(_pictures(picture))
-    drawings = [draw(each, group) for _, each, group in pictures]
     texts: dict[str, int] = {}
-    for (_, each, _), drawing in zip(pictures, drawings, strict=True):
-        for bar in drawing.data["bars"]:
-            bar[-1] = texts.setdefault(each.texts[bar[-1]], len(texts))
+    drawings = [draw(each, group, texts) for _, each, group in pictures]
     data = {
         "rows": [row.label for row in picture.rows],
         "texts": list(texts),
@@ -102,7 +102,7 @@ def page_of(answer: Answer, title: str) -> str:
     )
 
 
-def _template() -> Any:
+def _template() -> Template:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -137,7 +137,8 @@ def _memory_bars(job: JobPlan) -> Iterator[MemoryBar]:
         ("optimizer state", "optimizer"): state.optimizer,
         **(kept if memory.keeps_inference else {}),
     }
-    switch = {("parameters and vLLM's weights, bucket by bucket", "switch"): memory.interleaved_switch}
+    by_bucket = ", bucket by bucket" * (not memory.keeps_inference)
+    switch = {(f"parameters and vLLM's weights{by_bucket}", "switch"): memory.interleaved_switch}
     full = max(float(memory.device[rank]), job.cluster.device_gib * GIB)
     for name, parts in (("Training", training), ("Switch", switch), ("Generating", kept)):
         nbytes = {names: int(by_rank[rank]) for names, by_rank in parts.items()}

@@ -115,7 +115,7 @@ def _memory(job: JobPlan) -> Section:
         "training": "training state: these three",
         "inference": "vLLM's weights",
         "switch": "a switch, if vLLM's weights came all at once",
-        "interleaved_switch": "a switch, as it is: bucket by bucket",
+        "interleaved_switch": "a switch, as it is" + ": bucket by bucket" * (not job.memory.keeps_inference),
         "peak": "device peak",
     }
     host = host_memory(job)
