@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -251,11 +252,11 @@ class ActorHybridWorker(SwitchContexts):
 
     def resident_nbytes(self) -> dict[str, int]:
         """Bytes of weights and training state on this rank's device now, by model, caches left out. No collective."""
-        return {
-            "actor": held_nbytes(self.train.offload_items(), self.job.device.type),
-            "vLLM": self.sharding.inference.resident_nbytes(),
-            **{companion.name: companion.resident_nbytes() for companion in self.companions},
-        }
+        actor = held_nbytes(self.train.offload_items(), self.job.device.type)
+        found = Counter({"actor": actor, "vLLM": self.sharding.inference.resident_nbytes()})
+        for companion in self.companions:
+            found[companion.name] += companion.resident_nbytes()
+        return found
 
     def note_memory(self, phase: str) -> None:
         """Compare what is on the device with the memory plan, where there is one. No collective."""

@@ -126,14 +126,16 @@ class Settings(pydantic.BaseModel):
 
     def fingerprint(self, *, exclude_defaults: bool = False) -> dict[str, Any]:
         """What a resumed run must have in common with the one it continues: all but how long it runs, what it looks at,
-        when memory moves, and which weights it began with; `exclude_defaults`: only what differs from the defaults."""
+        when memory moves and how much there is, and which weights it began with; `exclude_defaults`: only what differs
+        from the defaults."""
         free = {"iterations", "evaluate_every", "checkpoint_every", "data"}
         has_any_size = self.engine.actor_config.fsdp is not None  # its checkpoints fit any number of ranks
         unasked = {"prefetch", "prefetch_share", "prefetch_mb", "verify", "trace"}
         values = {
             "world_size": "any" if has_any_size else self.world_size,
             **self.engine.model_dump(
-                exclude={"model": True, "revision": True, "random_weights": True, "generate_config": unasked},
+                exclude=dict.fromkeys(("model", "revision", "random_weights", "device_budget_gib"), True)
+                | {"generate_config": unasked},
                 exclude_defaults=exclude_defaults,
             ),
             "rl_config": self.rl.model_dump(exclude=free, exclude_defaults=exclude_defaults),

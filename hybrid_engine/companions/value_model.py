@@ -91,7 +91,10 @@ class ValueModel(Companion):
             return self.engine.train_step(share_of(self.engine, batch), loss_function)
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of every parameter group. No collective."""
+        """Set the learning rate of the updates to come, on every rank alike. No collective.
+
+        Raises StateError where `critic_config.optimizer.schedule` does that.
+        """
         self.engine.set_learning_rate(learning_rate)
 
     def copy_actor(self) -> None:

@@ -35,6 +35,7 @@ class Seen:
         loaded: the same of an actor whose weights were written, and of a critic that began with these files.
         states: of the worker after contexts of the critic, inside and outside its own.
         refused: what each wrong call said.
+        scores, stayed: by the reference in train state, with room for it and without; whether the actor stayed there.
     """
 
     resident: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -48,6 +49,8 @@ class Seen:
     loaded: list[dict[str, str]] = field(default_factory=list)
     states: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    scores: list[torch.Tensor] = field(default_factory=list)
+    stayed: list[bool] = field(default_factory=list)
 
 
 def regression(micro_batch: Any, values: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -127,6 +130,12 @@ def follow(model: Path, directory: Path) -> Seen:
         seen.actor_is_untouched = training_state(worker.train) == before
         worker.save_hf_checkpoint(directory / "hf")
         seen.loaded.append(decoder_of(worker.train))
+        for budget in (1.0, sum(worker.resident_nbytes().values()) / 2**30):
+            before_scoring = worker.sharding.last_report
+            worker.config = worker.config.model_copy(update={"device_budget_gib": budget})
+            seen.scores.append(reference.compute_log_probs(batch))
+            seen.stayed.append(worker.sharding.last_report is before_scoring)
+            seen.states.append(worker.sharding.state)
     plan = worker.memory_plan()
     for name, phase in plan.phases.items():
         seen.planned[name] = {key: int(nbytes[worker.rank]) for key, nbytes in phase.by_model.items()}
@@ -190,7 +199,14 @@ def test_the_actor_stays_as_it_is(seen: list[Seen]) -> None:
 
 def test_the_state_outside_is_restored(seen: list[Seen]) -> None:
     """Inside a context of the worker; after one of the critic alone, the device stays empty for what comes next."""
-    assert [found.states for found in seen] == [["train", "train", "infer", "idle"]] * 2
+    assert [found.states[:4] for found in seen] == [["train", "train", "infer", "idle"]] * 2
+
+
+def test_a_reference_without_room_beside_the_actor_takes_its_place(seen: list[Seen]) -> None:
+    for found in seen:
+        assert found.stayed == [True, False]
+        assert found.states[4:] == ["train", "train"]
+        assert torch.equal(*found.scores)
 
 
 def test_calls_outside_of_their_context_are_refused(seen: list[Seen]) -> None:
