@@ -2,4 +2,5 @@
 
 gpt_rl/          GRPO on two-digit addition: a complete RL job, its checkpoints and its report (`make rl`)
 fsdp_engine.py   an engine around a transformers model, FSDP2 and vLLM in turn, in one page
+recipes/         GRPO for a published model on GPUs, and a Slurm script
 """
