@@ -25,6 +25,7 @@ OUTSIDE = {
     "contributing.md": "CONTRIBUTING.md",
     "example.md": "examples/gpt_rl/README.md",
     "patches.md": "patches/README.md",
+    "recipe.md": "examples/recipes/README.md",
     "security.md": "SECURITY.md",
 }
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
