@@ -25,7 +25,7 @@ from megatron_patches.arguments import ReshardingOptions
 from megatron_patches.errors import ScriptError
 
 ENTRY_POINT_GROUP = "megatron_patches.engines"
-_INSTALL_HINT = "pip install hybrid-engine[train,infer], or choose one by --resharding-engine MODULE:OBJECT"
+_INSTALL_HINT = "pip install 'hybrid-engine[train,infer]', or choose one by --resharding-engine MODULE:OBJECT"
 
 
 @dataclass(frozen=True)
