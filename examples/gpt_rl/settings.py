@@ -251,6 +251,7 @@ def _violations(engine: HybridConfig, rl: RLConfig, world_size: int) -> Iterator
     if rl.batch_size % (rl.minibatches * multiple):
         problem = f"{rl.batch_size} completions in {rl.minibatches} minibatches: {reason}"
         yield Violation("rl_config.minibatches", problem, "Change it, prompts_per_iteration or samples_per_prompt")
+    yield from _schedule_violations(engine)
     yield from _critic_violations(engine, rl, data)
     vocab_size = engine.hf_config().get("vocab_size")
     if vocab_size != task.VOCAB_SIZE:
@@ -259,6 +260,14 @@ def _violations(engine: HybridConfig, rl: RLConfig, world_size: int) -> Iterator
         )
         yield Violation("model", problem, f"Set vocab_size to {task.VOCAB_SIZE}")
     yield from _data_violations(engine, rl)
+
+
+def _schedule_violations(engine: HybridConfig) -> Iterator[Violation]:
+    for section in ("actor_config", "critic_config"):
+        trained = getattr(engine, section)
+        if trained is not None and trained.optimizer.schedule is not None:
+            problem = "this example sets the learning rates by itself"
+            yield Violation(f"{section}.optimizer.schedule", problem, "Use rl_config.learning_rate")
 
 
 def _critic_violations(engine: HybridConfig, rl: RLConfig, num_replicas: int) -> Iterator[Violation]:

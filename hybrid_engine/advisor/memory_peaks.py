@@ -3,7 +3,7 @@
 Training state, as megatron-core's DDP and distributed optimizer (Adam) have it:
 
     parameters    elements * bytes of the dtype
-    gradients     elements * 4 (they are reduced in float32)
+    gradients     elements * 4 (they are reduced in float32, unless an override says otherwise)
     optimizer     elements / data parallel size * 12: float32 main parameters and two moments; 8 where the parameters
                   are float32 themselves and need no main copy
 
@@ -72,10 +72,24 @@ class TrainingMemory:
 
 
 def megatron_memory(
-    source: SideLayout, train: TrainParallelism, dtype: str, *, is_distributed: bool = True
+    source: SideLayout,
+    train: TrainParallelism,
+    dtype: str,
+    *,
+    is_distributed: bool = True,
+    float32_grads: bool = True,
 ) -> TrainingMemory:
-    """What Megatron's ranks keep; `dtype` is that of the weights. `is_distributed`: of the optimizer."""
+    """What Megatron's ranks keep.
+
+    Args:
+        source: what they hold of the model.
+        train: parallel sizes.
+        dtype: of the weights.
+        is_distributed: the optimizer's state is split over data parallel ranks.
+        float32_grads: gradients are float32, whatever the weights are.
+    """
     itemsize = DTYPE_NBYTES[dtype]
+    grads = source.num_elements * (GRAD_NBYTES if float32_grads else itemsize)
     state_nbytes = MOMENTS_NBYTES + (MAIN_NBYTES if itemsize < 4 else 0)
     dense = source.num_elements - source.num_expert_elements
     # shards are padded to equal lengths
@@ -83,7 +97,7 @@ def megatron_memory(
     expert_shard = -(-source.num_expert_elements // (train.expert_data if is_distributed else 1))
     params = source.num_elements * itemsize
     optimizer = (dense_shard + expert_shard) * state_nbytes
-    return TrainingMemory(params, source.num_elements * GRAD_NBYTES, optimizer, copied=params + optimizer)
+    return TrainingMemory(params, grads, optimizer, copied=params + optimizer)
 
 
 def sharded_memory(source: SideLayout, model: PackedModel, sizes: ShardedParallelism, dtype: str) -> TrainingMemory:

@@ -38,7 +38,7 @@ def set_learning_rate(groups: ParamGroups, scheduler: Scheduler | None, learning
     """Set the learning rate of every group. Raises StateError where a schedule does that."""
     if scheduler is not None:
         raise StateError(
-            "the learning rate follows actor_config.optimizer.schedule; leave the schedule out to set it by hand"
+            "the learning rate follows optimizer.schedule of the configuration; leave that out to set it by hand"
         )
     for group in groups:
         group["lr"] = learning_rate

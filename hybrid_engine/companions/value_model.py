@@ -84,7 +84,7 @@ class ValueModel(Companion):
             batch: `tokens` [B, S], and what the loss function reads.
             loss_function: (micro batch, values [b, S] fp32) -> (mean loss, scalars to report).
 
-        Returns the scalars, with `grad_norm` and `skipped`, as `ActorHybridWorker.update`.
+        Returns the scalars, with `grad_norm`, `learning_rate` and `skipped`, as `ActorHybridWorker.update`.
         """
         self.require(ALL)
         with self._agreement.call("training step of the critic"):

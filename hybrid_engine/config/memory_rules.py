@@ -66,7 +66,13 @@ def _not_planned(config: HybridConfig) -> Iterator[Violation]:
 def _training_memory(context: TrainingContext) -> TrainingMemory:
     actor, sizes = context.actor, context.train_sizes
     side = training_side(context.table, sizes, actor.params_dtype)
-    return megatron_memory(side, sizes, actor.params_dtype, is_distributed=actor.use_distributed_optimizer)
+    return megatron_memory(
+        side,
+        sizes,
+        actor.params_dtype,
+        is_distributed=actor.use_distributed_optimizer,
+        float32_grads=actor.overrides.ddp.get("grad_reduce_in_fp32") is not False,
+    )
 
 
 def _stays(generate: GenerateConfig, *, critic_stays: bool) -> Stays:

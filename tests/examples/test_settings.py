@@ -99,6 +99,11 @@ def test_options_win(tmp_path: Path, values: dict[str, Any]) -> None:
     assert loaded.engine.actor_config.seed == loaded.engine.generate_config.seed == 11
 
 
+def test_a_schedule_is_refused_where_the_example_sets_the_rate(tmp_path: Path, values: dict[str, Any]) -> None:
+    values["actor_config"]["optimizer"] = {"lr": 1e-3, "schedule": {"lr_warmup_steps": 5}}
+    assert "rl_config.learning_rate" in violations(tmp_path, values)["actor_config.optimizer.schedule"]
+
+
 def test_everything_wrong_is_reported_at_once(tmp_path: Path, values: dict[str, Any]) -> None:
     values["rl_config"].update({"iteration": 3, "samples_per_prompt": 1, "temperature": "hot"})
     values["rl_config"]["warm_up"]["steps"] = 3

@@ -39,6 +39,23 @@ def test_what_is_left_out_is_the_actors(dense: Path) -> None:
     assert critic.table.shapes[HEAD] == (1, 64)
 
 
+def test_rules_of_a_step_are_the_critics_too_under_its_keys(dense: Path) -> None:
+    critic = {"optimizer": {"lr": 1e-3, "schedule": {"lr_decay_style": "linear", "min_lr": 1.0}}}
+    assert {one.key for one in find_violations(configured(dense, {}, critic), 1)} == {
+        "critic_config.optimizer.schedule.lr_decay_steps",
+        "critic_config.optimizer.schedule.min_lr",
+    }
+
+
+def test_gradients_that_are_not_float32_are_planned_so(dense: Path) -> None:
+    plans = [
+        memory_plan(HybridConfig(model=dense, actor_config={"overrides": {"ddp": ddp}}), 1)
+        for ddp in ({}, {"grad_reduce_in_fp32": False})
+    ]
+    first, second = (plan.phases["train"].total.max() for plan in plans)
+    assert second < first
+
+
 def test_a_model_of_its_own_has_stages_of_its_own(dense: Path, tmp_path: Path) -> None:
     """Eight layers beside four, of which the first stage has one; and no experts beside experts."""
     deep = write_config(tmp_path / "deep", {**DENSE, "num_hidden_layers": 8})

@@ -359,7 +359,7 @@ def test_a_schedule_goes_on_where_it_was_saved(launched: Outcomes) -> None:
 
 
 def test_a_schedule_and_a_rate_set_by_hand_exclude_each_other(launched: Outcomes) -> None:
-    assert all("follows actor_config.optimizer.schedule" in found["refused"] for found in launched["schedule"])
+    assert all("follows optimizer.schedule of the configuration" in found["refused"] for found in launched["schedule"])
 
 
 @pytest.mark.parametrize("name", ["results", "results.incomplete", "results.replaced", "results.replaced.removed"])
