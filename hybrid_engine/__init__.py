@@ -27,6 +27,7 @@ A canonical tensor is a tensor of a Hugging Face checkpoint. Nothing but backend
     errors.py          every exception
     switch/            the state machine: what is on the device when, and the order of a switch
     planning/          who sends what to whom
+    batches/           batches of sequences: masks, packing, checks, what losses get and return
     transports/        how bytes move
     records/           regions, places and layouts
     layouts/           what both engines would hold, computed without them
@@ -56,6 +57,7 @@ from hybrid_engine.errors import HybridEngineError
 if TYPE_CHECKING:
     from hybrid_engine.backends.megatron.train_engine import TrainEngine
     from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling
+    from hybrid_engine.batches import build_batch, pack
     from hybrid_engine.companions import ReferenceModel, ValueModel, generalized_advantages, value_loss
     from hybrid_engine.hybrid_engine import HybridEngine
     from hybrid_engine.ranks.job import Job
@@ -78,7 +80,9 @@ _LAZY = {
     "State": "hybrid_engine.switch.states",
     "TrainEngine": "hybrid_engine.backends.megatron.train_engine",
     "ValueModel": "hybrid_engine.companions",
+    "build_batch": "hybrid_engine.batches",
     "generalized_advantages": "hybrid_engine.companions",
+    "pack": "hybrid_engine.batches",
     "value_loss": "hybrid_engine.companions",
 }
 
@@ -99,8 +103,10 @@ __all__ = [
     "State",
     "TrainEngine",
     "ValueModel",
+    "build_batch",
     "generalized_advantages",
     "load_config",
+    "pack",
     "value_loss",
 ]
 

@@ -2,6 +2,8 @@
 
 HybridEngineError
 ├── ConfigError          the configuration is invalid; lists every violation with its key and a remedy
+├── BatchError           a batch cannot be computed; lists every violation with its key and a remedy
+├── LossError            a loss function failed, or returned what is no loss
 ├── DependencyError      a package is missing, or its version was not tested
 ├── ModelError           the model cannot be mapped between the engines
 │   ├── UnknownModelError      no name table for the architecture
@@ -103,6 +105,16 @@ class ConfigError(_ListedError[Violation]):
     """The configuration is invalid; `findings` holds every `Violation`."""
 
     heading = "invalid configuration"
+
+
+class BatchError(_ListedError[Violation], ValueError):
+    """A batch cannot be computed; `findings` holds every `Violation`, whose key is the batch's."""
+
+    heading = "unusable batch"
+
+
+class LossError(HybridEngineError, TypeError):
+    """A loss function failed, or returned what is no loss; the message names it. No weight has changed."""
 
 
 class DependencyError(HybridEngineError):

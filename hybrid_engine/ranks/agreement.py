@@ -171,6 +171,8 @@ class Agreement:
             with self._watch.inside(name):
                 yield
         except Exception as caught:
+            if caught is self._agreed:  # of a phase within this: all ranks have raised
+                raise
             error = self._in_our_words(name, caught)
             if not isinstance(error, LostRankError):
                 self._watch.tell(name, _described(error), self.timeout_seconds)

@@ -22,7 +22,7 @@ ENGINE, PATCHES = "hybrid_engine", "megatron_patches"
 FLOORS = (
     ("errors",),
     ("files", "records", "ranks"),
-    ("models", "planning", "memory", "tracing"),
+    ("models", "planning", "memory", "tracing", "batches"),
     ("layouts", "ports"),
     ("advisor", "transports"),
     ("config",),
@@ -49,6 +49,7 @@ OUTSIDE = {
     "models.config_schema": {"pydantic"},
     "models.family_schemas": {"pydantic"},
     "planning": {"numpy", "scipy"},
+    "batches": {"torch"},
     "memory": {"cuda", "numpy", "torch"},
     "memory.spans": set(),
     "tracing": set(),

@@ -41,6 +41,7 @@ def test_a_phase_that_succeeds_goes_on(alone: Agreement):
     assert done == ["first"]
     assert alone.gather({"rank": 0}) == [{"rank": 0}]
     assert alone.total(-7) == -7
+    assert alone.is_same([3, -2], "shapes")
 
 
 def test_rounds_go_on_until_all_steps_are_done(alone: Agreement, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,106 @@
+"""What a loss function may return, and what happens where it does not.
+
+    def loss(micro_batch, log_probs): ...       # log_probs [b, S] of the labels, in the user's places
+        return loss                             # a scalar with gradient: the mean over the micro batch
+        return {"loss": loss, "kl": kl}         # ... beside scalars to report
+        return loss, {"kl": kl}                 # ... or apart; what is reported is only what is in the dict
+
+It runs on the last pipeline stage alone, in the middle of a schedule in which all stages wait for each other. So a
+fault is kept until all ranks are there to hear of it, and then no weight changes.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hybrid_engine.batches.sequences import Batch
+from hybrid_engine.errors import LossError, shortened
+
+Report = dict[str, torch.Tensor]
+"""Scalars by name."""
+LossResult = torch.Tensor | Mapping[str, Any] | tuple[torch.Tensor, Mapping[str, Any]]
+LossFunction = Callable[[Batch, torch.Tensor], LossResult]
+"""(micro batch, log-probabilities [b, S] of the labels) -> mean loss, with or without scalars to report."""
+
+_REMEDY = 'Return a scalar tensor, a dict with "loss", or (loss, dict of scalars)'
+
+
+class CheckedLoss:
+    """A user's loss function for the micro batches of one step.
+
+    Attributes:
+        fault: what went wrong first; from then on the function is not called, and every loss is 0.
+    """
+
+    def __init__(self, function: LossFunction) -> None:
+        self._function = function
+        self._name = getattr(function, "__qualname__", type(function).__name__)
+        self._reported: set[str] | None = None
+        self.fault: LossError | None = None
+
+    def __call__(self, micro_batch: Batch, log_probs: torch.Tensor) -> tuple[torch.Tensor, Report]:
+        """The loss, and what is reported, without gradient."""
+        if self.fault is None:
+            try:
+                return self._checked(self._function(micro_batch, log_probs))
+            except LossError as fault:
+                self.fault = fault
+            except Exception as error:
+                self.fault = LossError(f"loss function {self._name}: {type(error).__name__}: {error}")
+                self.fault.__cause__ = error
+        return log_probs.sum() * 0, {}
+
+    def _checked(self, result: object) -> tuple[torch.Tensor, Report]:
+        loss, report = self._parts_of(result)
+        if not isinstance(loss, torch.Tensor):
+            raise self._refusal(f"returned {_described(loss)} as the loss")
+        if loss.numel() != 1 or not loss.is_floating_point():
+            raise self._refusal(f"returned {_described(loss)} as the loss, which is no scalar of a floating point type")
+        if not loss.requires_grad:
+            raise self._refusal(
+                "returned a loss without gradient: it was detached, computed under no_grad, or not made of log_probs",
+                "Compute it from log_probs with torch's functions",
+            )
+        values = {str(name): self._scalar(name, value, loss) for name, value in report.items()}
+        if self._reported is not None and self._reported != values.keys():
+            other = ", ".join(sorted(self._reported ^ values.keys()))
+            raise self._refusal(
+                f"reported {other} for one micro batch and not for another",
+                "Report the same names each time",
+            )
+        self._reported = set(values)
+        return loss.reshape(()), values
+
+    def _parts_of(self, result: object) -> tuple[object, Mapping[str, Any]]:
+        if isinstance(result, torch.Tensor):
+            return result, {"loss": result} if result.numel() == 1 else {}
+        if isinstance(result, Mapping):
+            if "loss" not in result:
+                raise self._refusal(f'returned a dict of {", ".join(map(str, result)) or "nothing"} without "loss"')
+            return result["loss"], result
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+            return result
+        raise self._refusal(f"returned {_described(result)}")
+
+    def _scalar(self, name: object, value: object, loss: torch.Tensor) -> torch.Tensor:
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            # a loss that shares its memory may be changed in place
+            return value.detach().reshape(()).to(loss.device, copy=True)
+        if isinstance(value, numbers.Real):
+            return torch.tensor(float(value), device=loss.device)
+        raise self._refusal(f"reported {_described(value)} as {name!r}", "Report scalars: numbers, or tensors of one")
+
+    def _refusal(self, problem: str, remedy: str = _REMEDY) -> LossError:
+        return LossError(f"loss function {self._name} {problem}. {remedy}")
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)} and type {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(each).__name__ for each in value) or 'nothing'}"
+    return shortened(value) if value is None or isinstance(value, (str, numbers.Number)) else type(value).__name__

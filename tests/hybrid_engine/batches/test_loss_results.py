@@ -1,0 +1,96 @@
+"""What a loss function may return."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine.batches.loss_results import CheckedLoss
+
+
+def log_probs() -> torch.Tensor:
+    return torch.full((2, 3), -1.0, requires_grad=True)
+
+
+ACCEPTED: dict[str, tuple[Any, dict[str, float]]] = {
+    "scalar": (lambda _batch, log_probs: -log_probs.mean(), {"loss": 1.0}),
+    "one element": (lambda _batch, log_probs: -log_probs.mean(dim=(0, 1), keepdim=True), {"loss": 1.0}),
+    "dict": (lambda _batch, log_probs: {"loss": -log_probs.mean(), "kl": 0.5}, {"loss": 1.0, "kl": 0.5}),
+    "pair": (lambda _batch, log_probs: (-log_probs.mean(), {"tokens": 6}), {"tokens": 6.0}),
+    "pair without report": (lambda _batch, log_probs: (-log_probs.mean(), {}), {}),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_losses_of_every_form(name: str) -> None:
+    function, expected = ACCEPTED[name]
+    checked = CheckedLoss(function)
+    loss, report = checked({}, log_probs())
+    assert checked.fault is None
+    assert loss.shape == ()
+    assert loss.item() == 1.0
+    assert {key: value.item() for key, value in report.items()} == expected
+    with torch.no_grad():
+        loss /= 4  # as Megatron does
+    assert {key: value.item() for key, value in report.items()} == expected
+
+
+def nothing(_batch: Any, log_probs: torch.Tensor) -> None:
+    log_probs.mean()
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "nothing": (nothing, "loss function nothing returned None. Return a scalar tensor"),
+    "vector": (lambda _b, log_probs: -log_probs.sum(1), "returned a tensor of shape [2] and type float32 as the loss"),
+    "number": (lambda _b, log_probs: 1.5, "returned 1.5"),
+    "no number": (lambda _b, log_probs: "loss", "returned 'loss'"),
+    "integer": (lambda _b, log_probs: log_probs.long().sum(), "type int64"),
+    "detached": (lambda _b, log_probs: -log_probs.detach().mean(), "without gradient"),
+    "dict without": (lambda _b, log_probs: {"kl": 1.0}, 'a dict of kl without "loss"'),
+    "triple": (lambda _b, log_probs: (log_probs.mean(), 3, {}), "returned a tuple of Tensor, int, dict"),
+    "vector in the report": (
+        lambda _b, log_probs: (log_probs.mean(), {"kl": log_probs.sum(1)}),
+        "reported a tensor of shape [2] and type float32 as 'kl'",
+    ),
+    "text in the report": (lambda _b, log_probs: (log_probs.mean(), {"kl": "low"}), "reported 'low' as 'kl'"),
+    "error": (lambda batch, _log_probs: batch["weights"], "KeyError: 'weights'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_anything_else_is_kept_for_later_by_name(name: str) -> None:
+    """And in its place the schedule goes on with a loss of nothing, which has a gradient."""
+    function, problem = REFUSED[name]
+    checked, values = CheckedLoss(function), log_probs()
+    loss, report = checked({}, values)
+    assert checked.fault is not None
+    assert problem in str(checked.fault)
+    assert report == {}
+    loss.backward()
+    assert values.grad is not None
+    assert not values.grad.any()
+
+
+def test_a_loss_that_failed_is_not_called_again_and_keeps_its_cause() -> None:
+    calls = []
+
+    def loss(_batch: Any, log_probs: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        raise ZeroDivisionError("no tokens")
+
+    checked = CheckedLoss(loss)
+    for _ in range(3):
+        checked({}, log_probs())
+    assert len(calls) == 1
+    assert checked.fault is not None
+    assert isinstance(checked.fault.__cause__, ZeroDivisionError)
+
+
+def test_all_micro_batches_report_the_same_names() -> None:
+    names = iter(["kl", "entropy"])
+    checked = CheckedLoss(lambda _batch, log_probs: (log_probs.mean(), {next(names): 1.0}))
+    for _ in range(2):
+        checked({}, log_probs())
+    assert "reported entropy, kl for one micro batch and not for another" in str(checked.fault)

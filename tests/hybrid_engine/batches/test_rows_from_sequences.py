@@ -1,0 +1,66 @@
+"""Rows made of prompts and completions, one in each or several."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hybrid_engine import build_batch, pack
+from hybrid_engine.batches.arrangement import micro_batches
+
+PROMPTS = [[1, 2], [3], [4, 5, 6], [7, 8]]
+COMPLETIONS = [[9], [1, 2, 3, 4], [5], [6, 7]]
+S = 6
+
+
+def test_labels_are_the_tokens_that_follow() -> None:
+    batch = build_batch(PROMPTS, COMPLETIONS, S, pad_token_id=77)
+    assert batch["tokens"][1].tolist() == [3, 1, 2, 3, 4, 77]
+    assert batch["labels"][1].tolist() == [1, 2, 3, 4, 77, 77]
+    assert batch["mask"].sum(1).tolist() == [len(each) for each in COMPLETIONS]
+    for row, labels, completion in zip(batch["mask"], batch["labels"], COMPLETIONS, strict=True):
+        assert labels[row.bool()].tolist() == completion
+    assert (batch["weights"].sum() / len(PROMPTS)).item() == pytest.approx(1.0)
+
+
+def test_packed_rows_hold_the_same_sequences() -> None:
+    plain, packed = build_batch(PROMPTS, COMPLETIONS, S), pack(PROMPTS, COMPLETIONS, S)
+    assert packed.batch["tokens"].shape == (2, S)
+    for name in ("tokens", "labels", "mask"):
+        for row, values, place in zip(plain[name], packed.unpack(packed.batch[name]), packed.places, strict=True):
+            assert torch.equal(row[: place.length], values)
+    # the mean over all tokens, whatever the number of rows
+    means = [(each["weights"] * each["labels"]).sum(1).mean().item() for each in (plain, packed.batch)]
+    assert means[0] == pytest.approx(means[1])
+    ids = packed.batch["sequence_ids"]
+    assert torch.equal(packed.spread(torch.arange(1, 5)), ids)
+    assert packed.spread(torch.tensor([0.5, 1, 2, 3])).sum().item() == 2 * 0.5 + 4 * 1 + 3 * 2 + 3 * 3
+    (micro_batch,) = micro_batches(packed.batch, 2, torch.device("cpu"))
+    assert micro_batch.rows.position_ids.max() == 3
+
+
+def test_rows_are_added_until_they_divide() -> None:
+    packed = pack(PROMPTS, COMPLETIONS, S, multiple_of=4)
+    assert packed.batch["tokens"].shape == (4, S)
+    assert packed.batch["weights"][2:].eq(0).all()
+    assert packed.batch["weights"].sum(1).mean().item() == pytest.approx(1.0)
+    assert [place.row for place in packed.places] == [place.row for place in pack(PROMPTS, COMPLETIONS, S).places]
+
+
+def test_long_sequences_go_first() -> None:
+    lengths = [3, 5, 2, 4, 1, 1]
+    packed = pack([[1]] * 6, [[1] * length for length in lengths], 8)
+    assert [place.row for place in packed.places] == [0, 0, 1, 1, 1, 1]
+    taken = {
+        (place.row, column) for place in packed.places for column in range(place.start, place.start + place.length)
+    }
+    assert len(taken) == sum(lengths)
+
+
+@pytest.mark.parametrize("make", [build_batch, pack])
+def test_sequences_that_do_not_fit_are_all_named(make: object) -> None:
+    assert callable(make)
+    with pytest.raises(ValueError, match="sequence 0 has 8 tokens, but seq_length 6 takes 7; prompt 1 is empty"):
+        make([[1] * 7, []], [[1], [2]], S)
+    with pytest.raises(ValueError, match="no token to learn from"):
+        make([[1, 2]], [[]], S)
