@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.fsdp import ShardedModel
     from hybrid_engine.backends.vllm import InferenceEngine
     from hybrid_engine.backends.vllm.generation.prompts import Prompts
-    from hybrid_engine.backends.vllm.generation.replica_exchange import Data
     from hybrid_engine.backends.vllm.generation.sampling_params import AnySampling
+    from hybrid_engine.batches.batch_checks import Data
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 

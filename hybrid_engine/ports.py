@@ -41,6 +41,11 @@ from typing import Protocol
 
 import torch
 
+from hybrid_engine.batches.batch_checks import BatchLimits
+from hybrid_engine.batches.loss_results import LossFunction as LossFunction
+from hybrid_engine.batches.loss_results import Report as Report
+from hybrid_engine.batches.sequences import Batch as Batch
+from hybrid_engine.batches.token_outputs import NO_OUTPUTS, Outputs
 from hybrid_engine.memory.offload_items import OffloadItem, Reached
 from hybrid_engine.planning.plan import Bucket, Transfer
 from hybrid_engine.records.layout import Extent, Layout
@@ -141,28 +146,12 @@ class Trainer(Protocol):
         ...
 
 
-Batch = Mapping[str, torch.Tensor]
-"""Tensors whose dim 0 is sequences: `tokens` and `labels` [B, S] int64 (`labels[i, t]` is the token after
-`tokens[i, t]`), and whatever a loss function reads."""
-Report = dict[str, torch.Tensor]
-"""Scalars by name."""
-LossFunction = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
-"""(micro batch, log-probabilities [b, S] of the labels) -> (mean loss, scalars to report)."""
-
-
 class DataParallelModel(Protocol):
     """One rank's share of a model; every data parallel rank works on its part of a batch."""
 
-    micro_batch_size: int
-
     @property
-    def dp_rank(self) -> int:
-        """This rank's data parallel rank."""
-        ...
-
-    @property
-    def dp_size(self) -> int:
-        """Number of data parallel ranks."""
+    def limits(self) -> BatchLimits:
+        """What of a batch can be computed, and which data parallel rank this is."""
         ...
 
     def gather_over_data_parallel(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -177,8 +166,9 @@ class DataParallelModel(Protocol):
 class Scorer(DataParallelModel, Protocol):
     """One that gives log-probabilities."""
 
-    def log_probs(self, batch: Batch) -> torch.Tensor:
-        """[B, S] fp32, of every label. Collective."""
+    def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> dict[str, torch.Tensor]:
+        """`log_probs` [B, S] fp32 of every label of this rank's part, and what `outputs` asks for. Collective."""
+        ...
 
 
 class ActorWeights(TrainingWeights, Protocol):
@@ -210,8 +200,11 @@ class ActorTrainer(Trainer, Scorer, Protocol):
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of every parameter group. Raises StateError where a schedule does that."""
 
-    def train_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
-        """One optimizer step on this rank's share of a batch; the report, averaged over micro batches and ranks."""
+    def train_step(self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS) -> dict[str, float]:
+        """One optimizer step on this rank's share of a batch; the report, averaged over micro batches and ranks.
+
+        Raises LossError on all ranks, with no weight changed, for a loss function that fails or returns no loss.
+        """
         ...
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:

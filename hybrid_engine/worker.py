@@ -8,13 +8,15 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, overload
 from weakref import WeakSet
 
 import torch
 
 from hybrid_engine.advisor.memory_plan import GIB, MemoryPlan
 from hybrid_engine.assembly import build_inference_engine, inference_settings, megatron_lora, served_weights
+from hybrid_engine.batches.batch_checks import Data, agreed_share, own_share
+from hybrid_engine.batches.token_outputs import Outputs
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.memory_rules import memory_plan, watches_memory
 from hybrid_engine.errors import DependencyError
@@ -23,7 +25,7 @@ from hybrid_engine.memory.offload_items import held_nbytes
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
 from hybrid_engine.ports import ActorTrainer, Batch, DataParallelModel, LossFunction, Scorer
-from hybrid_engine.ranks.agreement import SHORT_PATIENCE
+from hybrid_engine.ranks.agreement import SHORT_PATIENCE, Agreement
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.contexts import SwitchContexts
 from hybrid_engine.switch.memory_watch import MemoryWatch
@@ -34,7 +36,6 @@ from hybrid_engine.switch.states import State
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import Completion, InferenceEngine
     from hybrid_engine.backends.vllm.generation.prompts import Prompts
-    from hybrid_engine.backends.vllm.generation.replica_exchange import Data
     from hybrid_engine.backends.vllm.generation.sampling_params import AnySampling
 
 logger = logging.getLogger("hybrid_engine")
@@ -63,8 +64,9 @@ class ActorHybridWorker(SwitchContexts):
     engines. Each rank reads its part of the model's weights; with `random_weights` they are initialised instead. vLLM's
     come by resharding.
 
-    Batches and prompts are global: every rank passes the same, and gets the whole result. Prompts may also be local
-    (`data="local"`): of each rank its own.
+    Batches and prompts are global: every rank passes the same, and gets the whole result. With `data="local"` each rank
+    passes prompts of its own, and each data parallel rank a batch of its own, as large as the others', and gets the
+    result for it; ranks of one model-parallel group pass the same batch.
 
     Args:
         config: see `load_config`.
@@ -164,21 +166,60 @@ class ActorHybridWorker(SwitchContexts):
             prompts, sampling or Sampling(), self.adapter, attention_mask, data
         )
 
-    def compute_log_probs(self, batch: Batch) -> torch.Tensor:
-        """Log-probability [B, S] fp32 of every label under the training weights. In train or forward context."""
-        self.sharding.require(State.TRAIN, State.FORWARD)
-        with self.job.agreement.call("scoring"):
-            return whole_log_probs(self.train, batch)
+    @overload
+    def compute_log_probs(self, batch: Batch, *, data: Data = ...) -> torch.Tensor: ...
 
-    def update(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
+    @overload
+    def compute_log_probs(
+        self, batch: Batch, *, data: Data = ..., entropy: bool, top_k: int = ...
+    ) -> dict[str, torch.Tensor]: ...
+
+    @overload
+    def compute_log_probs(self, batch: Batch, *, data: Data = ..., top_k: int) -> dict[str, torch.Tensor]: ...
+
+    def compute_log_probs(
+        self, batch: Batch, *, data: Data = "global", entropy: bool = False, top_k: int = 0
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Log-probability [B, S] fp32 of every label under the training weights. In train or forward context.
+
+        Args:
+            batch: see `batches.Batch`.
+            data: whose it is, see above.
+            entropy: return `entropy` [B, S] too, in nats.
+            top_k: if not 0, return `top_log_probs` and `top_token_ids` [B, S, top_k] too, the most likely tokens first.
+
+        Returns a tensor, or where more is asked for, a dict in which it is `log_probs`. Values of padding are 0. Raises
+        BatchError on all ranks, with every violation.
+        """
+        self.sharding.require(State.TRAIN, State.FORWARD)
+        return score(self.train, batch, self.job.agreement, "scoring", data, Outputs(entropy, top_k))
+
+    def update(
+        self,
+        batch: Batch,
+        loss_function: LossFunction,
+        *,
+        data: Data = "global",
+        entropy: bool = False,
+        top_k: int = 0,
+    ) -> dict[str, float]:
         """One optimizer step on the batch, and one of the learning-rate schedule. In `train_context`.
 
+        Args:
+            batch: see `batches.Batch`.
+            loss_function: see `batches.LossFunction`.
+            data, entropy, top_k: as of `compute_log_probs`; the loss function finds them in its micro batch, `entropy`
+                with gradient.
+
         Returns what the loss function reports, averaged, with `grad_norm`, `learning_rate` and `skipped`; see
-        `ActorTrainer.train_step`.
+        `ActorTrainer.train_step`. Raises on all ranks, with no weight changed, BatchError with every violation, or
+        LossError for a loss function that fails or returns no loss.
         """
         self.sharding.require(State.TRAIN)
+        outputs = Outputs(entropy, top_k)
+        share = agreed_share(batch, self.train.limits, self.job.agreement, data, outputs)
         with self.job.agreement.call("training step"):
-            return self.train.train_step(share_of(self.train, batch), loss_function)
+            return self.train.train_step(share, loss_function, outputs)
 
     @property
     def learning_rate(self) -> float:
@@ -322,19 +363,18 @@ def _builder(config: HybridConfig) -> Callable[..., ActorTrainer]:
 
 
 def share_of(engine: DataParallelModel, batch: Batch) -> Batch:
-    """This data parallel rank's consecutive part of a global batch."""
-    num_sequences = batch["tokens"].shape[0]
-    if num_sequences % (engine.dp_size * engine.micro_batch_size):
-        raise ValueError(
-            f"{num_sequences} sequences do not split over {engine.dp_size} data parallel ranks in micro batches of "
-            f"{engine.micro_batch_size}; pad the batch"
-        )
-    size = num_sequences // engine.dp_size
-    return {name: tensor[engine.dp_rank * size : (engine.dp_rank + 1) * size] for name, tensor in batch.items()}
+    """This data parallel rank's consecutive part of a global batch. Raises BatchError with every violation."""
+    return own_share(batch, engine.limits, needs_labels=False)
 
 
-def whole_log_probs(engine: Scorer, batch: Batch) -> torch.Tensor:
-    """Score a global batch: each data parallel rank its share, the result on every rank."""
-    own = engine.log_probs(share_of(engine, batch))
-    whole = own if engine.dp_size == 1 else engine.gather_over_data_parallel(own)
-    return whole.to(batch["tokens"].device)
+def score(
+    engine: Scorer, batch: Batch, agreement: Agreement, phase: str, data: Data, outputs: Outputs
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """Score a batch: each data parallel rank its share; of a global one the results are joined on every rank."""
+    share = agreed_share(batch, engine.limits, agreement, data, outputs)
+    with agreement.call(phase):
+        found = engine.scores(share, outputs)
+        if data == "global" and engine.limits.dp_size > 1:
+            found = {name: engine.gather_over_data_parallel(value) for name, value in found.items()}
+    found = {name: value.to(batch["tokens"].device) for name, value in found.items()}
+    return found if outputs else found["log_probs"]

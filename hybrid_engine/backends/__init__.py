@@ -6,7 +6,6 @@
     huggingface/      checkpoints as a source or destination of weights; reads and writes safetensors
 
     flat_buffers.py           what training sides say of the flat buffers that their weights lie in
-    micro_batches.py          a batch, cut into what they compute at once
     learning_rate.py          their learning rate: set by hand, or by a schedule
     checkpoint_directory.py   how their checkpoints are put in place, and compared when they are read
 

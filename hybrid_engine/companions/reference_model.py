@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import overload
 
 import torch
 
+from hybrid_engine.batches.batch_checks import Data
+from hybrid_engine.batches.token_outputs import Outputs
 from hybrid_engine.companions.companion import PARAMETERS, Companion
 from hybrid_engine.ports import Batch
-from hybrid_engine.worker import ActorHybridWorker, whole_log_probs
+from hybrid_engine.worker import ActorHybridWorker, score
 
 
 class ReferenceModel(Companion):
@@ -27,13 +30,27 @@ class ReferenceModel(Companion):
         """Score inside, without the actor and vLLM's weights on the device."""
         return self.entered(PARAMETERS, "reference")
 
-    def compute_log_probs(self, batch: Batch) -> torch.Tensor:
+    @overload
+    def compute_log_probs(self, batch: Batch, *, data: Data = ...) -> torch.Tensor: ...
+
+    @overload
+    def compute_log_probs(
+        self, batch: Batch, *, data: Data = ..., entropy: bool, top_k: int = ...
+    ) -> dict[str, torch.Tensor]: ...
+
+    @overload
+    def compute_log_probs(self, batch: Batch, *, data: Data = ..., top_k: int) -> dict[str, torch.Tensor]: ...
+
+    def compute_log_probs(
+        self, batch: Batch, *, data: Data = "global", entropy: bool = False, top_k: int = 0
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
         """Log-probability [B, S] fp32 of every label under the frozen weights. Collective; in any state.
 
         Outside `forward_context` it comes beside what is on the device, or, where `device_budget_gib` has no room for
-        both, in its place.
+        both, in its place. Args, returns and raises as `ActorHybridWorker.compute_log_probs`.
         """
         has_room = self._worker.has_room_for(self._offloader.away_nbytes(["param"])["param"])
         place = self.beside(PARAMETERS, read_only=True) if has_room else self.forward_context()
-        with place, self._agreement.call("scoring by the reference"):
-            return whole_log_probs(self.engine, batch)
+        with place:
+            phase, outputs = "scoring by the reference", Outputs(entropy, top_k)
+            return score(self.engine, batch, self._agreement, phase, data, outputs)

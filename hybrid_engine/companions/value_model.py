@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
+from hybrid_engine.batches.batch_checks import Data, agreed_share
 from hybrid_engine.companions.companion import ALL, PARAMETERS, Companion
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.ports import Batch, LossFunction
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.switch.states import State
-from hybrid_engine.worker import ActorHybridWorker, share_of
+from hybrid_engine.worker import ActorHybridWorker
 
 
 class ValueModel(Companion):
@@ -69,26 +70,37 @@ class ValueModel(Companion):
         """Read values inside: only parameters need to be on the device."""
         return self.entered(PARAMETERS, "critic forward")
 
-    def values(self, batch: Batch) -> torch.Tensor:
-        """Value [B, S] fp32 after each of `tokens` [B, S], on every rank. In train or forward context."""
-        self.require(PARAMETERS)
-        with self._agreement.call("values by the critic"):
-            own = self.engine.values(share_of(self.engine, batch))
-            whole = own if self.engine.dp_size == 1 else self.engine.gather_over_data_parallel(own)
-            return whole.to(batch["tokens"].device)
+    def values(self, batch: Batch, *, data: Data = "global") -> torch.Tensor:
+        """Value [B, S] fp32 after each of `tokens` [B, S], 0 for padding. In train or forward context.
 
-    def update(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
+        Args:
+            batch: see `batches.Batch`; without `labels`.
+            data: as of `ActorHybridWorker.compute_log_probs`.
+
+        Raises BatchError on all ranks, with every violation.
+        """
+        self.require(PARAMETERS)
+        share = agreed_share(batch, self.engine.limits, self._agreement, data, needs_labels=False)
+        with self._agreement.call("values by the critic"):
+            values = self.engine.values(share)
+            if data == "global" and self.engine.dp_size > 1:
+                values = self.engine.gather_over_data_parallel(values)
+            return values.to(batch["tokens"].device)
+
+    def update(self, batch: Batch, loss_function: LossFunction, *, data: Data = "global") -> dict[str, float]:
         """One optimizer step. In `train_context`.
 
         Args:
-            batch: `tokens` [B, S], and what the loss function reads.
-            loss_function: (micro batch, values [b, S] fp32) -> (mean loss, scalars to report).
+            batch: see `batches.Batch`; without `labels`.
+            loss_function: of the micro batch and its values [b, S] fp32; see `batches.LossFunction`.
+            data: as of `ActorHybridWorker.compute_log_probs`.
 
-        Returns the scalars, with `grad_norm`, `learning_rate` and `skipped`, as `ActorHybridWorker.update`.
+        Returns the scalars, with `grad_norm`, `learning_rate` and `skipped`, and raises, as `ActorHybridWorker.update`.
         """
         self.require(ALL)
+        share = agreed_share(batch, self.engine.limits, self._agreement, data, needs_labels=False)
         with self._agreement.call("training step of the critic"):
-            return self.engine.train_step(share_of(self.engine, batch), loss_function)
+            return self.engine.train_step(share, loss_function)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of the updates to come, on every rank alike. No collective.

@@ -79,7 +79,7 @@ class Comparison:
 
     def _train(self, version: int) -> None:
         """Take one optimizer step; with float16 as many as needed for a loss scale without overflow."""
-        num_sequences = _next_multiple(NUM_SEQUENCES, self.worker.train.dp_size * self._stages)
+        num_sequences = _next_multiple(NUM_SEQUENCES, self.worker.train.limits.dp_size * self._stages)
         for _ in range(_MOST_SKIPPED_STEPS):
             batch = tokens_and_labels(version, self.table.dims.vocab_size, num_sequences)
             report = self.worker.update(batch, cross_entropy)

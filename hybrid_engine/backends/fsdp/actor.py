@@ -35,8 +35,9 @@ class FsdpActor(FsdpTrainEngine):
         self._config, self._mesh = config, mesh
         model = _build_model(config, job, mesh)
         optimizer = _adam(model, actor.optimizer)
+        clip_grad = actor.optimizer.clip_grad
         schedule = None if actor.optimizer.schedule is None else ParamSchedule(optimizer, actor.optimizer)
-        super().__init__(model, optimizer, table, job, actor.micro_batch_size, actor.optimizer.clip_grad, schedule)
+        super().__init__(model, optimizer, table, job, actor.micro_batch_size, clip_grad, schedule, actor.seq_length)
 
     def save_checkpoint(self, directory: str | Path) -> None:
         """Write parameters, optimizer state and generators below `directory`. Collective."""
@@ -49,7 +50,8 @@ class FsdpActor(FsdpTrainEngine):
     def frozen_copy(self) -> FsdpTrainEngine:
         """A copy of the present weights that is only read. Collective."""
         model = _build_model(self._config, self._job, self._mesh).requires_grad_(False)
-        copy = FsdpTrainEngine(model, None, self.table, self._job, self.micro_batch_size)
+        seq_length = self._config.actor_config.seq_length
+        copy = FsdpTrainEngine(model, None, self.table, self._job, self.micro_batch_size, seq_length=seq_length)
         copy.copy_weights_from(self)
         return copy
 

@@ -15,7 +15,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from hybrid_engine.backends.fsdp.sharded_model import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.backends.learning_rate import Scheduler, learning_rate_of, resume, set_learning_rate
-from hybrid_engine.backends.micro_batches import micro_batches
+from hybrid_engine.batches.arrangement import Rows, micro_batches
+from hybrid_engine.batches.batch_checks import BatchLimits
+from hybrid_engine.batches.loss_results import CheckedLoss
+from hybrid_engine.batches.token_outputs import NO_OUTPUTS, Outputs, token_outputs
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.table import ModelTable
@@ -34,6 +37,7 @@ class FsdpTrainEngine(ShardedModel):
         micro_batch_size: sequences per micro batch.
         clip_grad: largest norm of the gradients; 0 does not clip.
         scheduler: of learning rate and weight decay; None where these stay.
+        seq_length: the most tokens of a row; None: not known here.
 
     Batches are those of `ports.Batch`. Gradients of a micro batch are reduced at once, so that no rank holds whole
     ones; replicas (HSDP) add theirs up with the last.
@@ -48,11 +52,13 @@ class FsdpTrainEngine(ShardedModel):
         micro_batch_size: int,
         clip_grad: float = 1.0,
         scheduler: Scheduler | None = None,
+        seq_length: int | None = None,
     ) -> None:
         super().__init__(model, table, job.rank, [] if optimizer is None else [optimizer])
         self.optimizer, self.scheduler = optimizer, scheduler
         self.micro_batch_size = micro_batch_size
         self._clip_grad = clip_grad
+        self._seq_length = seq_length
         self._job = job
 
     @property
@@ -64,6 +70,13 @@ class FsdpTrainEngine(ShardedModel):
     def dp_size(self) -> int:
         """Number of data parallel ranks."""
         return self._job.world_size
+
+    @property
+    def limits(self) -> BatchLimits:
+        """What of a batch can be computed."""
+        return BatchLimits(
+            self.table.dims.vocab_size, self.micro_batch_size, self.dp_rank, self.dp_size, self._seq_length
+        )
 
     @property
     def trained_by(self) -> torch.optim.Optimizer:
@@ -81,26 +94,30 @@ class FsdpTrainEngine(ShardedModel):
         """Set the learning rate of every parameter group. Raises StateError where a schedule does that."""
         set_learning_rate(self.trained_by.param_groups, self.scheduler, learning_rate)
 
-    def train_step(self, batch: Batch, loss_function: LossFunction) -> dict[str, float]:
+    def train_step(self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS) -> dict[str, float]:
         """One optimizer step on this rank's share of the batch. Collective.
 
         Args:
             batch: B is a multiple of `micro_batch_size`.
-            loss_function: (micro batch, log-probabilities [b, S] fp32 of the labels) -> (mean loss, scalars to report).
+            loss_function: see `batches.LossFunction`.
+            outputs: what it finds in its micro batch beside what is in `batch`.
 
         Returns the scalars averaged over micro batches and ranks, on every rank, with `grad_norm`, the `learning_rate`
-        of this step, and `skipped`, which is 0: without float16 nothing overflows.
+        of this step, and `skipped`, which is 0: without float16 nothing overflows. Raises LossError, and no weight has
+        changed, for a loss function that fails or returns no loss.
         """
         optimizer, learning_rate = self.trained_by, self.learning_rate
         self.guard(KINDS)
         parts = micro_batches(batch, self.micro_batch_size, self._job.device)
         optimizer.zero_grad()
-        reports = []
+        checked, reports = CheckedLoss(loss_function), []
         for index, part in enumerate(parts):
             self._whole.set_requires_all_reduce(index == len(parts) - 1)
-            loss, report = loss_function(part, self._label_log_probs(part))
+            log_probs, further = self._read(part.rows, outputs)
+            loss, report = checked({**part.given, **further} if further else part.given, log_probs)
             (loss / len(parts)).backward()
-            reports.append({name: value.detach().float() for name, value in report.items()})
+            reports.append({name: value.float() for name, value in report.items()})
+        self._job.agreement.conclude("loss function", checked.fault)
         grad_norm = self._clip_gradients()
         optimizer.step()
         optimizer.zero_grad()  # what has done its work need not be offloaded
@@ -108,17 +125,23 @@ class FsdpTrainEngine(ShardedModel):
             self.scheduler.step(1)
         return self._average(reports) | {"skipped": 0.0, "learning_rate": learning_rate, "grad_norm": grad_norm}
 
-    @torch.no_grad()
     def log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probability [B, S] fp32 of every label. Collective."""
+        return self.scores(batch)["log_probs"]
+
+    @torch.no_grad()
+    def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> dict[str, torch.Tensor]:
+        """`log_probs` [B, S] fp32 of every label, and what `outputs` asks for. Collective."""
         parts = micro_batches(batch, self.micro_batch_size, self._job.device)
-        return torch.cat([self._label_log_probs(part) for part in parts])
+        read = [self._read(part.rows, outputs) for part in parts]
+        whole = {name: torch.cat([further[name] for _, further in read]) for name in outputs.names}
+        return {"log_probs": torch.cat([log_probs for log_probs, _ in read]), **whole}
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, S, vocab_size] fp32 of `tokens` [B, S]; for checks. Collective."""
         parts = micro_batches({"tokens": tokens}, self.micro_batch_size, self._job.device)
-        return torch.cat([self._logits(part) for part in parts])
+        return torch.cat([self._logits(part.rows) for part in parts])
 
     def gather_over_data_parallel(self, tensor: torch.Tensor) -> torch.Tensor:
         """Join the shares [B, …] of all ranks along dim 0, in order of rank."""
@@ -168,14 +191,19 @@ class FsdpTrainEngine(ShardedModel):
         assert isinstance(self.model, FSDPModule)
         return self.model
 
-    def _logits(self, batch: Batch) -> torch.Tensor:
-        logits: torch.Tensor = self.model(batch["tokens"], use_cache=False).logits
+    def _logits(self, rows: Rows) -> torch.Tensor:
+        # positions that begin anew are how transformers knows of several sequences in a row, with any attention
+        positions = {} if rows.sequence_ids is None else {"position_ids": rows.position_ids}
+        logits: torch.Tensor = self.model(rows.tokens, use_cache=False, **positions).logits
         return logits.float()
 
-    def _label_log_probs(self, batch: Batch) -> torch.Tensor:
-        labels = batch["labels"]
-        losses = cross_entropy(self._logits(batch).flatten(0, 1), labels.flatten(), reduction="none")
-        return -losses.view(labels.shape)
+    def _read(self, rows: Rows, outputs: Outputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Log-probabilities [b, S] of the labels, and what `outputs` asks for."""
+        assert rows.labels is not None
+        logits = self._logits(rows)
+        losses = cross_entropy(logits.flatten(0, 1), rows.labels.flatten(), reduction="none")
+        further = {name: rows.restore(value) for name, value in token_outputs(logits, outputs).items()}
+        return rows.restore_log_probs(-losses.view(rows.labels.shape)), further
 
     def _clip_gradients(self) -> float:
         """The norm of all gradients, which are scaled down if it is too large."""

@@ -16,6 +16,8 @@
     offload  training_state.py    what is on the device, and what can leave it
     train    live_model.py        `LiveModel`: a model as the switch sees it (port `Trainer`), whoever trains it
              pipeline_engine.py   steps and readings through Megatron's pipeline schedules, whatever the output is
+             model_inputs.py      masks, positions and packed sequences, as Megatron's models take them
+             output_hooks.py      what is read off the output layer's logits
              train_engine.py      `TrainEngine`: log-probabilities of a language model
              value_engine.py      `ValueEngine`: one number for each token; value_head.py is its output layer
     resume   rank_checkpoint.py   save and load in the same layout; rank_files.py, checkpoint_checks.py

@@ -28,7 +28,11 @@ class MegatronActor(TrainEngine):
     def __init__(self, actor: build.Actor, config: HybridConfig, table: ModelTable, job: Job) -> None:
         separate_lora = config.generate_config.lora_delivery == "adapter"
         allowed = config.generate_config.allow_unreviewed
-        super().__init__(actor, table, config.actor_config.micro_batch_size, separate_lora, allowed)
+        actor_config = config.actor_config
+        super().__init__(
+            actor, table, actor_config.micro_batch_size, separate_lora, allowed, seq_length=actor_config.seq_length
+        )
+        self.conclude = job.agreement.conclude
         self.actor = actor
         self._config, self._table, self._job = config, table, job
 
@@ -46,7 +50,13 @@ class MegatronActor(TrainEngine):
         actor_config = self._config.actor_config
         model = build.build_reference(actor_config, self._table, self._config.hf_config(), self._job.world_size)
         allowed = self._config.generate_config.allow_unreviewed
-        copy = TrainEngine(model, self._table, actor_config.micro_batch_size, allow_unreviewed=allowed)
+        copy = TrainEngine(
+            model,
+            self._table,
+            actor_config.micro_batch_size,
+            allow_unreviewed=allowed,
+            seq_length=actor_config.seq_length,
+        )
         copy.copy_weights_from(self)
         return copy
 
@@ -56,7 +66,14 @@ class MegatronCritic(ValueEngine):
 
     def __init__(self, actor: build.Actor, config: HybridConfig, critic: CriticContext, job: Job) -> None:
         allowed = config.generate_config.allow_unreviewed
-        super().__init__(actor, critic.table, critic.actor.micro_batch_size, allow_unreviewed=allowed)
+        super().__init__(
+            actor,
+            critic.table,
+            critic.actor.micro_batch_size,
+            allow_unreviewed=allowed,
+            seq_length=critic.actor.seq_length,
+        )
+        self.conclude = job.agreement.conclude
         self.table = critic.table
         self._actor, self._job = actor, job
 

@@ -13,8 +13,10 @@ from typing import Any
 import megatron.core
 import torch
 from megatron.core import parallel_state
+from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
@@ -57,6 +59,10 @@ PRIVATE_NAMES = (
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention._resolve_qk_norm_config",
         "chooses other modules than the spec names where queries are not compressed: specs.py overrides it",
         since="0.19.0",
+    ),
+    PrivateName(
+        "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.forward_torch_softmax",
+        "takes its window in place of the mask that it is given; a fused kernel takes none: see softmax_of",
     ),
     PrivateName(
         "megatron.core.transformer.moe.router_replay:RouterReplay.get_replay_topk",
@@ -106,6 +112,14 @@ def holders_of_routing(layer: MoELayer) -> list[object]:
     dispatcher = layer.token_dispatcher
     holders = (dispatcher, getattr(dispatcher, "_comm_manager", None), layer.shared_experts)
     return [holder for holder in holders if holder is not None]
+
+
+def softmax_of(attention: DotProductAttention) -> FusedScaleMaskSoftmax:
+    """What masks the scores of megatron-core's own attention; its `window_size` and fusion say which mask it heeds."""
+    softmax = attention.scale_mask_softmax
+    while not isinstance(softmax, FusedScaleMaskSoftmax):  # one that caps them first
+        softmax = softmax.softmax
+    return softmax
 
 
 def mark_sequence_parallel(weight: Any) -> None:

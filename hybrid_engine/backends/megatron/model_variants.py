@@ -162,17 +162,43 @@ def _core_attention(base: type, window: int | None, softcap: float | None) -> ty
     """
 
     parent: type = base if softcap is None else DotProductAttention
+    own_window = window if issubclass(parent, DotProductAttention) else None
 
     class CoreAttention(parent):
         def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
             config = copy.copy(config)
-            config.window_size = None if window is None else (window - 1, 0)  # tokens before, tokens after
+            # tokens before, tokens after
+            config.window_size = None if window is None or own_window is not None else (window - 1, 0)
             config.window_attn_skip_freq = None
             super().__init__(config, *args, **kwargs)
             if softcap is not None:
                 self.scale_mask_softmax = CappedSoftmax(self.get_submodule("scale_mask_softmax"), softcap)
 
+        def forward(
+            self,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            mask: torch.Tensor | None,
+            *args: Any,
+            **kwargs: Any,
+        ) -> torch.Tensor:
+            """As the parent's. There a window is in place of `mask`, here it is added to it."""
+            if own_window is not None:
+                mask = _with_window(mask, own_window, key)
+            return super().forward(query, key, value, mask, *args, **kwargs)
+
     return CoreAttention
+
+
+def _with_window(mask: torch.Tensor | None, window: int, key: torch.Tensor) -> torch.Tensor:
+    """`mask` [..., queries, keys], default: causal, True also where a key is `window` tokens before the query or more.
+
+    `key` [keys, ...].
+    """
+    everywhere = torch.ones(len(key), len(key), dtype=torch.bool, device=key.device)
+    mask = everywhere.triu(1)[None, None] if mask is None else mask
+    return mask | everywhere.tril(-window)
 
 
 def _with_norms(layer: ModuleSpec, norm: type) -> ModuleSpec:

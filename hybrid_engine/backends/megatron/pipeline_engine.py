@@ -16,11 +16,16 @@ from megatron.core.utils import unwrap_model
 from hybrid_engine.backends.learning_rate import learning_rate_of, set_learning_rate
 from hybrid_engine.backends.megatron.build import Actor, model_device
 from hybrid_engine.backends.megatron.live_model import LiveModel
-from hybrid_engine.backends.micro_batches import micro_batches
-from hybrid_engine.errors import StateError
+from hybrid_engine.backends.megatron.model_inputs import ModelInputs
+from hybrid_engine.batches.arrangement import MicroBatch, Rows, micro_batches
+from hybrid_engine.batches.batch_checks import BatchLimits
+from hybrid_engine.batches.loss_results import CheckedLoss
+from hybrid_engine.errors import RemoteError, StateError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Batch, LossFunction, Report
+
+_Loss = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
 
 
 class PipelineEngine(LiveModel, ABC):
@@ -32,9 +37,14 @@ class PipelineEngine(LiveModel, ABC):
         micro_batch_size: sequences per micro batch.
         separate_lora: reshard LoRA beside the weights instead of added to them.
         allow_unreviewed: as in `LiveModel`.
+        seq_length: the most tokens of a row; None: not known here.
 
-    A batch is a dict of tensors whose dim 0 is this data parallel rank's sequences. Training and reading raise
-    StateError while a `HybridEngine` has the memory that they need off the device.
+    Attributes:
+        conclude: ends a phase of all ranks (its name, this rank's error or None), and raises on all where one has an
+            error. Those of a job set their own.
+
+    A batch is this data parallel rank's share; see `batches.Batch`. Training and reading raise StateError while a
+    `HybridEngine` has the memory that they need off the device.
     """
 
     def __init__(
@@ -44,18 +54,46 @@ class PipelineEngine(LiveModel, ABC):
         micro_batch_size: int,
         separate_lora: bool = False,
         allow_unreviewed: Collection[str] = (),
+        seq_length: int | None = None,
     ) -> None:
         super().__init__(actor.chunks, actor.optimizer, table, actor.noop_layers, separate_lora, allow_unreviewed)
         self.transformer_config, self.scheduler = actor.transformer_config, actor.scheduler
         self.micro_batch_size = micro_batch_size
+        self.vocab_size = table.dims.vocab_size
+        self.conclude: Callable[[str, Exception | None], None] = _conclude
+        self._seq_length = seq_length
+        self._inputs = ModelInputs(unwrap_model(actor.chunks))
 
     @abstractmethod
-    def _forward(self, model: torch.nn.Module, micro_batch: Batch) -> torch.Tensor:
+    def _forward(self, model: torch.nn.Module, rows: Rows) -> torch.Tensor:
         """The output of a chunk; of the last one, what `_result` reads."""
 
     @abstractmethod
-    def _result(self, micro_batch: Batch, output: torch.Tensor) -> torch.Tensor:
-        """What a loss function is given of the last chunk's output."""
+    def _result(self, rows: Rows, output: torch.Tensor) -> torch.Tensor:
+        """What a loss function is given of the last chunk's output, in the user's places."""
+
+    def _seen_by_losses(self, micro_batch: MicroBatch) -> Batch:
+        """The micro batch that a loss function is given."""
+        return micro_batch.given
+
+    @property
+    def limits(self) -> BatchLimits:
+        """What of a batch can be computed."""
+        return BatchLimits(
+            self.vocab_size,
+            self.micro_batch_size,
+            self.dp_rank,
+            self.dp_size,
+            self._seq_length,
+            self._row_multiple,
+            self._inputs.no_packing,
+        )
+
+    @property
+    def _row_multiple(self) -> int:
+        """Sequence parallel ranks have as many tokens of a row each."""
+        config = self.transformer_config
+        return config.tensor_model_parallel_size if config.sequence_parallel else 1
 
     @property
     def dp_rank(self) -> int:
@@ -81,18 +119,21 @@ class PipelineEngine(LiveModel, ABC):
 
         Args:
             batch: B is a multiple of `micro_batch_size`.
-            loss_function: (micro batch, what `_result` gives of it) -> (mean loss, scalars to report).
+            loss_function: see `batches.LossFunction`; what it gets is that of `_result`.
 
         Returns the scalars averaged over micro batches and data parallel ranks, on every rank, with `grad_norm`, the
         `learning_rate` of this step, and `skipped`: 1 when float16 gradients overflowed; then no weight changed,
-        Megatron has lowered its loss scale, and a schedule stays where it is.
+        Megatron has lowered its loss scale, and a schedule stays where it is. Raises LossError, and no weight has
+        changed, for a loss function that fails or returns no loss.
         """
         optimizer, learning_rate = self._require_optimizer(), self.learning_rate
         self.guard(KINDS)
         for chunk in self.weights.model.ddp_chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        reports = self._run(batch, loss_function, forward_only=False)
+        loss = CheckedLoss(loss_function)
+        reports = self._run(batch, loss, forward_only=False)
+        self.conclude("loss function", loss.fault)
         successful, grad_norm, _ = optimizer.step()
         report = self._average(reports)
         if successful and self.scheduler is not None:
@@ -129,13 +170,16 @@ class PipelineEngine(LiveModel, ABC):
             raise StateError("this model has no optimizer and cannot be trained")
         return self.optimizer
 
-    def _run(self, batch: Batch, loss_function: LossFunction, forward_only: bool) -> list[Report]:
+    def _run(self, batch: Batch, loss_function: _Loss, forward_only: bool) -> list[Report]:
         """All micro batches through Megatron's schedule; the reports, on the last pipeline stage only."""
         self.guard(["param"])
         if forward_only:
             self.weights.base.prepare()  # overlapped gathers are otherwise finished by the next training step only
-        parts = micro_batches(batch, self.micro_batch_size, model_device())
-        seq_length = batch["tokens"].shape[1]
+        is_pipelined = parallel_state.get_pipeline_model_parallel_world_size() > 1
+        parts = micro_batches(
+            batch, self.micro_batch_size, model_device(), self._row_multiple, same_length=is_pipelined
+        )
+        num_rows, seq_length = self._inputs.shape_of(parts[0].rows)
         forward_backward = get_forward_backward_func()
         for chunk in self.chunks:
             chunk.train(not forward_only)
@@ -147,24 +191,25 @@ class PipelineEngine(LiveModel, ABC):
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(parts),
                 seq_length=seq_length,
-                micro_batch_size=self.micro_batch_size,
+                micro_batch_size=num_rows,
                 forward_only=forward_only,
             )
 
-    def _forward_step(self, loss_function: LossFunction) -> Callable[[Iterator[Batch], torch.nn.Module], Any]:
+    def _forward_step(self, loss_function: _Loss) -> Callable[[Iterator[MicroBatch], torch.nn.Module], Any]:
         """The function that Megatron's schedules call for each micro batch."""
 
         def forward_step(
-            iterator: Iterator[Batch], model: torch.nn.Module
+            iterator: Iterator[MicroBatch], model: torch.nn.Module
         ) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, Report]]]:
             micro_batch = next(iterator)
 
             def loss(output: torch.Tensor) -> tuple[torch.Tensor, Report]:
-                mean_loss, report = loss_function(micro_batch, self._result(micro_batch, output))
+                result = self._result(micro_batch.rows, output)
+                mean_loss, report = loss_function(self._seen_by_losses(micro_batch), result)
                 # Megatron divides the loss in place, which must not change a report that shares its memory
                 return mean_loss, {name: value.detach().clone() for name, value in report.items()}
 
-            return self._forward(model, micro_batch), loss
+            return self._forward(model, micro_batch.rows), loss
 
         return forward_step
 
@@ -199,9 +244,12 @@ class PipelineEngine(LiveModel, ABC):
         torch.distributed.broadcast(values, src=last, group=group)
         return dict(zip(names, values.tolist(), strict=True))
 
-    def _from_last_stage(self, parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+    def _from_last_stage(
+        self, parts: Sequence[torch.Tensor], shape: Sequence[int], dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
         """`parts`, which only the last pipeline stage has, joined along dim 0 to this shape, on every stage."""
-        result = torch.cat(list(parts)).contiguous() if parts else torch.empty(tuple(shape), device=model_device())
+        empty = torch.empty(tuple(shape), dtype=dtype, device=model_device())
+        result = torch.cat(list(parts)).contiguous() if parts else empty
         if parallel_state.get_pipeline_model_parallel_world_size() == 1:
             return result
         torch.distributed.broadcast(
@@ -212,8 +260,11 @@ class PipelineEngine(LiveModel, ABC):
         return result
 
 
-def causal_inputs(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For tokens [B, S]: position ids [B, S], and the attention mask [1, 1, S, S], True where a token may not look."""
-    length = tokens.shape[1]
-    position_ids = torch.arange(length, device=tokens.device).expand_as(tokens)
-    return position_ids, torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)[None, None]
+def _conclude(phase: str, error: Exception | None) -> None:
+    """Without a job: raise this rank's error, or RemoteError where another has one. Collective."""
+    has_failed = torch.tensor([error is not None], dtype=torch.int64, device=model_device())
+    torch.distributed.all_reduce(has_failed, op=torch.distributed.ReduceOp.MAX)
+    if error is not None:
+        raise error
+    if has_failed:
+        raise RemoteError(f"{phase}: failed on another rank, whose log has more")

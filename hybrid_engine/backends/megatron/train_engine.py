@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.build import Actor
-from hybrid_engine.backends.megatron.model_variants import WithBias
-from hybrid_engine.backends.megatron.pipeline_engine import PipelineEngine, causal_inputs
+from hybrid_engine.backends.megatron.output_hooks import OutputReader, hide_padding
+from hybrid_engine.backends.megatron.pipeline_engine import PipelineEngine
+from hybrid_engine.batches.arrangement import MicroBatch, Rows
+from hybrid_engine.batches.token_outputs import NO_OUTPUTS, Outputs
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.ports import Batch, Report
+from hybrid_engine.ports import Batch, LossFunction, Report
 
 
 class TrainEngine(PipelineEngine):
@@ -26,13 +26,13 @@ class TrainEngine(PipelineEngine):
         micro_batch_size: sequences per micro batch.
         separate_lora: reshard LoRA beside the weights instead of added to them.
         allow_unreviewed: as in `LiveModel`.
+        seq_length: the most tokens of a row; None: not known here.
 
-    A batch is a dict of tensors whose dim 0 is this data parallel rank's sequences: `tokens` and `labels` [B, S]
-    int64 (`labels[i, t]` is the token after `tokens[i, t]`), and whatever the loss function reads.
+    A batch is this data parallel rank's share; see `batches.Batch`.
 
     MTP layers, where a model has them, are trained by every step: Megatron adds their loss to the gradients, over the
-    labels where `mask` [B, S] of the batch is 1 (over all without a mask; megatron-core before 0.17 also takes all in a
-    micro batch where it is 0 everywhere).
+    labels where `mask` [B, S] of the batch is 1 (over all without a mask, but for padding and what follows the end of a
+    packed sequence; megatron-core before 0.17 also takes all in a micro batch where it is 0 everywhere).
 
     Padding of the vocabulary gets probability 0, as in the inference engine: its logits are set to -inf from here on.
 
@@ -47,22 +47,39 @@ class TrainEngine(PipelineEngine):
         micro_batch_size: int,
         separate_lora: bool = False,
         allow_unreviewed: Collection[str] = (),
+        seq_length: int | None = None,
     ) -> None:
-        super().__init__(actor, table, micro_batch_size, separate_lora, allow_unreviewed)
-        self.vocab_size = table.dims.vocab_size
+        super().__init__(actor, table, micro_batch_size, separate_lora, allow_unreviewed, seq_length)
+        self._reader = OutputReader()
         for model in unwrap_model(actor.chunks):
             if model.post_process:
-                model.output_layer.register_forward_hook(_hide_padding(self.vocab_size))
+                model.output_layer.register_forward_hook(hide_padding(self.vocab_size))
+                model.output_layer.register_forward_hook(self._reader)
 
-    @torch.no_grad()
+    def train_step(self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS) -> dict[str, float]:
+        """As `PipelineEngine.train_step`; a loss function finds `outputs` in its micro batch."""
+        with self._reader.reading(outputs):
+            return super().train_step(batch, loss_function)
+
     def log_probs(self, batch: Batch) -> torch.Tensor:
         """Log-probability [B, S] fp32 of every label, on every pipeline stage."""
+        return self.scores(batch)["log_probs"]
+
+    @torch.no_grad()
+    def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> dict[str, torch.Tensor]:
+        """`log_probs` [B, S] fp32 of every label and what `outputs` asks for, on every pipeline stage."""
 
         def keep(micro_batch: Batch, log_probs: torch.Tensor) -> tuple[torch.Tensor, Report]:
-            return log_probs.sum(), {"log_probs": log_probs.float()}
+            further = {name: micro_batch[name] for name in outputs.names}
+            return log_probs.sum(), {"log_probs": log_probs.float(), **further}
 
-        reports = self._run(batch, keep, forward_only=True)
-        return self._from_last_stage([report["log_probs"] for report in reports], batch["tokens"].shape)
+        with self._reader.reading(outputs):
+            reports = self._run(batch, keep, forward_only=True)
+        shape = tuple(batch["tokens"].shape)
+        return {
+            name: self._from_last_stage([report[name] for report in reports], (*shape, *further), dtype)
+            for name, further, dtype in outputs.shapes
+        }
 
     @torch.no_grad()
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -75,29 +92,19 @@ class TrainEngine(PipelineEngine):
         reports = self._run({"tokens": tokens}, keep, forward_only=True)
         return self._from_last_stage([report["logits"] for report in reports], (*tokens.shape, self.vocab_size))
 
-    def _forward(self, model: torch.nn.Module, micro_batch: Batch) -> torch.Tensor:
+    def _forward(self, model: torch.nn.Module, rows: Rows) -> torch.Tensor:
         """Losses [b, S] of the last chunk, or logits without labels."""
-        tokens = micro_batch["tokens"]
-        position_ids, future = causal_inputs(tokens)
-        mask = micro_batch.get("mask")
-        # Megatron divides by the mask's sum, which must not be 0
-        mask = None if mask is None else mask.float().clamp_min(1e-8)
-        output: torch.Tensor = model(tokens, position_ids, future, labels=micro_batch.get("labels"), loss_mask=mask)
+        output: torch.Tensor = model(**self._inputs.arguments(rows), labels=self._inputs.in_shape(rows, rows.labels))
         return output
 
-    def _result(self, micro_batch: Batch, output: torch.Tensor) -> torch.Tensor:
-        return output if micro_batch.get("labels") is None else -output
+    def _result(self, rows: Rows, output: torch.Tensor) -> torch.Tensor:
+        return output if rows.labels is None else rows.restore_log_probs(-output.view(rows.tokens.shape))
 
-
-def _hide_padding(vocab_size: int) -> Callable[..., WithBias]:
-    """A forward hook of Megatron's output layer: -inf for the rows that pad the vocabulary."""
-
-    def hook(_layer: torch.nn.Module, _inputs: Any, outputs: WithBias) -> WithBias:
-        logits, bias = outputs
-        local_size = logits.shape[-1]
-        num_real = max(0, vocab_size - parallel_state.get_tensor_model_parallel_rank() * local_size)
-        if num_real < local_size:
-            logits[..., num_real:] = float("-inf")
-        return logits, bias
-
-    return hook
+    def _seen_by_losses(self, micro_batch: MicroBatch) -> Batch:
+        """What the user gave, and what was read off the logits."""
+        rows = micro_batch.rows
+        further = {
+            name: rows.restore(value.reshape(*rows.tokens.shape, *value.shape[2:]))
+            for name, value in self._reader.take().items()
+        }
+        return {**micro_batch.given, **further} if further else micro_batch.given

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from hybrid_engine.backends.megatron.pipeline_engine import PipelineEngine, causal_inputs
+from hybrid_engine.backends.megatron.pipeline_engine import PipelineEngine
+from hybrid_engine.batches.arrangement import Rows
 from hybrid_engine.ports import Batch, Report
 
 
 class ValueEngine(PipelineEngine):
     """A `PipelineEngine` of a model whose table is a value model's (models/value_table.py).
 
-    A batch has `tokens` [B, S] int64 and whatever the loss function reads, which gets the values [b, S] in float32.
+    A batch has `tokens` [B, S], keys that say which of them are a sequence (`batches.Batch`), and whatever the loss
+    function reads, which gets the values [b, S] in float32, 0 for padding.
     """
 
     @torch.no_grad()
@@ -24,9 +26,9 @@ class ValueEngine(PipelineEngine):
         reports = self._run(batch, keep, forward_only=True)
         return self._from_last_stage([report["values"] for report in reports], batch["tokens"].shape)
 
-    def _forward(self, model: torch.nn.Module, micro_batch: Batch) -> torch.Tensor:
-        output: torch.Tensor = model(micro_batch["tokens"], *causal_inputs(micro_batch["tokens"]))
+    def _forward(self, model: torch.nn.Module, rows: Rows) -> torch.Tensor:
+        output: torch.Tensor = model(**self._inputs.arguments(rows))
         return output
 
-    def _result(self, micro_batch: Batch, output: torch.Tensor) -> torch.Tensor:
-        return output.squeeze(-1).float()
+    def _result(self, rows: Rows, output: torch.Tensor) -> torch.Tensor:
+        return rows.restore(output.view(rows.tokens.shape).float())

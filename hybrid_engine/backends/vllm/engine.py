@@ -36,7 +36,7 @@ from hybrid_engine.backends.vllm.arguments import (
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings
 from hybrid_engine.backends.vllm.generation.model_tokenizer import ModelTokenizer
 from hybrid_engine.backends.vllm.generation.prompts import Prompts, check_token_ids, token_ids_of
-from hybrid_engine.backends.vllm.generation.replica_exchange import Data, ReplicaExchange, check_data
+from hybrid_engine.backends.vllm.generation.replica_exchange import ReplicaExchange, check_data
 from hybrid_engine.backends.vllm.generation.sampling_params import needs_tokenizer, refusals_named, sampling_params
 from hybrid_engine.backends.vllm.lora.delivered_loras import DeliveredLoras
 from hybrid_engine.backends.vllm.process.group_placement import building_groups
@@ -60,6 +60,7 @@ from hybrid_engine.backends.vllm.weights.loader import capturing
 from hybrid_engine.backends.vllm.weights.looking import look
 from hybrid_engine.backends.vllm.weights.traced_model import Context, ProcessedModel, TracedModel, trace_model
 from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory, SleepMode, WeightMemory
+from hybrid_engine.batches.batch_checks import Data
 from hybrid_engine.errors import ModelError, StateError
 from hybrid_engine.models.lora_tensors import LoraSettings
 from hybrid_engine.ports import NearEnd

@@ -14,6 +14,7 @@ import torch
 
 from hybrid_engine import ActorHybridWorker, ReferenceModel, Sampling
 from hybrid_engine.backends.fsdp.actor import build_actor
+from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.worker import share_of
@@ -83,6 +84,34 @@ def run_snippets(worker: ActorHybridWorker) -> dict[str, Any]:
     return {"chats": names["chats"], "raw": list(names["outputs"][0].outputs[0].token_ids)}
 
 
+def _boundary(worker: Any) -> dict[str, Any]:
+    """A batch of its own for each rank, more than log-probabilities, and what is refused though one rank alone is at
+    fault; the weights stay."""
+    batch, reference = workers.batch(seed=9), ReferenceModel(worker)
+    own, found = share_of(worker.train, batch), {}
+    whole = worker.compute_log_probs(batch, entropy=True, top_k=2)
+    found["local"] = worker.compute_log_probs(own, data="local")
+    found["local reference"] = reference.compute_log_probs(own, data="local", top_k=2)
+    found["part of global"] = share_of(worker.train, {**batch, **whole})
+    worker.train.set_learning_rate(0.0)
+    loss = workers.cross_entropy
+    found["reports"] = [worker.update(batch, loss), worker.update(own, loss, data="local")]
+    is_at_fault = worker.rank == 1
+    bad_batches = {
+        "labels": ({name: batch[name] for name in ("tokens", *(["labels"] * (not is_at_fault)))}, {}),
+        "another shape": ({name: tensor[: 2 + 2 * is_at_fault] for name, tensor in own.items()}, {"data": "local"}),
+    }
+    for name, (bad, settings) in bad_batches.items():
+        with pytest.raises(HybridEngineError) as caught:
+            worker.update(bad, loss, **settings)
+        found[name] = f"{type(caught.value).__name__}: {caught.value}"
+    with pytest.raises(HybridEngineError) as caught:
+        worker.update(batch, lambda _batch, log_probs: None if is_at_fault else -log_probs.mean())
+    found["loss"] = f"{type(caught.value).__name__}: {caught.value}"
+    found["again"] = worker.compute_log_probs(batch)
+    return found
+
+
 def without(model: Path, actor: dict[str, Any]) -> dict[str, Any]:
     """The same updates by the trainer alone."""
     kept: list[int] = []
@@ -111,12 +140,14 @@ def with_replicas(directory: Path) -> dict[str, Any]:
         at_start = worker.compute_log_probs(workers.batch(seed=9))
         worker.load_checkpoint(directory / "resume")
         scores = worker.compute_log_probs(workers.batch(seed=9))
+        boundary = _boundary(worker)
     with worker.rollout_context():
         completions = worker.generate_sequences(PROMPTS, SAMPLED)
     with worker.forward_context():
         difference = _difference(worker, completions)
     worker.shutdown()
-    return {"begins as saved": torch.equal(at_start, scores), "difference": difference}
+    begins_as_saved = torch.equal(at_start, scores)
+    return {"begins as saved": begins_as_saved, "scores": scores, "difference": difference, **boundary}
 
 
 def _difference(worker: Any, completions: Any) -> float:
@@ -172,6 +203,27 @@ def test_a_schedule_goes_on_where_it_was_saved(launched: Outcomes) -> None:
     """Rates of the updates, and of the next one after a checkpoint was loaded."""
     for found in launched["switched"]:
         assert found["rates"] == pytest.approx([1e-3, 5.5e-3, 1e-2, 9e-3])
+
+
+def test_a_rank_may_pass_its_own_part_and_keeps_what_is_made_of_it(launched: Outcomes) -> None:
+    for found in launched["replicas"]:
+        part = found["part of global"]
+        assert torch.equal(found["local"], part["log_probs"])
+        assert found["local reference"].keys() == {"log_probs", "top_log_probs", "top_token_ids"}
+        assert all(torch.equal(values, part[name]) for name, values in found["local reference"].items())
+        assert (part["entropy"] > 0).all()
+        assert found["reports"][0] == found["reports"][1]
+
+
+def test_what_one_rank_does_wrong_is_told_to_all_and_changes_nothing(launched: Outcomes) -> None:
+    first, second = launched["replicas"]
+    assert second["labels"].startswith("BatchError: unusable batch (1):\n  - labels: is missing")
+    assert first["labels"].startswith("RemoteError: checking the batch failed on 1 rank(s)")
+    assert "labels: is missing" in first["labels"]
+    assert all("BatchError" in each["another shape"] for each in (first, second))
+    assert second["loss"].startswith("LossError: loss function _boundary.<locals>.<lambda> returned None")
+    assert first["loss"].startswith("RemoteError: loss function failed on 1 rank(s)")
+    assert all(torch.equal(each["again"], each["scores"]) for each in (first, second))
 
 
 def test_vllm_samples_from_the_weights_that_are_trained(launched: Outcomes) -> None:

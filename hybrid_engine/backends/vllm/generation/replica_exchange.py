@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch.distributed as dist
 
 from hybrid_engine.backends.vllm.engine_settings import Completion
+from hybrid_engine.batches.batch_checks import Data
 from hybrid_engine.errors import ConfigError, GenerationError, Violation, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
@@ -29,7 +30,6 @@ from hybrid_engine.ranks.job import Job
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.generation.model_tokenizer import ModelTokenizer
 
-Data = Literal["global", "local"]
 T = TypeVar("T")
 TokenIds = Sequence[Sequence[int]]
 Completions = list[list[Completion]]

@@ -9,16 +9,24 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_engine.backends.fsdp.train_engine import FsdpTrainEngine
 from hybrid_engine.errors import StateError
-from hybrid_engine.worker import whole_log_probs
+from hybrid_engine.ports import Batch
+from hybrid_engine.worker import share_of
 from tests.harness.launch import Outcomes, Ranks
 from tests.hybrid_engine.backends.fsdp.actors import TIED_WITH_ODD_ROWS, actor, batch, state_of, train
+from tests.zoo import padded_batches
 from tests.zoo.families import FAMILIES, tiny_config, write_config
 
 # family -> changes: tied, odd rows; experts packed by transformers; dropout and learned positions in config.json
 MODELS: dict[str, dict[str, Any]] = {"qwen2": TIED_WITH_ODD_ROWS, "mixtral": {}, "gpt2": {}}
+PADDED = ("qwen2", "gpt2", "gemma3", "mixtral", "deepseek_v3")
 Found = list[dict[str, dict[str, Any]]]
 """By rank and model."""
+
+
+def whole_log_probs(engine: FsdpTrainEngine, one: Batch) -> torch.Tensor:
+    return engine.gather_over_data_parallel(engine.log_probs(share_of(engine, one)))
 
 
 def compute(paths: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
@@ -62,6 +70,17 @@ def every_family(paths: Mapping[str, Path]) -> dict[str, float]:
     return found
 
 
+def read_padded(paths: Mapping[str, Path]) -> dict[str, dict[str, padded_batches.Read]]:
+    """By family; compared with a model that is not sharded."""
+    found = {}
+    for family in PADDED:
+        with actor(paths[family], seq_length=padded_batches.WIDTH) as engine:
+            model = in_one_piece(paths[family], state_of(engine)["tensors"])
+            found[family] = padded_batches.read_all(engine)
+            padded_batches.assert_is_that_of_logits(found[family]["right"], model)
+    return found
+
+
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
@@ -78,7 +97,11 @@ def on_two(ranks: Ranks, paths: dict[str, Path]) -> Found:
 @pytest.fixture(scope="module")
 def alone(ranks: Ranks, paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     families = {name: write_config(tmp_path_factory.mktemp(name), tiny_config(name)) for name in FAMILIES}
-    calls = {"weights": (initial_weights, (paths["qwen2"],)), "families": (every_family, (families,))}
+    calls = {
+        "weights": (initial_weights, (paths["qwen2"],)),
+        "families": (every_family, (families,)),
+        "padded": (read_padded, (families,)),
+    }
     return ranks.launch_in_turn(1, calls)
 
 
@@ -141,3 +164,10 @@ def test_every_family_is_built(alone: Outcomes, family: str) -> None:
     """Layer by layer, and yet the same as when transformers builds it: buffers, ties, logits."""
     (differences,) = alone["families"]
     assert differences[family] < 1e-5
+
+
+@pytest.mark.parametrize("family", PADDED)
+def test_padding_and_packing_do_not_change_what_a_token_gets(alone: Outcomes, family: str) -> None:
+    """Nor what is learnt."""
+    (found,) = alone["padded"]
+    padded_batches.assert_all_ways_agree(found[family], atol=1e-5)

@@ -31,6 +31,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3, three experts, yarn": ("deepseek_v3", {"num_experts_per_tok": 3, "rope_parameters": YARN}),
+    "deepseek_v3, one mtp layer": ("deepseek_v3", {"mtp_layers": 1}),
     "deepseek_v3, two mtp layers": ("deepseek_v3", {"mtp_layers": 2}),
     "qwen3, three layers": ("qwen3", {"num_hidden_layers": 3}),
     "qwen3, four layers, tied": ("qwen3", {"num_hidden_layers": 4, "tie_word_embeddings": True}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from packaging.version import Version
 
 from hybrid_engine.config import ActorConfig
+from hybrid_engine.errors import BatchError
 from hybrid_engine.worker import share_of
 from tests.harness.core_versions import INSTALLED, IS_0_16
 from tests.harness.launch import Call, Outcomes, Ranks
@@ -21,12 +23,14 @@ from tests.hybrid_engine.backends.megatron.expert_cases import (
     BATCH,
     CASES,
     EP2,
+    TP2,
     Case,
     close,
     make_batch,
     reference_model,
     save_models,
 )
+from tests.zoo import padded_batches
 from tests.zoo.megatron_models import (
     DENSE_FLOAT32,
     load_canonical,
@@ -89,7 +93,34 @@ def _losses_of_step(run: Any, batch: dict[str, torch.Tensor]) -> list[float]:
         return []
     what, values = ("metrics", "loss_values") if Version("0.19.0") <= INSTALLED else ("loss", "values")
     getattr(MTPLossLoggingHelper, f"reduce_{what}_in_tracker")()
-    return (MTPLossLoggingHelper.tracker[values] / len(batch["tokens"])).tolist()
+    num_micro_batches = len(batch["tokens"]) // run.engine.micro_batch_size
+    return (MTPLossLoggingHelper.tracker[values] / num_micro_batches).tolist()
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The losses of multi-token prediction on sequences in rows of their own, on the left or the right, and packed."""
+
+    right: list[float]
+    left: list[float]
+    packed: list[float]
+    no_packing: str
+
+
+def pack_sequences(case: Case, path: Path) -> Packed:
+    """Each way in one micro batch, whose tokens Megatron takes the mean of."""
+    with running(path, case.config()) as run:
+        load_canonical(run, path)
+        run.engine.set_learning_rate(0.0)
+        run.actor.transformer_config.moe_router_bias_update_rate = 0.0
+        losses, given = [], padded_batches.batches()
+        for way in ("right", "left", "packed"):
+            run.engine.micro_batch_size = len(given[way]["tokens"])
+            is_refused = way == "packed" and run.engine.limits.no_packing
+            with pytest.raises(BatchError, match="2 MTP layers") if is_refused else nullcontext():
+                losses.append(_losses_of_step(run, given[way]))
+        losses += [[]] * (3 - len(losses))
+        return Packed(*losses, run.engine.limits.no_packing)
 
 
 @dataclass(frozen=True)
@@ -140,6 +171,9 @@ def launched(engines: Ranks, paths: dict[str, Path]) -> Callable[[int], Outcomes
     def launch_on(num_ranks: int) -> Outcomes:
         calls: dict[str, Call] = {name: (step, (case, paths[case.model])) for name, case in BIASED[num_ranks].items()}
         if num_ranks == 2:
+            for num_layers in ("one mtp layer", "two mtp layers"):
+                model = f"deepseek_v3, {num_layers}"
+                calls[num_layers] = pack_sequences, (Case(model, TP2), paths[model])
             calls["bfloat16"] = step_in_bfloat16, (paths["deepseek_v3"],)
         return engines.launch_in_turn(num_ranks, calls)
 
@@ -210,6 +244,17 @@ def test_a_batch_without_labels_has_finite_gradients(
     launched: Callable[[int], Outcomes], num_ranks: int, name: str
 ) -> None:
     assert all(math.isfinite(found.masked_norm) for found in launched(num_ranks)[name])
+
+
+def test_multi_token_prediction_learns_neither_padding_nor_across_sequences(
+    launched: Callable[[int], Outcomes],
+) -> None:
+    for num_layers in ("one mtp layer", "two mtp layers"):
+        for found in launched(2)[num_layers]:
+            assert found.left == found.right
+            assert min(found.right) > 0
+    assert all(found.packed == pytest.approx(found.right, abs=1e-5) for found in launched(2)["one mtp layer"])
+    assert all("learn across their borders" in found.no_packing for found in launched(2)["two mtp layers"])
 
 
 def test_a_model_without_multi_token_prediction_logs_no_loss_of_it(launched: Callable[[int], Outcomes]) -> None:

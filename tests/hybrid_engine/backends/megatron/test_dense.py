@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.errors import ConfigError
+from hybrid_engine.errors import ConfigError, HybridEngineError
 from hybrid_engine.models import table_for
 from hybrid_engine.models.variants import RotaryScaling
 from hybrid_engine.worker import share_of
 from tests.harness.core_versions import without
 from tests.harness.launch import Call, Outcomes, Ranks
+from tests.zoo import padded_batches
 from tests.zoo.families import SIZES, read_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running
 from tests.zoo.tiny_models import build_hf_model, label_log_probs, save_model, token_batch, train_hf_model
@@ -86,6 +87,17 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> model, actor settings; data parallel ranks are what remains."""
 LAYOUTS = without(LAYOUTS, "gemma2, four layers tp2 sp")
+PADDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama 3.1 dp2, padded": ("llama 3.1", {"micro_batch_size": 2}),
+    "qwen2 with windows tp2, padded": ("qwen2 with windows", {**TP2, "micro_batch_size": 4}),
+    "gemma2, four layers pp2 vpp2, padded": (
+        "gemma2, four layers",
+        {**PP2, "virtual_pipeline_model_parallel_size": 2},
+    ),
+    "gemma3 tp2 sp, padded": ("gemma3", SP2),
+    "gpt2 pp2, padded": ("gpt2", {**PP2, "micro_batch_size": 2}),
+}
+"""As LAYOUTS: read with padding on either side and packed."""
 BFLOAT16 = ("llama 3.1", "qwen2 with windows", "glm", "glm4", "gemma2", "gemma3", "gpt2")
 SCALINGS = (("llama3", 8.0, 1.0, 4.0, 8192), ("llama3", 32.0, 1.5, 6.0, 4096), ("linear", 8.0, 1.0, 4.0, 8192))
 
@@ -125,6 +137,36 @@ def run_layout(path: Path, settings: dict[str, Any]) -> Seen:
             reports,
             engine.gather_over_data_parallel(engine.log_probs(batch)),
         )
+
+
+def read_padded(path: Path, settings: dict[str, Any]) -> dict[str, padded_batches.Read]:
+    with running(path, ActorConfig(**{**DENSE_FLOAT32, **settings, "seq_length": padded_batches.WIDTH})) as run:
+        load_canonical(run, path)
+        return padded_batches.read_all(run.engine)
+
+
+@dataclass(frozen=True)
+class BadLosses:
+    """What a rank is told of them, whether the weights stayed, and what a good one reports afterwards."""
+
+    told: list[str]
+    weights_stay: bool
+    afterwards: dict[str, float]
+
+
+def refuse_losses(path: Path) -> BadLosses:
+    """On two pipeline stages, of which the last computes losses."""
+    config = ActorConfig(**{**DENSE_FLOAT32, **PP2})
+    losses: list[Any] = [lambda _b, _l: None, lambda _b, values: -values.sum(0), lambda batch, _l: batch["weights"]]
+    with running(path, config) as run:
+        load_canonical(run, path)
+        before, told = run.engine.log_probs(make_batch()), []
+        for loss in losses:
+            with pytest.raises(HybridEngineError) as caught:
+                run.engine.train_step(make_batch(), loss)
+            told.append(f"{type(caught.value).__name__}: {caught.value}")
+        weights_stay = torch.equal(run.engine.log_probs(make_batch()), before) and run.engine.version == 0
+        return BadLosses(told, weights_stay, run.engine.train_step(make_batch(), lambda _b, values: -values.mean()))
 
 
 def megatron_names(run: Any) -> Iterator[tuple[str, str]]:
@@ -199,6 +241,8 @@ def outcomes(engines: Ranks, paths: dict[str, Path]) -> Outcomes:
     """Of two ranks."""
     calls: dict[str, Call] = {name: (run_layout, (paths[model], cut)) for name, (model, cut) in LAYOUTS.items()}
     calls |= {in_bfloat16(model): (run_bfloat16, (paths[model],)) for model in BFLOAT16}
+    calls |= {name: (read_padded, (paths[model], cut)) for name, (model, cut) in PADDED.items()}
+    calls["losses"] = refuse_losses, (paths["gpt2"],)
     calls["frequencies"] = scale_frequencies, ()
     calls["too long"] = refuse_long_sequences, (paths["gpt2"],)
     return engines.launch_in_turn(2, calls)
@@ -240,6 +284,29 @@ def test_training_follows_transformers_with_adam(outcomes: Outcomes, layout: str
         assert [report["loss"] for report in found.reports] == pytest.approx(reference.losses, abs=ATOL)
         assert [report["grad_norm"] for report in found.reports] == pytest.approx(reference.norms, rel=1e-3)
         torch.testing.assert_close(found.log_probs, reference.log_probs, atol=TRAINED_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_and_packing_do_not_change_what_a_token_gets(outcomes: Outcomes, name: str) -> None:
+    """Nor what is learnt; entropy and most likely tokens are those of the whole vocabulary."""
+    family, changes = MODELS[PADDED[name][0]]
+    for found in outcomes[name]:
+        padded_batches.assert_all_ways_agree(found, ATOL)
+        padded_batches.assert_is_that_of_logits(found["right"], build_hf_model(family, **changes))
+
+
+def test_losses_that_are_none_are_refused_on_all_ranks(outcomes: Outcomes) -> None:
+    first, last = outcomes["losses"]
+    for text, problem in zip(
+        last.told, ("returned None", "a tensor of shape [12]", "KeyError: 'weights'"), strict=True
+    ):
+        assert text.startswith("LossError: loss function refuse_losses.<locals>.<lambda>")
+        assert problem in text
+    assert all(text.startswith("RemoteError: loss function") for text in first.told)
+    assert first.weights_stay
+    assert last.weights_stay
+    assert first.afterwards == last.afterwards
+    assert first.afterwards["loss"] > 0
 
 
 @pytest.mark.parametrize("model", BFLOAT16)

@@ -392,7 +392,7 @@ def test_an_overflow_in_float16_skips_the_step(launched: Callable[[int], Outcome
 
 
 def test_a_batch_that_is_no_multiple_of_micro_batches_is_refused(launched: Callable[[int], Outcomes]) -> None:
-    assert all("must be a multiple of micro_batch_size 3, got 4" in text for text in launched(2)["uneven"])
+    assert all("rows must be a multiple of micro_batch_size 3, got 4" in text for text in launched(2)["uneven"])
 
 
 @pytest.mark.parametrize("base", RECOMPUTING)

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from hybrid_engine.batches.arrangement import Rows
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.memory.offload_items import storage_of
 from hybrid_engine.models import TABLES, ModelTable, table_for
@@ -105,12 +106,16 @@ class RankView:
         shapes: of all parameters, by names with the numbers of the whole model.
         unlisted: what the model refers to and the adaptor's buffers do not have.
         moved: parameters that `moved` names once the experts of the first layer have other memory.
+        no_packing: why rows of several sequences are refused.
+        packed: what Megatron gets for such rows, and what shape it is told; nothing where they are refused.
     """
 
     layout: Layout
     shapes: dict[str, tuple[int, ...]]
     unlisted: list[str]
     moved: list[str]
+    no_packing: str
+    packed: dict[str, Any]
 
 
 NUM_RANKS = 2
@@ -154,7 +159,21 @@ def view_of(case: Case, path: Path, rank: int) -> RankView:
         ]
         if case.grouped:
             grouped[0].weight.rowwise_data = grouped[0].weight.rowwise_data.clone()
-        return RankView(layout, shapes, unlisted, adaptor.model.moved())
+        return RankView(layout, shapes, unlisted, adaptor.model.moved(), *packed_inputs(chunks))
+
+
+SEQUENCE_IDS = torch.tensor([[1, 1, 1, 2, 2, 0, 0, 0], [5, 3, 3, 3, 3, 4, 4, 4]])
+
+
+def packed_inputs(chunks: Sequence[torch.nn.Module]) -> tuple[str, dict[str, Any]]:
+    """A recorder of what the engine would pass on: nothing here computes."""
+    from hybrid_engine.backends.megatron.model_inputs import ModelInputs
+
+    inputs, rows = ModelInputs(chunks), Rows(torch.arange(16).view(2, 8), sequence_ids=SEQUENCE_IDS)
+    if inputs.no_packing:
+        return inputs.no_packing, {}
+    alone = inputs.arguments(Rows(rows.tokens))
+    return "", {**inputs.arguments(rows), "shape": inputs.shape_of(rows), "mask of one": alone["attention_mask"]}
 
 
 PADDING = 64
@@ -219,6 +238,30 @@ def test_the_names_are_those_of_transformer_engine(views: Views) -> None:
         }
         assert [wanted for wanted in CASES[name].names if wanted not in of_layers] == [], name
         assert not any("local_experts" in parameter for parameter in of_layers), name
+
+
+def test_packed_rows_are_one_row_with_the_beginnings_of_sequences(views: Views) -> None:
+    """Never run: Transformer Engine needs a GPU. Attention whose scores are capped is megatron-core's own."""
+    for name, (_table, ranks) in views.items():
+        for view in ranks:
+            if name.startswith("deepseek_v3"):
+                assert "2 MTP layers" in view.no_packing
+                continue
+            packed = view.packed
+            if name == "gemma2":
+                assert packed["attention_mask"].shape == (2, 1, 8, 8)
+                assert packed["shape"] == (2, 8)
+                assert packed["mask of one"].shape == (1, 1, 8, 8)
+                continue
+            assert packed["attention_mask"] is packed["mask of one"] is None, name
+            assert packed["shape"] == (1, 16)
+            assert packed["input_ids"].tolist() == [list(range(16))]
+            assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 0, 0, 1, 2, 3, 0, 1, 2]]
+            params = packed["packed_seq_params"]
+            assert params.qkv_format == "thd"
+            assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 3, 5, 8, 9, 13, 16]
+            assert params.cu_seqlens_q.dtype is torch.int32
+            assert (params.max_seqlen_q, params.max_seqlen_kv) == (4, 4)
 
 
 def test_rows_of_interleaved_experts_lie_in_alternating_blocks(views: Views) -> None:

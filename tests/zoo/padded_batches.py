@@ -1,0 +1,127 @@
+"""The same sequences padded on the right, on the left, and packed; and what a trainer makes of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybrid_engine.batches.sequences import positions_in
+from hybrid_engine.batches.token_outputs import Outputs
+from hybrid_engine.worker import share_of
+
+LENGTHS = (11, 5, 4, 12, 7, 8, 3, 13)
+"""Tokens of each sequence that are computed; packed in this order two fill a row of 16, but for one token."""
+WIDTH = 24
+TOP_K = 3
+OUTPUTS = Outputs(entropy=True, top_k=TOP_K)
+VOCAB_SIZE = 130
+Batch = dict[str, torch.Tensor]
+
+
+def batches() -> dict[str, Batch]:
+    """By the way in which sequences are put into rows; tokens of padding are others each time."""
+    generator = torch.Generator().manual_seed(5)
+    sequences = [torch.randint(0, VOCAB_SIZE, (length + 1,), generator=generator) for length in LENGTHS]
+    right, left, packed = _rows(8, WIDTH, 0), _rows(8, WIDTH, 9), _rows(4, 16, 7)
+    for number, (sequence, length) in enumerate(zip(sequences, LENGTHS, strict=True)):
+        _put(right, number, 0, sequence)
+        _put(left, number, WIDTH - length - (number % 2), sequence)  # some with padding on both sides
+        _put(packed, number // 2, 0 if number % 2 == 0 else LENGTHS[number - 1], sequence, number % 2 + 1)
+    ids = packed.pop("attention_mask")
+    return {
+        "no mask": {name: tensor for name, tensor in right.items() if name != "attention_mask"},
+        "right": right,
+        "left": left,
+        "packed": {**packed, "sequence_ids": ids},
+        "packed by position": {**packed, "position_ids": positions_in(ids)},
+    }
+
+
+def _rows(num_rows: int, width: int, padding: int) -> Batch:
+    names = ("tokens", "labels", "attention_mask")
+    rows = {name: torch.full((num_rows, width), padding * (name != names[2])) for name in names}
+    return {**rows, "weights": torch.zeros(num_rows, width)}
+
+
+def _put(rows: Batch, row: int, start: int, sequence: torch.Tensor, number: int = 1) -> None:
+    columns = slice(start, start + len(sequence) - 1)
+    rows["tokens"][row, columns], rows["labels"][row, columns] = sequence[:-1], sequence[1:]
+    rows["attention_mask"][row, columns] = number
+    # of every batch the mean over its tokens
+    rows["weights"][row, columns] = len(rows["tokens"]) / sum(LENGTHS)
+
+
+def by_sequence(values: torch.Tensor, way: str) -> torch.Tensor:
+    """Values [B, S, ...] of all tokens, one sequence after another."""
+    return values[batches()[way]["weights"] > 0]
+
+
+def loss(micro_batch: Mapping[str, torch.Tensor], log_probs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of all tokens, with a bonus for entropy; values of padding are not looked at."""
+    weights = micro_batch["weights"]
+    policy = -(log_probs * weights).sum(1).mean()
+    entropy = (micro_batch["entropy"] * weights).sum(1).mean()
+    return {"loss": policy - 0.5 * entropy, "policy": policy, "entropy": entropy}
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a trainer makes of one way.
+
+    Attributes:
+        scores: [tokens, ...] by name.
+        report: of a training step that changes nothing.
+        padding: whether any value of padding is not 0.
+    """
+
+    scores: dict[str, torch.Tensor]
+    report: dict[str, float]
+    padding: bool
+
+
+def read_all(engine: Any) -> dict[str, Read]:
+    """By way. The weights stay: the learning rate is 0 from now on."""
+    engine.set_learning_rate(0.0)
+    found = {}
+    for way, batch in batches().items():
+        own = share_of(engine, batch)
+        scores = {name: engine.gather_over_data_parallel(value) for name, value in engine.scores(own, OUTPUTS).items()}
+        alone = engine.gather_over_data_parallel(engine.log_probs(own))
+        assert torch.equal(alone, scores["log_probs"]), "asking for more changes log-probabilities"
+        report = engine.train_step(own, loss, OUTPUTS)
+        is_padding = batch["weights"] == 0
+        padding = any(bool(value[is_padding].any()) for value in scores.values())
+        found[way] = Read({name: by_sequence(value, way) for name, value in scores.items()}, report, padding)
+    return found
+
+
+def assert_all_ways_agree(found: Mapping[str, Read], atol: float) -> None:
+    """Left padding is right padding bitwise, everything else up to rounding, as a loss adds up other rows."""
+    right = found["right"]
+    for name, values in right.scores.items():
+        assert torch.equal(values, found["left"].scores[name]), name
+    for way in ("no mask", "left", "packed", "packed by position"):
+        for name in ("log_probs", "entropy", "top_log_probs"):
+            torch.testing.assert_close(found[way].scores[name], right.scores[name], atol=atol, rtol=0)
+        for name, value in right.report.items():
+            assert abs(found[way].report[name] - value) < max(1e-4 * abs(value), atol), (way, name)
+    assert [way for way, read in found.items() if read.padding] == ["no mask", "packed by position"]
+
+
+def assert_is_that_of_logits(found: Read, model: torch.nn.Module) -> None:
+    """Log-probabilities, entropy, most likely tokens and the gradient of a transformers model, sequence by sequence."""
+    model.zero_grad()
+    batch, log_probs, entropies, tops = batches()["no mask"], [], [], []
+    for row, length in enumerate(LENGTHS):
+        whole = model(batch["tokens"][row : row + 1, :length], use_cache=False).logits[0].double().log_softmax(-1)
+        log_probs.append(whole.gather(-1, batch["labels"][row, :length, None])[:, 0])
+        entropies.append(-(whole.exp() * whole).sum(-1))
+        tops.append(whole.topk(TOP_K, dim=-1).values)
+    for name, parts in (("log_probs", log_probs), ("entropy", entropies), ("top_log_probs", tops)):
+        torch.testing.assert_close(found.scores[name].double(), torch.cat(parts).detach(), atol=2e-5, rtol=0)
+    (-torch.cat(log_probs).mean() - 0.5 * torch.cat(entropies).mean()).backward()
+    norm = torch.stack([each.grad.norm() for each in model.parameters() if each.grad is not None]).norm().item()
+    assert abs(found.report["grad_norm"] - norm) < 1e-3 * norm
