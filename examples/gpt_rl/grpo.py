@@ -21,20 +21,8 @@ def group_advantages(rewards: torch.Tensor, epsilon: float = 1e-4) -> torch.Tens
     return centred / (rewards.std(dim=1, correction=0, keepdim=True) + epsilon)
 
 
-def mean_weights(mask: torch.Tensor) -> torch.Tensor:
-    """Weights [B, S] with which summing over tokens and averaging over sequences is the mean over all of the mask.
-
-    Micro batches hold different numbers of tokens; with weights made from the whole batch, the average of their losses
-    is the loss of the batch, however it was split. Raises ValueError when the mask [B, S] is empty.
-    """
-    count = mask.sum()
-    if count == 0:
-        raise ValueError("no token to learn from: the mask is empty")
-    return mask * (mask.shape[0] / count)
-
-
 def weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Scalar: values [b, S] summed over tokens and averaged over sequences with weights of `mean_weights`."""
+    """Scalar: values [b, S] summed over tokens and averaged over sequences with `weights` of `build_batch`."""
     return (values * weights).sum(dim=1).mean()
 
 

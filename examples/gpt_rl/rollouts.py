@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from examples.gpt_rl import grpo, task
-from examples.gpt_rl.batches import align_log_probs, build_batch
-from hybrid_engine import Completion, Sampling
+from examples.gpt_rl.batches import align_log_probs
+from hybrid_engine import Completion, Sampling, build_batch
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import InferenceEngine
@@ -170,7 +170,8 @@ def _batch(
 ) -> Batch:
     """All samples, group after group; the reference's log-probs are those of the samples until it has scored."""
     pairs = [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
-    batch = build_batch([prompt for prompt, _ in pairs], [completion.token_ids for _, completion in pairs], seq_length)
+    responses = [completion.token_ids for _, completion in pairs]
+    batch = build_batch([prompt for prompt, _ in pairs], responses, seq_length, task.PADDING)
     del batch["weights"]
     rewards = torch.tensor(
         [[_reward(problem, one) for one in group] for problem, group in zip(problems, groups, strict=True)]
@@ -201,7 +202,7 @@ class Demonstrations(torch.utils.data.Dataset[Batch]):
         """tokens, labels [S] int64; mask [S] fp32."""
         problem = random.Random(f"{self._seed} {index}").choice(self._problems)
         response = task.encode_response(problem.demonstration or problem.answer)
-        batch = build_batch([task.encode(problem.prompt)], [response], self._seq_length)
+        batch = build_batch([task.encode(problem.prompt)], [response], self._seq_length, task.PADDING)
         return {name: batch[name][0] for name in ("tokens", "labels", "mask")}
 
 

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from examples.gpt_rl import grpo, task
-from examples.gpt_rl.batches import align_log_probs, build_batch, split_minibatches
+from examples.gpt_rl.batches import align_log_probs, split_minibatches
 from examples.gpt_rl.measure import Tally, combine
 from examples.gpt_rl.ppo import Critic
 from examples.gpt_rl.run_state import Progress, Row, RunDirectory
 from examples.gpt_rl.settings import Settings
-from hybrid_engine import ActorHybridWorker, Completion, ReferenceModel, Sampling
+from hybrid_engine import ActorHybridWorker, Completion, ReferenceModel, Sampling, build_batch
 from hybrid_engine.errors import HybridEngineError
 
 OnProgress = Callable[[str, int, int], None]
@@ -114,6 +114,7 @@ class Trainer:
             [task.encode(problem.prompt) for problem in problems],
             [task.encode_response(problem.demonstration or problem.answer) for problem in problems],
             self.seq_length,
+            task.PADDING,
         )
 
     def _resume(self, progress: Progress) -> Progress:
@@ -195,7 +196,8 @@ class Trainer:
         )
         prompts = [task.encode(problem.prompt) for problem in problems for _ in range(self.rl.samples_per_prompt)]
         completions = [completion for group in groups for completion in group]
-        batch = build_batch(prompts, [completion.token_ids for completion in completions], self.seq_length)
+        responses = [completion.token_ids for completion in completions]
+        batch = build_batch(prompts, responses, self.seq_length, task.PADDING)
         if self.critic is None:
             batch["advantages"] = grpo.group_advantages(rewards).flatten()
         else:

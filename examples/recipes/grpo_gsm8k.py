@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from examples.gpt_rl.batches import build_batch
 from examples.gpt_rl.grpo import group_advantages, policy_loss
-from hybrid_engine import ActorHybridWorker, Completion, ReferenceModel, Sampling, load_config
+from hybrid_engine import ActorHybridWorker, Completion, ReferenceModel, Sampling, build_batch, load_config
 
 INSTRUCTION = "\nThink step by step, and end with a line of four hashes and the number: #### 42"
 _NUMBER = re.compile(r"####\s*(-?[\d.,]*\d)")

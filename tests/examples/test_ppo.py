@@ -11,6 +11,7 @@ import yaml
 from examples.gpt_rl import grpo
 from examples.gpt_rl.ppo import at_last_steps
 from examples.gpt_rl.settings import load_settings
+from hybrid_engine.batches import mean_weights
 from hybrid_engine.errors import ConfigError
 from tests.harness.launch import REPO_ROOT
 
@@ -28,7 +29,7 @@ def test_one_advantage_for_all_tokens_is_one_for_each() -> None:
     generator = torch.Generator().manual_seed(1)
     log_probs, old, ref = torch.randn(3, 4, 5, generator=generator)
     mask = torch.ones(4, 5)
-    batch = {"weights": grpo.mean_weights(mask), "old_log_probs": old, "ref_log_probs": ref}
+    batch = {"weights": mean_weights(mask), "old_log_probs": old, "ref_log_probs": ref}
     advantages, loss = torch.randn(4, generator=generator), grpo.policy_loss(0.2, 0.01)
     by_completion = loss({**batch, "advantages": advantages}, log_probs)[0]
     by_token = loss({**batch, "advantages": advantages[:, None].expand(4, 5)}, log_probs)[0]
