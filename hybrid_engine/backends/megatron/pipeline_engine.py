@@ -153,9 +153,9 @@ class PipelineEngine(LiveModel, ABC):
     def copy_weights_from(self, other: PipelineEngine, but_for: str | None = None) -> None:
         """Copy another engine's weights (same layout), LoRA added, e.g. to freeze a reference. Collective.
 
-        `but_for`: beginning of the names that are left as they are.
+        `but_for`: beginning of the names that are left as they are, in a critic, whose main parameters follow later.
         """
-        self.guard(["param"])
+        self.guard(KINDS if but_for is None else ["param"])
         other.guard(["param"])
         merged = other.weights.merged
         merged.prepare()
