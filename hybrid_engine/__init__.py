@@ -18,6 +18,7 @@
 
 A canonical tensor is a tensor of a Hugging Face checkpoint. Nothing but backends/ and layouts/ knows a parallel axis.
 
+    attaching/         `prepare` and `attach`: vLLM beside a Megatron model, optimizer and loop of the user's own
     worker.py          ActorHybridWorker: both engines from a configuration
     hybrid_engine.py   HybridEngine: around a transformers model, or of two given engines
     companions/        models beside the actor: the reference, the critic
@@ -55,6 +56,7 @@ from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.errors import HybridEngineError
 
 if TYPE_CHECKING:
+    from hybrid_engine.attaching import attach, prepare
     from hybrid_engine.backends.megatron.train_engine import TrainEngine
     from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling
     from hybrid_engine.batches import build_batch, pack
@@ -84,6 +86,8 @@ _LAZY = {
     "generalized_advantages": "hybrid_engine.companions",
     "pack": "hybrid_engine.batches",
     "value_loss": "hybrid_engine.companions",
+    "attach": "hybrid_engine.attaching",
+    "prepare": "hybrid_engine.attaching",
 }
 
 __version__ = "0.1.0"
@@ -103,10 +107,12 @@ __all__ = [
     "State",
     "TrainEngine",
     "ValueModel",
+    "attach",
     "build_batch",
     "generalized_advantages",
     "load_config",
     "pack",
+    "prepare",
     "value_loss",
 ]
 

@@ -41,8 +41,9 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
                 model(sequences, labels=labels).loss.backward()
                 optimizer.step()
 
-    Of parts that the caller has built and ends: `HybridEngine(train, inference, config)`. `ActorHybridWorker` builds
-    Megatron and vLLM from a configuration and adds rollouts and updates.
+    Around Megatron's model, optimizer and a loop of your own: `hybrid_engine.attach`. Of parts that the caller has
+    built and ends: `HybridEngine(train, inference, config)`. `ActorHybridWorker` builds Megatron and vLLM from a
+    configuration and adds rollouts and updates.
 
     Args:
         model: a transformers causal LM, or PEFT's around one; sharded in place, it stays the caller's, who trains it in
@@ -170,6 +171,10 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         hf_config = self.config.hf_config()
         ends = (hf_config.get("pad_token_id"), hf_config.get("eos_token_id"))
         return next((token for token in ends if isinstance(token, int)), 0)
+
+    def take_over(self, owner: ExitStack) -> None:
+        """Have `shutdown` end what `owner` would have ended."""
+        self._ends.enter_context(owner.pop_all())
 
     def shutdown(self) -> None:
         """End vLLM and the job, where this engine made them; idempotent. Model and optimizer stay, on the device."""

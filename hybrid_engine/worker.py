@@ -19,7 +19,6 @@ from hybrid_engine.batches.batch_checks import Data, agreed_share, own_share
 from hybrid_engine.batches.token_outputs import Outputs
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.memory_rules import memory_plan, watches_memory
-from hybrid_engine.errors import DependencyError
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.memory.offload_items import held_nbytes
 from hybrid_engine.memory.offloader import Offloader
@@ -350,13 +349,9 @@ def _builder(config: HybridConfig) -> Callable[..., ActorTrainer]:
         from hybrid_engine.backends.fsdp.actor import build_actor as build_with_fsdp
 
         return build_with_fsdp
-    import megatron_patches
-    from megatron_patches.errors import PatchSetError
+    from hybrid_engine.attaching.preparing import apply_patches
 
-    try:
-        megatron_patches.apply()
-    except PatchSetError as error:
-        raise DependencyError(str(error)) from error
+    apply_patches()
     from hybrid_engine.backends.megatron.actor import build_actor as build_with_megatron
 
     return build_with_megatron

@@ -3,10 +3,10 @@
     megatron_patches.script calls
       make_engine(script)    ->   script_engine.py     ScriptEngine: the order of events
       engine.attach, switch         script_settings.py   Megatron's arguments + YAML -> HybridConfig, all checked
-                                    matching.py          does the Hugging Face config describe Megatron's model?
                                     journal.py           samples, timings, Megatron's timers and writers
 
-The engines are put together and switched by assembly.py and switch/, as everywhere. Registered as an entry point of the
+The engines are put together as by `hybrid_engine.attach`, in attaching/, which also compares Megatron's model with the
+Hugging Face config; they are switched by switch/, as everywhere. Registered as an entry point of the
 group "megatron_patches.engines".
 """
 

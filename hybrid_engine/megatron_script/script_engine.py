@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hybrid_engine.assembly import build_inference_engine
+from hybrid_engine.attaching.engine_beside import engine_beside
+from hybrid_engine.attaching.matching import vocabulary_mismatches
 from hybrid_engine.backends.vllm.generation.sampling_params import sampling_params
 from hybrid_engine.backends.vllm.process.random_state import random_state_kept
 from hybrid_engine.errors import ConfigError, StateError
-from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.megatron_script.journal import TIMERS, Journal
-from hybrid_engine.megatron_script.matching import vocabulary_mismatches
 from hybrid_engine.megatron_script.script_settings import Prompt, ScriptSettings, read_settings
-from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.switch.rendezvous import gather_layouts
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
 from megatron_patches.buffers import buffer_allocator
 from megatron_patches.engines import MegatronScript
-from megatron_patches.optimizers import set_weight_version
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.megatron.live_model import LiveModel
-    from hybrid_engine.backends.vllm import InferenceEngine
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -67,41 +63,29 @@ class ScriptEngine:
 
         What fails on one rank is raised on all of them, by the timeout of the configuration at the latest.
         """
-        self.job = Job.join(self.settings.config.generate_config.timeout_seconds)
+        config = self.settings.config
         with ExitStack() as undo:  # the last first, each even if another fails
-            undo.callback(self.job.close)
+            self.job = undo.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
             with self.job.agreement.building():
-                self._attach(self.job, model_chunks, optimizer, num_steps, undo)
+                find_model = partial(self._live_model, model_chunks, optimizer, num_steps)
+                self.hybrid = engine_beside(find_model, config, self.settings.table, self.job, undo)
+                self.inference = self.hybrid.inference
+                with self.job.agreement.phase("prompts and output"):
+                    self._read_prompts()
             self._ends = undo.pop_all()
 
-    def _attach(self, job: Job, model_chunks: Sequence[Any], optimizer: Any, num_steps: int, undo: ExitStack) -> None:
-        config = self.settings.config
-        with job.agreement.phase("looking at Megatron's model"):
-            live = self._live_model(model_chunks, optimizer, num_steps)
-            offloader = Offloader(live.offload_items, reachable=live.reachable_tensors)
-            offloader.offload()  # vLLM looks at the memory that is free while it starts
-        layouts = gather_layouts(job, live.weights)
-        self.inference: InferenceEngine = build_inference_engine(config, self.settings.table, layouts, job)
-        undo.callback(self.inference.shutdown)
-        self.hybrid = HybridEngine(live, self.inference, config, offloader=offloader, training_layouts=layouts)
-        undo.callback(self.hybrid.sharding.close)
-        with job.agreement.phase("prompts and output"):
-            self._tokens = [self._tokenize(prompt) for prompt in self.settings.prompts]
-            self.inference.check_prompts(self._tokens, self.settings.sampling.max_tokens)
-            sampling_params(
-                self.settings.sampling, self.inference.tokenizer
-            )  # what vLLM refuses, it refuses before training starts
-            self._journal = Journal(self._script, self.settings.output, job.rank == 0)
-
     def _live_model(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> LiveModel:
-        from hybrid_engine.backends.megatron.elastic_weights import keep_expert_bias_in_float32, move_published_buffers
-        from hybrid_engine.backends.megatron.live_model import LiveModel
+        from hybrid_engine.backends.megatron.live_model import live_model
 
-        keep_expert_bias_in_float32(model_chunks)
-        move_published_buffers(model_chunks, self.settings.table)
-        set_weight_version(optimizer, num_steps)
         allowed = self.settings.config.generate_config.allow_unreviewed
-        return LiveModel(model_chunks, optimizer, self.settings.table, allow_unreviewed=allowed)
+        return live_model(model_chunks, optimizer, self.settings.table, num_steps=num_steps, allow_unreviewed=allowed)
+
+    def _read_prompts(self) -> None:
+        self._tokens = [self._tokenize(prompt) for prompt in self.settings.prompts]
+        self.inference.check_prompts(self._tokens, self.settings.sampling.max_tokens)
+        # what vLLM refuses, it refuses before training starts
+        sampling_params(self.settings.sampling, self.inference.tokenizer)
+        self._journal = Journal(self._script, self.settings.output, self.job.rank == 0)
 
     def switch(self, iteration: int) -> None:
         """To inference, completions, callback, and back. Raises WeightError when --resharding-verify finds a bit.

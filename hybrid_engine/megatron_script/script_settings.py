@@ -18,13 +18,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hybrid_engine.attaching.matching import model_mismatches
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
 from hybrid_engine.files.documents import read_text, read_yaml
 from hybrid_engine.files.hub import find_model
 from hybrid_engine.layouts.parallelism import TrainParallelism, sizes_of
-from hybrid_engine.megatron_script.matching import model_mismatches
 from hybrid_engine.models.families import read_model
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.arguments import ReshardingOptions

@@ -30,6 +30,7 @@ FLOORS = (
     ("assembly",),
     ("model_parts",),
     ("hybrid_engine",),
+    ("attaching",),
     ("worker", "megatron_script"),
     ("companions",),
     ("verification",),
@@ -70,9 +71,10 @@ OUTSIDE = {
     "backends.vllm.engine_settings": set(),
     "model_parts": {"torch"},
     "hybrid_engine": {"torch"},
-    "worker": {"megatron_patches", "torch"},
+    "attaching": {"megatron_patches", "pydantic", "torch"},
+    "worker": {"torch"},
     "companions": {"torch"},
-    "megatron_script": {"megatron_patches", "torch"},
+    "megatron_script": {"megatron_patches"},
     "verification": {"numpy", "safetensors", "torch", "transformers"},
     "verification.cases": set(),
     "verification.small_model": set(),
@@ -102,6 +104,7 @@ ASK_FOR_THEIR_RANK = (
     "hybrid_engine.ranks.job",
     "hybrid_engine.verification.verify",
     "hybrid_engine.backends.megatron.model_tensors",
+    "hybrid_engine.backends.megatron.live_settings",
 )
 # Private names of torch are in the first two, each with its reason; in the third an operator has such a name.
 TORCH_INTERNALS = (

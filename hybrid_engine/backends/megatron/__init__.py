@@ -15,6 +15,7 @@
              weight_versions.py   which weights may have been written since an earlier moment
     offload  training_state.py    what is on the device, and what can leave it
     train    live_model.py        `LiveModel`: a model as the switch sees it (port `Trainer`), whoever trains it
+             live_settings.py     what a model that somebody else has built says of itself, and whether it can be driven
              pipeline_engine.py   steps and readings through Megatron's pipeline schedules, whatever the output is
              model_inputs.py      masks, positions and packed sequences, as Megatron's models take them
              output_hooks.py      what is read off the output layer's logits
@@ -24,8 +25,8 @@
     worker   actor.py             all of this for `ActorHybridWorker`, from one configuration (port `ActorTrainer`)
     all      internals.py         every private name of megatron-core that is used here, with its reason
 
-    1  build     the worker: `actor.build_actor`; or a Megatron script brings its model, and `megatron_script` moves its
-                 loose weights and makes a `LiveModel`
+    1  build     the worker: `actor.build_actor`; or a user or a script brings a model, and `live_model` moves its loose
+                 weights and makes a `LiveModel`
     2  layout    ShardingManager, once: `weights.layout()`, which is planned against the inference side
     3  offload   Offloader, at every switch: `offload_items()`; memory stays at its addresses
     4  switch    ShardingManager: `weights.prepare()` finishes gathers and adds LoRA; buffers are read

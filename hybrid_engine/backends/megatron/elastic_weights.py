@@ -1,6 +1,6 @@
 """Puts the weights that are outside of DDP's buffers into elastic memory, which peers on the host can map.
 
-In this order, before the optimizer is built: from then on it refers to the storage.
+An optimizer may be there already: to these weights Megatron's refer by their parameters alone, not by views.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.internals import restore_float32_bias
 from hybrid_engine.errors import ModelError
-from hybrid_engine.memory.elastic import allocate_elastic
+from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.buffers import data_of, iter_buffers
 
@@ -29,12 +29,17 @@ def keep_expert_bias_in_float32(chunks: Sequence[torch.nn.Module]) -> None:
 def move_loose_parameters(chunks: Sequence[torch.nn.Module]) -> None:
     """Move the parameters outside of DDP's buffers: frozen ones and, without the distributed optimizer, all.
 
+    Those that lie in elastic memory already stay there.
+
     Raises:
         ModelError: when experts that are one parameter are among them: only Megatron's DDP can move their data.
     """
     records = [record for record in iter_buffers(chunks) if record.param_data is not None]
     in_buffers = {slot.param for record in records for slot in record.slots}
-    loose = [[parameter for parameter in chunk.parameters() if parameter not in in_buffers] for chunk in chunks]
+    loose = [
+        [each for each in chunk.parameters() if each not in in_buffers and exported_buffer_of(data_of(each)) is None]
+        for chunk in chunks
+    ]
     if grouped := sum(data_of(parameter) is not parameter for parameters in loose for parameter in parameters):
         raise ModelError(
             f"{grouped} weights that hold several experts each are outside of DDP's buffers and cannot be moved: use "

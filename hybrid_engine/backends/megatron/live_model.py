@@ -6,9 +6,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import cached_property
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
+from hybrid_engine.backends.megatron.elastic_weights import (
+    keep_expert_bias_in_float32,
+    move_loose_parameters,
+    move_published_buffers,
+)
 from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 from hybrid_engine.backends.megatron.training_state import TrainingState
 from hybrid_engine.backends.megatron.weight_versions import WeightVersions
@@ -17,7 +23,7 @@ from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Version
 from megatron_patches.applying import hooks_applied, require_supported_version
-from megatron_patches.optimizers import weight_version
+from megatron_patches.optimizers import set_weight_version, weight_version
 from megatron_patches.review import live_settings, refusals
 
 
@@ -104,3 +110,24 @@ class LiveModel:
         self.guard(KINDS)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
+
+
+def live_model(
+    chunks: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer | None,
+    table: ModelTable,
+    *,
+    num_steps: int = 0,
+    noop_layers: Sequence[int] = (),
+    allow_unreviewed: Collection[str] = (),
+) -> LiveModel:
+    """A `LiveModel` of what somebody else has built. Its weights outside of DDP's buffers move, with their values.
+
+    `num_steps`: optimizer steps that the weights have taken. Other arguments and errors as of `LiveModel`.
+    """
+    move_loose_parameters([chunk for chunk in chunks if isinstance(chunk, DistributedDataParallel)])
+    keep_expert_bias_in_float32(chunks)
+    move_published_buffers(chunks, table)
+    if optimizer is not None:
+        set_weight_version(optimizer, num_steps)
+    return LiveModel(chunks, optimizer, table, noop_layers, allow_unreviewed=allow_unreviewed)

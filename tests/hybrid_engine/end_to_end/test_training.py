@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ ACTORS: dict[str, tuple[int, dict[str, Any]]] = {
 PREFETCHED = frozenset({"fp32 overlap dp2"})
 """Those whose training state comes back during rollouts, and leaves during fills."""
 GATHERS = "overlapped gathers"
+ATTACHED = "attached"
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callab
         calls: dict[str, Call] = {}
         if num_ranks == 2:
             calls[GATHERS] = follow_overlapped_gathers, (model, directory / "checkpoint")
+            calls[ATTACHED] = attach_to_the_example, ()
         else:  # some groups of a worker stay until the next one is built: so here is one before those that are counted
             calls["first"] = train_with_switches, (model, next(iter(actors.values())))
         for name, actor in actors.items():
@@ -249,5 +252,52 @@ def test_a_checkpoint_has_the_latest_weights_and_their_version(readers: list[Rea
     assert [(found.fresh, found.loaded, found.version) for found in readers] == [(False, True, 2)] * 2
 
 
+def attach_to_the_example() -> dict[str, Any]:
+    from tests.hybrid_engine.end_to_end.attached_megatron import attach_and_train
+
+    return attach_and_train()
+
+
+@pytest.fixture
+def attached(outcomes: Callable[[int], Outcomes]) -> list[dict[str, Any]]:
+    return outcomes(2)[ATTACHED]
+
+
+def test_an_attached_engine_leaves_training_bitwise_as_it_is(attached: list[dict[str, Any]]) -> None:
+    for found in attached:
+        assert len(set(found["plain"])) == len(found["plain"])
+        assert found["attached"] == found["plain"]
+        assert found["unprepared"] == found["plain"]
+        assert found["loose"]["moved=True"] == found["loose"]["moved=False"]
+
+
+def test_what_is_lost_without_prepare_is_said(attached: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(attached):
+        assert not any("prepare" in text for text in found["warned_if_prepared"])
+        (text,) = (text for text in found["warned"] if "prepare" in text)
+        assert re.match(rf"rank {rank}: 0\.\d*[1-9]\d* GB of parameters and gradients are in ordinary memory", text)
+
+
+def test_an_attached_model_does_not_compute_without_its_weights(attached: list[dict[str, Any]]) -> None:
+    assert all(found["is_held_back"] for found in attached)
+
+
+def test_what_does_not_fit_is_said_at_once(attached: list[dict[str, Any]]) -> None:
+    for found in attached:
+        assert (
+            "model_chunks[0]: is a GPTModel without DDP, and there is an optimizer" in found["refused"]["without DDP"]
+        )
+        assert "optimizer: the optimizer is of unsupported type AdamW" in found["refused"]["without DDP"]
+        assert "model_chunks[0]: is a Linear" in found["refused"]["no Megatron"]
+        for key, problem in {
+            "actor_config.tensor_model_parallel_size": "1, but Megatron's model has 2",
+            "actor_config.params_dtype": "'bfloat16', but Megatron's model has 'float32'",
+            "actor_config.overlap_grad_reduce": "True, but Megatron's model has False",
+            "generate_config.infer_tensor_size": "unknown key",
+        }.items():
+            assert f"{key}: {problem}" in found["refused"]["other sizes"]
+        assert "use_distributed_optimizer" not in found["refused"]["other sizes"]
+
+
 def test_a_checkpoint_that_one_rank_cannot_read_changes_no_weights(readers: list[Readers]) -> None:
-    assert all(found.refused for found in readers)
+    assert all(found["refused"] for found in readers)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.functional import silu
 
-from hybrid_engine.megatron_script.matching import _DEFAULTS
+from hybrid_engine.attaching.matching import _DEFAULTS
 from hybrid_engine.models import table_for
 from megatron_patches.arguments import ReshardingOptions
 from tests.zoo.families import served_config

@@ -83,7 +83,7 @@ class Engine(engine.ScriptEngine):
             self._at("vllm")
             return FakeVllm(self.rig.script, job)
 
-        with mock.patch.object(engine, "build_inference_engine", vllm):
+        with mock.patch("hybrid_engine.attaching.engine_beside.build_inference_engine", vllm):
             self.attach(["chunk"], None, 0)
 
 

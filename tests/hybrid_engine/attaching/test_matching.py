@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.nn.functional import gelu, silu
 
-from hybrid_engine.megatron_script.matching import _DEFAULTS, model_mismatches, vocabulary_mismatches
+from hybrid_engine.attaching.matching import _DEFAULTS, LIVE, model_mismatches, vocabulary_mismatches
 from hybrid_engine.models import table_for
 from tests.hybrid_engine.megatron_script.megatron_arguments import ARGS, LLAMA, transformer_config
 from tests.zoo.families import served_config
@@ -44,6 +44,19 @@ def test_the_same_model_matches() -> None:
 )
 def test_every_difference_is_under_its_flag(hf: dict[str, Any], flags: set[str]) -> None:
     assert set(mismatches(hf)) == flags
+
+
+def test_differences_of_live_objects_are_under_their_fields() -> None:
+    hf = {"rms_norm_eps": 1e-3, "tie_word_embeddings": True, "max_position_embeddings": 4, "rope_theta": 5e5}
+    args = Namespace(**{**ARGS, "padded_vocab_size": 1})
+    table = table_for({**LLAMA, **hf})
+    found = model_mismatches(table, args, transformer_config(), LIVE) + vocabulary_mismatches(table, args, LIVE)
+    assert {violation.key for violation in found} == {
+        "TransformerConfig.layernorm_epsilon",
+        "GPTModel.rotary_base",
+        "GPTModel.share_embeddings_and_output_weights",
+        "GPTModel.vocab_size",
+    }
 
 
 def test_differences_of_megatron_alone_are_found() -> None:
