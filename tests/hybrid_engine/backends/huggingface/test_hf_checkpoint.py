@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from hybrid_engine.backends.huggingface import load_hf_checkpoint, load_pretrained, save_hf_checkpoint
+from hybrid_engine.backends.huggingface import fetch_weights, load_hf_checkpoint, load_pretrained, save_hf_checkpoint
 from hybrid_engine.backends.huggingface.hf_checkpoint import HEAD
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.errors import ConfigError, HybridEngineError, ParameterMismatchError
+from hybrid_engine.errors import ConfigError, FileError, HybridEngineError, ParameterMismatchError
 from hybrid_engine.files import model_files
+from hybrid_engine.files.hub import Snapshot
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Outcomes, Ranks
 from tests.harness.small_disks import file_size_limit
@@ -162,6 +165,7 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[
         "broken": (load_what_is_wrong, (model, broken)),
         "headless": (load_without_a_head, (model, headless)),
         "damaged": (load_what_is_damaged, (model, directory / "damaged")),
+        "fetched": (fetch_from_the_hub, (directory,)),
         "refused": (save_where_it_cannot_be, (model, broken["other sizes"])),
     }
     return paths, directory / "out", engines.launch_in_turn(2, calls)
@@ -254,6 +258,34 @@ def test_a_head_that_the_checkpoint_lacks_may_be_new_at_the_start(launched: Any)
     for said, wrong, stayed in launched[2]["headless"]:
         assert f"{HEAD}: missing in the checkpoint" in said
         assert (wrong, stayed) == ([HEAD], True)
+
+
+def fetch_from_the_hub(directory: Path) -> dict[str, Any]:
+    """On one host, and each rank on its own: who downloads; and what is said of failures and of two commits."""
+    snapshots = [directory / "models--org--name" / "snapshots" / (digit * 40) for digit in "01"]
+    found: dict[str, Any] = {}
+    for name, hosts in (("one host", "aa"), ("two hosts", "ab")):
+        with closing(Job.join(60, host=hosts[int(os.environ["RANK"])])) as job:
+            with mock.patch.object(Snapshot, "download", autospec=True) as download:
+                fetch_weights(directory, job)
+                fetch_weights(snapshots[0], job)
+            found[name] = download.call_args_list == [mock.call(Snapshot.at(snapshots[0]))]
+    with closing(Job.join(60)) as job:
+        full = FileError("disk full")
+        with mock.patch.object(Snapshot, "download", side_effect=full), pytest.raises(HybridEngineError) as failed:
+            fetch_weights(snapshots[0], job)
+        with pytest.raises(ConfigError) as differing:
+            fetch_weights(snapshots[job.rank], job)
+    return found | {"failed": f"{failed.type.__name__}: {failed.value}", "differing": str(differing.value)}
+
+
+def test_one_rank_of_each_host_downloads(launched: Any) -> None:
+    results = launched[2]["fetched"]
+    assert [found["one host"] for found in results] == [True, False]
+    assert [found["two hosts"] for found in results] == [True, True]
+    assert results[0]["failed"] == "FileError: disk full"
+    assert results[1]["failed"].startswith("RemoteError: downloading the model's weights failed on 1 rank(s)")
+    assert all(f"org/name@{'0' * 40}, org/name@{'1' * 40}" in found["differing"] for found in results)
 
 
 def load_what_is_damaged(model: Path, directory: Path) -> dict[str, tuple[str, str, bool]]:
