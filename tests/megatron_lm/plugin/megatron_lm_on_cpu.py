@@ -212,6 +212,7 @@ def _name_group(ranks: Sequence[int]) -> str:
 def _redirect(module: ModuleType, namespace: ModuleType) -> None:
     from megatron.core.models.gpt import gpt_layer_specs
 
+    submodules = getattr(gpt_layer_specs, "get_gpt_layer_with_transformer_engine_submodules", None)  # since 0.17
     for attr, value in list(vars(module).items()):
         if value is torch:
             setattr(module, attr, namespace)
@@ -219,6 +220,8 @@ def _redirect(module: ModuleType, namespace: ModuleType) -> None:
             setattr(module, attr, namespace.distributed)
         elif value is gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec:
             setattr(module, attr, _local_spec)
+        elif value is not None and value is submodules:
+            setattr(module, attr, lambda *args, **kwargs: _local_spec(*args, **kwargs).submodules)
 
 
 def _local_spec(*args: Any, **kwargs: Any) -> Any:
