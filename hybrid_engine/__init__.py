@@ -42,7 +42,7 @@ A canonical tensor is a tensor of a Hugging Face checkpoint. Nothing but backend
     megatron_script/   --enable-resharding on Megatron-LM's own scripts
     advisor/           `python -m hybrid_engine plan`
     verification/      `python -m hybrid_engine verify`
-    cli/               both commands' options and output; __main__.py starts it
+    cli/               the commands' options and output; __main__.py starts it
 
 docs/architecture.md follows one weight through all of it.
 """

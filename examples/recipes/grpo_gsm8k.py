@@ -23,7 +23,7 @@ from examples.gpt_rl.grpo import group_advantages, policy_loss
 from hybrid_engine import ActorHybridWorker, Completion, ReferenceModel, Sampling, build_batch, load_config
 
 INSTRUCTION = "\nThink step by step, and end with a line of four hashes and the number: #### 42"
-_NUMBER = re.compile(r"####\s*(-?[\d.,]*\d)")
+_NUMBER = re.compile(r"####\s*(-?\d[\d,]*(?:\.\d+)?)")
 
 
 class Problem(NamedTuple):

@@ -53,7 +53,7 @@ class Cluster:
     """
 
     ranks_per_host: int = 8
-    device_gib: float = 141.0
+    device_gib: float = DEVICE_GIB["h200"]
     host_gib: float | None = None
     link_gbps: Mapping[Link, float] = field(default_factory=lambda: LINK_GBPS)
     has_elastic_buffers: bool = True

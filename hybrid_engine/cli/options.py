@@ -52,7 +52,8 @@ def name_of_model(model: str) -> str:
     path = Path(model)
     if not path.exists():
         return model
-    return path.resolve().parent.name if path.is_file() else path.resolve().name
+    # not resolved: a file of the Hub's cache is a link to one that is named after its content
+    return path.absolute().parent.name if path.is_file() else path.resolve().name
 
 
 def _parse_integer(text: str) -> int:

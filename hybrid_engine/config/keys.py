@@ -136,7 +136,7 @@ class ActorConfig(Section):
     micro_batch_size: Count = 1
     """Sequences per micro batch."""
     seq_length: Tokens = 1024
-    """Tokens per training sequence; batches are padded to it."""
+    """Most tokens of a row in training; shorter batches stay as they are."""
     seed: Seed = 1234
     """Of weight initialisation."""
     recompute_granularity: Literal["full", "selective"] | None = None

@@ -52,6 +52,7 @@ _SET_HERE: Final = {
     "num_distributed_optimizer_instances": "process groups are made for one",
     "overlap_moe_expert_parallel_comm": "TrainEngine runs a micro batch as a whole",
     "overlap_param_gather_with_optimizer_step": "TrainEngine builds one optimizer for all chunks",
+    "tp_comm_overlap": "its buffers are made by Megatron-LM's initialize_megatron, which does not run here",
     "qk_clip": "TrainEngine takes no steps after those of the optimizer",
 }
 """Fields that TrainEngine builds on."""

@@ -122,12 +122,7 @@ class Rope(Schema):
 
     def relations(self) -> Iterator[Violation]:
         kind = self.kind
-        needed = {
-            "linear": ("factor",),
-            "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-            "yarn": ("factor",),
-        }
-        for key in needed.get(kind or "", ()):
+        for key in NEEDED_FACTORS.get(kind, ()):
             if getattr(self, key) is None:
                 yield Violation(key, f"is missing, which scaling of type {kind!r} needs", "Add it")
         low, high = self.low_freq_factor, self.high_freq_factor
