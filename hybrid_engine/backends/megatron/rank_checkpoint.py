@@ -112,6 +112,8 @@ def load_checkpoint(directory: str | Path, actor: Actor, job: Job) -> None:
 
 
 _SCHEDULE = "num_scheduled_updates"
+_OF_SCHEDULE = ("max_lr", "min_lr")
+"""Of a parameter group, which a schedule reads before its own: the configuration's, as the schedule is."""
 
 
 def _num_scheduled_updates(state: Any) -> int | None:
@@ -182,7 +184,10 @@ def _state_of(actor: Actor, job: Job) -> dict[str, Any]:
 
 def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any], moments: list[dict[str, Any]]) -> None:
     for member, values in zip(_members(optimizer), moments, strict=True):
+        limits = [{key: group[key] for key in _OF_SCHEDULE if key in group} for group in member.optimizer.param_groups]
         member.optimizer.load_state_dict(values)
+        for group, own in zip(member.optimizer.param_groups, limits, strict=True):
+            group.update(own)
         if state["grad_scaler"] is not None:
             member.grad_scaler.load_state_dict(state["grad_scaler"])
     for main_param in _main_params(optimizer):

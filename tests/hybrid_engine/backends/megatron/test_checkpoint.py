@@ -216,6 +216,8 @@ def resume_schedule(path: Path, root: Path) -> dict[str, Any]:
 
     plain = ActorConfig(**{**DENSE_FLOAT32, "optimizer": {"lr": 1e-2}})
     config = ActorConfig(**{**DENSE_FLOAT32, "optimizer": {"lr": 1e-2, "schedule": SCHEDULE}})
+    other_limits = {"lr": 2e-2, "schedule": {"lr_decay_style": "linear", "lr_decay_steps": 10, "min_lr": 1e-3}}
+    changed = ActorConfig(**{**DENSE_FLOAT32, "optimizer": other_limits})
     job, found = Job.join(60), {}
     with running(path, config) as run:
         found["rates"] = [train(run, step)["learning_rate"] for step in range(4)]
@@ -233,7 +235,11 @@ def resume_schedule(path: Path, root: Path) -> dict[str, Any]:
         load_checkpoint(root / "scheduled", run.actor, job)
         found["resumed"] = run.engine.learning_rate
         load_checkpoint(root / "plain", run.actor, job)
-        found["begun"] = run.engine.learning_rate
+        found["begun"] = [train(run, step)["learning_rate"] for step in range(4)]
+    with running(path, changed) as run:
+        for name in ("scheduled", "plain"):
+            load_checkpoint(root / name, run.actor, job)
+            found[f"changed, from {name}"] = run.engine.learning_rate
     return found
 
 
@@ -355,7 +361,9 @@ def test_a_schedule_goes_on_where_it_was_saved(launched: Outcomes) -> None:
     for found in launched["schedule"]:
         assert found["rates"] == pytest.approx([1e-3, 5.5e-3, 1e-2, 9e-3])
         assert found["next"] == found["resumed"] == found["by hand"] == pytest.approx(8e-3)
-        assert found["begun"] == pytest.approx(1e-3)  # an older checkpoint, or one of a run without
+        assert found["begun"] == pytest.approx(found["rates"])  # an older checkpoint, or one of a run without
+        assert found["changed, from scheduled"] == pytest.approx(1e-3 + 0.6 * 1.9e-2)  # after four of ten
+        assert found["changed, from plain"] == pytest.approx(2e-2)
 
 
 def test_a_schedule_and_a_rate_set_by_hand_exclude_each_other(launched: Outcomes) -> None:
