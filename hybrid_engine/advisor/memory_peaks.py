@@ -3,7 +3,8 @@
 Training state, as megatron-core's DDP and distributed optimizer (Adam) have it:
 
     parameters    elements * bytes of the dtype
-    gradients     elements * 4 (they are reduced in float32, unless an override says otherwise)
+    gradients     elements * 4 (they are reduced in float32, unless an override says otherwise: then in the dtype, and
+                  the optimizer's step makes float32 ones of its shard)
     optimizer     elements / data parallel size * 12: float32 main parameters and two moments; 8 where the parameters
                   are float32 themselves and need no main copy
 
@@ -95,6 +96,8 @@ def megatron_memory(
     # shards are padded to equal lengths
     dense_shard = -(-dense // (train.data * train.context if is_distributed else 1))
     expert_shard = -(-source.num_expert_elements // (train.expert_data if is_distributed else 1))
+    if not float32_grads and itemsize < MAIN_NBYTES:  # converted for main parameters, and kept until the next step
+        grads = grads + (dense_shard + expert_shard) * GRAD_NBYTES
     params = source.num_elements * itemsize
     optimizer = (dense_shard + expert_shard) * state_nbytes
     return TrainingMemory(params, grads, optimizer, copied=params + optimizer)

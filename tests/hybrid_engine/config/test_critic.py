@@ -48,12 +48,19 @@ def test_rules_of_a_step_are_the_critics_too_under_its_keys(dense: Path) -> None
 
 
 def test_gradients_that_are_not_float32_are_planned_so(dense: Path) -> None:
-    plans = [
-        memory_plan(HybridConfig(model=dense, actor_config={"overrides": {"ddp": ddp}}), 1)
-        for ddp in ({}, {"grad_reduce_in_fp32": False})
-    ]
-    first, second = (plan.phases["train"].total.max() for plan in plans)
-    assert second < first
+    """2 bytes a parameter in place of 4, and 4 more for each of the shard, which the step converts."""
+
+    def train_nbytes(num_ranks: int, dtype: str, ddp: dict[str, bool]) -> tuple[int, int]:
+        config = HybridConfig(model=dense, actor_config={"params_dtype": dtype, "overrides": {"ddp": ddp}})
+        phases = memory_plan(config, num_ranks).phases
+        return int(phases["train"].total.max()), int(phases["forward"].total.max())
+
+    for num_ranks in (1, 2, 4):
+        usual, parameters = train_nbytes(num_ranks, "bfloat16", {})
+        found, _ = train_nbytes(num_ranks, "bfloat16", {"grad_reduce_in_fp32": False})
+        assert found - usual == pytest.approx(parameters * (-1 + 2 / num_ranks), abs=8)
+        in_float32 = [train_nbytes(num_ranks, "float32", ddp) for ddp in ({}, {"grad_reduce_in_fp32": False})]
+        assert in_float32[0] == in_float32[1]
 
 
 def test_a_model_of_its_own_has_stages_of_its_own(dense: Path, tmp_path: Path) -> None:
