@@ -275,7 +275,12 @@ def _critic_violations(engine: HybridConfig, rl: RLConfig, num_replicas: int) ->
     if (critic is not None) != (rl.algorithm == "ppo"):
         problem = f"{rl.algorithm}, and there is {'a' if critic is not None else 'no'} critic_config"
         yield Violation("rl_config.algorithm", problem, "Use ppo and a critic_config, if only {}, or neither")
-    elif critic is not None and critic.micro_batch_size is not None:
+        return
+    if critic is None:
+        return
+    if critic.model is not None:
+        yield Violation("critic_config.model", "this example's critic begins as the policy does", "Leave it out")
+    if critic.micro_batch_size is not None:
         multiple = rl.minibatches * critic.micro_batch_size * num_replicas
         if rl.batch_size % multiple:
             problem = f"{critic.micro_batch_size}, but {rl.batch_size} completions are no multiple of {multiple}: "

@@ -52,12 +52,15 @@ def changed(directory: Path, **sections: object) -> Path:
 
 
 def test_ppo_and_a_critic_belong_together(tmp_path: Path) -> None:
-    assert load_settings(CONFIG, 2).engine.critic_config is not None
+    loaded = load_settings(CONFIG, 2).engine
+    assert loaded.critic_config is not None
     with pytest.raises(ConfigError, match=r"rl_config.algorithm: ppo, and there is no critic_config"):
         load_settings(changed(tmp_path, critic_config=None), 2)
     with pytest.raises(ConfigError, match=r"rl_config.algorithm: grpo, and there is a critic_config"):
         load_settings(changed(tmp_path, rl_config={"algorithm": "grpo"}), 2)
     with pytest.raises(ConfigError, match=r"critic_config.micro_batch_size: 96, but 1024 completions"):
         load_settings(changed(tmp_path, critic_config={"micro_batch_size": 96}), 2)
+    with pytest.raises(ConfigError, match=r"critic_config.model: this example's critic begins as the policy does"):
+        load_settings(changed(tmp_path, critic_config={"model": str(loaded.model)}), 2)
     with pytest.raises(ConfigError, match=r"rl_config.ppo.gama: unknown key. Known keys: gamma, lam"):
         load_settings(changed(tmp_path, rl_config={"ppo": {"gama": 1.0}}), 2)
