@@ -52,7 +52,7 @@ class ValueModel(Companion):
 
         job = worker.job
         if model is not None:
-            fetch_weights(model, job)
+            fetch_weights(model, job, key)
         with job.agreement.phase("building the critic", SHORT_PATIENCE):
             from hybrid_engine.backends.megatron.actor import build_critic
 

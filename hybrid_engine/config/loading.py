@@ -61,18 +61,27 @@ def load_config(
         found += violations_of(error, HybridConfig)
     if found:
         raise ConfigError(found, file)
-    models = {"model": find_model(config.model, config.revision, relative_to=directory)}
-    config = config.model_copy(update=models)
-    if (critic := config.critic_config) is not None and critic.model is not None:
-        key = "critic_config.model"
-        models[key] = find_model(critic.model, key=key, relative_to=directory)
-        config = config.model_copy(update={"critic_config": critic.model_copy(update={"model": models[key]})})
+    try:
+        config, models = _with_models(config, directory)
+    except ConfigError as error:
+        raise ConfigError(error.findings, file) from error
     violations = find_violations(config, world_size, weights_only=weights_only)
     if not (own_weights or config.random_weights):
         violations += [found for key, model in models.items() for found in _missing_weights(model, key)]
     if violations:
         raise ConfigError(violations, file)
     return config
+
+
+def _with_models(config: HybridConfig, directory: Path | None) -> tuple[HybridConfig, dict[str, Path]]:
+    """The configuration with directories in place of ids, and these by key. Raises ConfigError."""
+    models = {"model": find_model(config.model, config.revision, relative_to=directory)}
+    config = config.model_copy(update=models)
+    if (critic := config.critic_config) is not None and critic.model is not None:
+        key = "critic_config.model"
+        models[key] = find_model(critic.model, key=key, relative_to=directory)
+        config = config.model_copy(update={"critic_config": critic.model_copy(update={"model": models[key]})})
+    return config, models
 
 
 def _missing_weights(model: Path, key: str) -> list[Violation]:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from hybrid_engine.backends.huggingface.hf_checkpoint import HEAD, load_hf_checkpoint
@@ -16,19 +17,21 @@ from hybrid_engine.ports import LoadableWeights
 from hybrid_engine.ranks.job import Job
 
 
-def fetch_weights(model: Path, job: Job) -> None:
+def fetch_weights(model: Path, job: Job, key: str = "model") -> None:
     """Download what a directory of the Hub's cache lacks; the first rank of each host does. Collective.
 
-    Nothing happens to any other directory. Raises ConfigError on all ranks, also where they have different commits.
+    Nothing happens to any other directory. `key`: names the model. Raises ConfigError on all ranks, also where they
+    have different commits.
     """
     snapshot = Snapshot.at(model)
     origins = job.agreement.gather(None if snapshot is None else (snapshot.repo_id, snapshot.commit), "the model")
     if len(set(origins)) > 1:
         found = ", ".join(sorted({"a directory" if one is None else "@".join(one) for one in origins}))
-        raise ConfigError([Violation("revision", f"ranks have different models: {found}", "Name a commit")])
+        remedy = "Set revision to a commit" if key == "model" else "Download one commit, and name its directory"
+        raise ConfigError([Violation(key, f"ranks have different models: {found}", remedy)])
     if snapshot is not None:
         is_first = job.hosts.index(job.hosts[job.rank]) == job.rank
-        steps = _in_background(snapshot.download) if is_first else ()
+        steps = _in_background(partial(snapshot.download, key)) if is_first else ()
         job.agreement.rounds("downloading the model's weights", steps)
 
 

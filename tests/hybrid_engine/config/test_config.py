@@ -89,6 +89,19 @@ def test_relative_paths_of_a_file_begin_at_its_directory(
     assert load_config("configs/config.yaml", 1).model.samefile(model)
 
 
+def test_a_model_that_cannot_be_had_is_one_of_a_file(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    for key, values in {
+        "model": {"model": "org/nowhere"},
+        "critic_config.model": {"model": str(model), "critic_config": {"model": "org/nowhere"}},
+    }.items():
+        file.write_text(yaml.safe_dump(values))
+        with pytest.raises(ConfigError) as caught:
+            load_config(file, 1)
+        assert str(caught.value).startswith(f"invalid configuration in {file} (1):")
+        assert [found.key for found in caught.value.findings] == [key]
+
+
 def test_weights_are_there_or_not_asked_for(model: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"model": model, "actor_config": {"tensor_model_parallel_size": 3}}, 2)

@@ -268,14 +268,16 @@ def fetch_from_the_hub(directory: Path) -> dict[str, Any]:
         with closing(Job.join(60, host=hosts[int(os.environ["RANK"])])) as job:
             with mock.patch.object(Snapshot, "download", autospec=True) as download:
                 fetch_weights(directory, job)
-                fetch_weights(snapshots[0], job)
-            found[name] = download.call_args_list == [mock.call(Snapshot.at(snapshots[0]))]
+                fetch_weights(snapshots[0], job, "critic_config.model")
+            found[name] = download.call_args_list == [mock.call(Snapshot.at(snapshots[0]), "critic_config.model")]
     with closing(Job.join(60)) as job:
         full = FileError("disk full")
         with mock.patch.object(Snapshot, "download", side_effect=full), pytest.raises(HybridEngineError) as failed:
             fetch_weights(snapshots[0], job)
         with pytest.raises(ConfigError) as differing:
             fetch_weights(snapshots[job.rank], job)
+        with pytest.raises(ConfigError, match=r"critic_config\.model: ranks have different models"):
+            fetch_weights(snapshots[job.rank], job, "critic_config.model")
     return found | {"failed": f"{failed.type.__name__}: {failed.value}", "differing": str(differing.value)}
 
 
