@@ -6,7 +6,6 @@ of parallel sizes are the fields of layouts/parallelism.py, with the same defaul
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -19,6 +18,7 @@ from hybrid_engine.config.values import (
     EngineArguments,
     Fields,
     File,
+    Model,
     Name,
     Names,
     Number,
@@ -265,7 +265,7 @@ class CriticConfig(Section):
     Keys that are left out are the actor's, but for `optimizer`, `lora` and `frozen_parameters`: these are not shared.
     """
 
-    model: Path | None = None
+    model: Model | None = None
     """Directory of a Hugging Face model, or its id on the Hub; default: the actor's. Training begins with its weights
     but for the output layer, which is one number a token."""
     pipeline_model_parallel_layout: StageLayout | None = None
@@ -286,9 +286,10 @@ class CriticConfig(Section):
 class HybridConfig(Section):
     """Both sides and the model."""
 
-    model: Path
+    model: Model
     """Directory of a Hugging Face model, or its id on the Hub (`org/name`), from where it is downloaded into the cache.
-    A relative path begins at the directory of the file that it is written in. Training begins with its weights."""
+    A relative path begins at the directory of the file that it is written in; one with `./` in front is never an id.
+    Training begins with its weights."""
     revision: Name | None = None
     """Branch, tag or commit of a model on the Hub; default: main."""
     random_weights: bool = False

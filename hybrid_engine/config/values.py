@@ -24,6 +24,13 @@ def _beside_its_file(path: Path, info: ValidationInfo) -> Path:
     return path if directory is None else directory / path
 
 
+def _always_a_path(value: Any, info: ValidationInfo) -> Any:
+    """`Path` would drop the `./`, and what is left may be an id on the Hub: somebody else's model."""
+    if not isinstance(value, str) or not value.startswith("./"):
+        return value
+    return Path((info.context or {}).get("directory") or "").absolute() / value
+
+
 # Upper bounds are far beyond any job, and small enough that nothing which is made of them takes long or overflows.
 Number = BeforeValidator(_not_a_flag)
 Count = Annotated[int, Number, Field(ge=1, le=LARGEST_SIZE)]
@@ -42,6 +49,8 @@ Name = Annotated[str, Field(min_length=1, max_length=500)]
 Names = Annotated[tuple[Name, ...], Field(max_length=1000)]
 File = Annotated[Path, AfterValidator(_beside_its_file)]
 """A path; a relative one begins at the directory of the file that it is written in."""
+Model = Annotated[Path, BeforeValidator(_always_a_path)]
+"""A directory, or an id on the Hub, which `find_model` tells apart; none begins with `./`, `../`, `/` or `~`."""
 EngineArguments = Annotated[dict[Name, pydantic.JsonValue], Field(max_length=100)]
 Fields = Annotated[dict[Name, pydantic.JsonValue], Field(max_length=1000)]
 NOTHING: Final[dict[str, pydantic.JsonValue]] = {}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hybrid_engine.config import load_config
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.files.hub import Snapshot, find_model
 from hybrid_engine.files.model_files import INDEX, SINGLE
@@ -90,6 +91,19 @@ def refusal(name: str, revision: str | None = None) -> Violation:
         find_model(name, revision)
     (found,) = caught.value.findings
     return found
+
+
+def test_what_begins_as_a_path_is_never_asked_of_the_hub(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_model("./org/single") == Path("org/single")
+    monkeypatch.chdir(tmp_path)
+    config = {"model": "./org/single", "critic_config": {"model": "./org/sharded"}}
+    for directory in (None, tmp_path / "beside"):
+        with pytest.raises(ConfigError) as caught:
+            load_config(config, 1, directory=directory)
+        assert str((directory or tmp_path) / "org" / "single" / "config.json") in str(caught.value)
+    assert not hub.exists()
 
 
 def names_in(directory: Path) -> set[str]:
