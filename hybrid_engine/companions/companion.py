@@ -23,6 +23,7 @@ class Companion:
         worker: of the actor.
         items, reachable: of this model, which is on the device now; as for `Offloader`.
         offloads: it leaves the device outside its contexts.
+        gathers_late: reading it completes parameters that its optimizer left to be gathered, and so writes them.
     """
 
     def __init__(
@@ -33,13 +34,14 @@ class Companion:
         *,
         reachable: Callable[[], Iterable[Reached]] = tuple,
         offloads: bool = True,
+        gathers_late: bool = False,
     ) -> None:
         self.name = name
         self._worker = worker
         self._agreement = worker.job.agreement
         self._items = items
         self._offloader = Offloader(items, reachable=reachable)
-        self._offloads = offloads
+        self._offloads, self._gathers_late = offloads, gathers_late
         self._present: frozenset[Kind] = ALL
         if offloads:
             self._leave()
@@ -77,9 +79,11 @@ class Companion:
 
     @contextmanager
     def _alone(self, kinds: frozenset[Kind], phase: str) -> Iterator[None]:
+        # what is gathered must be kept: Megatron notes that it was, and never does it again
+        read_only = kinds == PARAMETERS and not self._gathers_late
         with self._worker.sharding.entered(State.IDLE):
             try:
-                self._come(kinds, read_only=kinds == PARAMETERS)
+                self._come(kinds, read_only=read_only)
                 yield
                 self._worker.note_memory(phase)
             finally:

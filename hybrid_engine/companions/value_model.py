@@ -43,7 +43,8 @@ class ValueModel(Companion):
             with job.agreement.building():
                 self._build(worker, model if loads else None, key)
             items, reachable = self.engine.offload_items, self.engine.reachable_tensors
-            super().__init__("critic", worker, items, reachable=reachable, offloads=critic.offload)
+            late = worker.config.actor_config.overlap_param_gather
+            super().__init__("critic", worker, items, reachable=reachable, offloads=critic.offload, gathers_late=late)
         self.engine.guard = self.require
 
     def _build(self, worker: ActorHybridWorker, model: Path | None, key: str) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from hybrid_engine.backends.huggingface import load_hf_checkpoint
-from hybrid_engine.config import ActorConfig
+from hybrid_engine.config import ActorConfig, load_config
 from hybrid_engine.models import table_for
 from hybrid_engine.models.value_table import HEAD, value_table
 from hybrid_engine.ranks.job import Job
@@ -35,7 +39,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2": ("qwen3", TP2),
     "tp2 sp": ("qwen3", {**TP2, "sequence_parallel": True}),
-    "dp2": ("qwen3", {}),
     "pp2": ("qwen3", PP2),
     "tied pp2 vpp2": ("qwen3 tied", {**PP2, "virtual_pipeline_model_parallel_size": 2}),
     "experts ep2": ("qwen3_moe", {"expert_model_parallel_size": 2}),
@@ -96,6 +99,31 @@ def run_layout(path: Path, without_head: Path, settings: dict[str, Any]) -> Seen
     return Seen(values, new, warnings, losses, norms, final)
 
 
+def step_in_contexts(path: Path, overlap: bool) -> list[float]:
+    """Losses of a critic on data parallel ranks that is read between its steps, each in a context of its own."""
+    from hybrid_engine import ValueModel
+
+    actor = {**DENSE_FLOAT32, "overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    values = {"model": str(path), "actor_config": actor, "critic_config": {"optimizer": {"lr": 3e-3}}}
+    config, batch = load_config(values, int(os.environ["WORLD_SIZE"])), make_batch()
+    with parallel_state_of(config.actor_config), ExitStack() as ends, closing(Job.join(120)) as job:
+        worker: Any = SimpleNamespace(  # what a critic asks of one, without vLLM
+            config=config,
+            job=job,
+            ends=ends,
+            sharding=SimpleNamespace(entered=lambda state: nullcontext()),
+            companions=WeakSet(),
+            note_memory=lambda phase: None,
+        )
+        critic, losses = ValueModel(worker), []
+        for _ in range(NUM_STEPS):
+            with critic.train_context():
+                losses.append(critic.update(batch, squared_error)["loss"])
+            with critic.forward_context():
+                critic.values(batch)
+    return losses
+
+
 def head_of(hidden_size: int) -> torch.Tensor:
     return 0.2 * torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(5))
 
@@ -114,6 +142,7 @@ def save_with_head(directory: Path, family: str, changes: dict[str, Any]) -> tup
 def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     paths = {name: save_with_head(tmp_path_factory.mktemp("model"), *model) for name, model in MODELS.items()}
     calls = {name: (run_layout, (*paths[model], settings)) for name, (model, settings) in LAYOUTS.items()}
+    calls |= {f"overlap {overlap}": (step_in_contexts, (paths["qwen3"][0], overlap)) for overlap in (True, False)}
     return engines.launch_in_turn(2, calls)
 
 
@@ -154,6 +183,13 @@ def test_values_and_steps_are_those_of_transformers(launched: Outcomes, layout: 
         assert found.losses == pytest.approx(losses, abs=1e-4)
         assert found.norms == pytest.approx(norms, rel=1e-3)
         torch.testing.assert_close(found.final, final, atol=1e-3, rtol=0)
+
+
+def test_reading_a_critic_completes_the_step_before(launched: Outcomes) -> None:
+    """With overlap_param_gather: what is read has been gathered, and stays so for the next step."""
+    assert launched["overlap True"] == launched["overlap False"]
+    for losses in launched["overlap False"]:
+        assert losses == pytest.approx(by_transformers("qwen3")[1], abs=1e-4)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
