@@ -44,7 +44,7 @@ class Companion:
         self._offloads, self._gathers_late = offloads, gathers_late
         self._present: frozenset[Kind] = ALL
         if offloads:
-            self._leave()
+            self._leave_together()
         worker.companions.add(self)
 
     @property
@@ -81,13 +81,9 @@ class Companion:
     def _alone(self, kinds: frozenset[Kind], phase: str) -> Iterator[None]:
         # what is gathered must be kept: Megatron notes that it was, and never does it again
         read_only = kinds == PARAMETERS and not self._gathers_late
-        with self._worker.sharding.entered(State.IDLE):
-            try:
-                self._come(kinds, read_only=read_only)
-                yield
-                self._worker.note_memory(phase)
-            finally:
-                self._leave()
+        with self._worker.sharding.entered(State.IDLE), self._here(kinds, read_only=read_only):
+            yield
+            self._worker.note_memory(phase)
 
     @contextmanager
     def beside(self, kinds: frozenset[Kind], *, read_only: bool) -> Iterator[None]:
@@ -95,16 +91,28 @@ class Companion:
         if kinds <= self._present:
             yield
             return
+        with self._here(kinds, read_only=read_only):
+            yield
+
+    @contextmanager
+    def _here(self, kinds: frozenset[Kind], *, read_only: bool) -> Iterator[None]:
+        """On the device inside the context; all ranks leave it together, but those with an error."""
         try:
             self._come(kinds, read_only=read_only)
             yield
-        finally:
-            self._leave()
+        except BaseException:
+            self._leave()  # alone: the others may be well, and elsewhere
+            raise
+        self._leave_together()
 
     def _come(self, kinds: frozenset[Kind], *, read_only: bool) -> None:
         with self._agreement.phase(f"onload of the {self.name}"):
             self._offloader.onload(kinds, read_only=read_only)
         self._present = kinds
+
+    def _leave_together(self) -> None:
+        with self._agreement.phase(f"offload of the {self.name}"):
+            self._leave()
 
     def _leave(self) -> None:
         self._present = frozenset()
