@@ -15,6 +15,13 @@ ALL: frozenset[Kind] = frozenset(KINDS)
 PARAMETERS: frozenset[Kind] = frozenset({"param"})
 
 
+def require_room(worker: ActorHybridWorker, name: str, nbytes: int) -> None:
+    """Raise StateError unless the budget has room for a model's parameters beside what is on the device. Collective."""
+    if not worker.has_room_for(nbytes):
+        problem = f"device_budget_gib has no room for the parameters of the {name} beside what is on the device"
+        raise StateError(f"{problem}; do this in worker.forward_context(), or raise the budget")
+
+
 class Companion:
     """A model beside the actor. All methods are collective, but for `require` and `resident_nbytes`.
 

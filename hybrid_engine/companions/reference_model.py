@@ -9,7 +9,8 @@ import torch
 
 from hybrid_engine.batches.batch_checks import Data
 from hybrid_engine.batches.token_outputs import Outputs
-from hybrid_engine.companions.companion import PARAMETERS, Companion
+from hybrid_engine.companions.companion import PARAMETERS, Companion, require_room
+from hybrid_engine.memory.offload_items import held_nbytes
 from hybrid_engine.ports import Batch
 from hybrid_engine.worker import ActorHybridWorker, score
 
@@ -18,11 +19,16 @@ class ReferenceModel(Companion):
     """A frozen copy of the actor's present weights, off the device except while it scores.
 
     Args:
-        worker: gives layout and weights; in train or forward state now, for the weights must be on the device.
+        worker: gives layout and weights; in train or forward state now, for the weights must be on the device, and
+            those of the copy beside them.
+
+    Raises StateError where `device_budget_gib` has no room for both.
     """
 
     def __init__(self, worker: ActorHybridWorker) -> None:
         worker.train.guard(["param"])
+        parameters = (item for item in worker.train.offload_items() if item.kind == "param")
+        require_room(worker, "reference", held_nbytes(parameters, worker.job.device.type))
         self.engine = worker.train.frozen_copy()
         super().__init__("reference", worker, self.engine.offload_items)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from hybrid_engine.batches.batch_checks import Data, agreed_share
-from hybrid_engine.companions.companion import ALL, PARAMETERS, Companion
+from hybrid_engine.companions.companion import ALL, PARAMETERS, Companion, require_room
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.ports import Batch, LossFunction
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
@@ -114,13 +114,15 @@ class ValueModel(Companion):
         """Take the actor's present weights, but for the head: a critic may begin as the policy does.
 
         In train or forward context of the worker; both models' parameters are on the device for it. The critic is of
-        the actor's architecture.
+        the actor's architecture. Raises StateError where `device_budget_gib` has no room for both.
         """
         critic = self._worker.config.critic_config
         if critic is not None and critic.model is not None:
             problem = "the critic has a model of its own, whose weights are not the actor's"
             raise ConfigError([Violation("critic_config.model", problem, "Leave it out, or call load_hf_checkpoint")])
         self._worker.train.guard(["param"])
+        if not self._present:
+            require_room(self._worker, self.name, self._offloader.away_nbytes(["param"])["param"])
         with self.beside(PARAMETERS, read_only=False), self._agreement.phase("copying the actor's weights"):
             self.engine.copy_decoder_from(self._worker.train)
         with self.train_context():

@@ -34,7 +34,7 @@ class Seen:
         decoders: of the actor and of the critic that began as it did, by name.
         loaded: the same of an actor whose weights were written, and of a critic that began with these files.
         states: of the worker after contexts of the critic, inside and outside its own.
-        refused: what each wrong call said.
+        refused: what each wrong call said, and those without room.
         scores, stayed: by the reference in train state, with room for it and without; whether the actor stayed there.
     """
 
@@ -87,7 +87,6 @@ def follow(model: Path, directory: Path) -> Seen:
         worker.update(batch, workers.cross_entropy)
         critic = ValueModel(worker)
         seen.states.append(worker.sharding.state)
-        reference = ReferenceModel(worker)
         seen.decoders.append(decoder_of(worker.train))
         critic.copy_actor()
         seen.states.append(worker.sharding.state)
@@ -95,6 +94,7 @@ def follow(model: Path, directory: Path) -> Seen:
         before = training_state(worker.train)
         look("train")
     with worker.forward_context():
+        reference = ReferenceModel(worker)
         look("forward")
     with reference.forward_context():
         reference.compute_log_probs(batch)
@@ -136,6 +136,7 @@ def follow(model: Path, directory: Path) -> Seen:
             seen.scores.append(reference.compute_log_probs(batch))
             seen.stayed.append(worker.sharding.last_report is before_scoring)
             seen.states.append(worker.sharding.state)
+        seen.refused += [said(lambda: ReferenceModel(worker)), said(critic.copy_actor)]
     plan = worker.memory_plan()
     for name, phase in plan.phases.items():
         seen.planned[name] = {key: int(nbytes[worker.rank]) for key, nbytes in phase.by_model.items()}
@@ -211,7 +212,9 @@ def test_a_reference_without_room_beside_the_actor_takes_its_place(seen: list[Se
 
 def test_calls_outside_of_their_context_are_refused(seen: list[Seen]) -> None:
     for found in seen:
-        of_actor, values, update = found.refused
+        of_actor, values, update, *without_room = found.refused
         assert "the engine is in state idle; call this in the train context" in of_actor
         assert "the critic is not on the device; call this in its forward_context or train_context" in values
         assert "the critic is not on the device; call this in its train_context" in update
+        for name, refused in zip(("reference", "critic"), without_room, strict=True):
+            assert f"device_budget_gib has no room for the parameters of the {name} beside" in refused
