@@ -300,4 +300,4 @@ def test_what_does_not_fit_is_said_at_once(attached: list[dict[str, Any]]) -> No
 
 
 def test_a_checkpoint_that_one_rank_cannot_read_changes_no_weights(readers: list[Readers]) -> None:
-    assert all(found["refused"] for found in readers)
+    assert all(found.refused for found in readers)
