@@ -172,6 +172,8 @@ def _with_sampling_params(engine: HybridEngine[Any]) -> dict[str, Any]:
 
 def _with_local_data(engine: HybridEngine[Any]) -> dict[str, Any]:
     """Each rank its own prompts, one of them none; and what is refused where ranks should pass the same."""
+    from vllm import SamplingParams
+
     rank = engine.job.rank
     own = [[5, 6, 7], [3, 4, 5, 6, 7]] if rank else []
     completions = engine.generate(own, GREEDY, data="local")
@@ -180,6 +182,7 @@ def _with_local_data(engine: HybridEngine[Any]) -> dict[str, Any]:
         "local prompts": [one.prompt_token_ids for (one,) in completions],
         "other prompts": _error(lambda: engine.generate([[5 + rank]], GREEDY)),
         "other sampling": _error(lambda: engine.generate(own, replace(GREEDY, max_tokens=4 + rank), data="local")),
+        "other bias": _error(lambda: engine.generate([[5]], SamplingParams(max_tokens=2, logit_bias={5 + rank: 9.0}))),
         "other data": _error(lambda: engine.generate([[5]], GREEDY, data="local" if rank else "global")),
         "no such data": _error(lambda: engine.generate([[5]], GREEDY, data="mine")),  # type: ignore[arg-type]
     }
@@ -363,6 +366,7 @@ def test_each_rank_may_have_prompts_of_its_own(of_forms: list[dict[str, Any]]) -
         ("no sampling", "sampling: got {'max_tokens': 3}"),
         ("other prompts", "data: the ranks differ in prompts, in sampling or in `data`"),
         ("other sampling", "data: the ranks differ in sampling"),
+        ("other bias", "data: the ranks differ in prompts, in sampling"),
         ("other data", "data: the ranks differ"),
         ("no such data", "data: 'mine' is unknown"),
         ("outside", "StateError: "),

@@ -37,7 +37,12 @@ from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSet
 from hybrid_engine.backends.vllm.generation.model_tokenizer import ModelTokenizer
 from hybrid_engine.backends.vllm.generation.prompts import Prompts, check_token_ids, token_ids_of
 from hybrid_engine.backends.vllm.generation.replica_exchange import ReplicaExchange, check_data
-from hybrid_engine.backends.vllm.generation.sampling_params import needs_tokenizer, refusals_named, sampling_params
+from hybrid_engine.backends.vllm.generation.sampling_params import (
+    needs_tokenizer,
+    refusals_named,
+    sampling_params,
+    told_fields,
+)
 from hybrid_engine.backends.vllm.lora.delivered_loras import DeliveredLoras
 from hybrid_engine.backends.vllm.process.group_placement import building_groups
 from hybrid_engine.backends.vllm.process.isolation import destroy_groups, forget_frames
@@ -185,7 +190,7 @@ class InferenceEngine:
             self.check_prompts(token_ids, params.max_tokens or 1)
         try:
             complete = partial(self._complete, params=params, lora=lora)
-            return self._exchange.complete(token_ids, data, (data, params, lora), complete)
+            return self._exchange.complete(token_ids, data, (data, told_fields(params), lora), complete)
         except BaseException:
             self._generator_state = state  # also where this replica's part went well
             raise

@@ -54,6 +54,11 @@ def _own_params(sampling: AnySampling) -> Any:
     return params
 
 
+def told_fields(params: SamplingParams) -> dict[str, Any]:
+    """All that the caller decides, by name: the `repr` of `SamplingParams` leaves some of it out, as `logit_bias`."""
+    return {name: getattr(params, name) for name in params.__struct_fields__ if not name.startswith("_")}
+
+
 def needs_tokenizer(params: SamplingParams) -> bool:
     """Whether vLLM needs a tokenizer for a request."""
     return bool(params.detokenize or params.bad_words or params.structured_outputs is not None)
