@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
 
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -32,7 +33,7 @@ class TrainEngine(PipelineEngine):
 
     MTP layers, where a model has them, are trained by every step: Megatron adds their loss to the gradients, over the
     labels where `mask` [B, S] of the batch is 1 (over all without a mask, but for padding and what follows the end of a
-    packed sequence; megatron-core before 0.17 also takes all in a micro batch where it is 0 everywhere).
+    packed sequence). A micro batch in which that leaves nothing teaches them nothing.
 
     Padding of the vocabulary gets probability 0, as in the inference engine: its logits are set to -inf from here on.
 
@@ -94,8 +95,28 @@ class TrainEngine(PipelineEngine):
 
     def _forward(self, model: torch.nn.Module, rows: Rows) -> torch.Tensor:
         """Losses [b, S] of the last chunk, or logits without labels."""
-        output: torch.Tensor = model(**self._inputs.arguments(rows), labels=self._inputs.in_shape(rows, rows.labels))
+        with self._predicting_in(rows):
+            output: torch.Tensor = model(
+                **self._inputs.arguments(rows), labels=self._inputs.in_shape(rows, rows.labels)
+            )
         return output
+
+    @contextlib.contextmanager
+    def _predicting_in(self, rows: Rows) -> Iterator[None]:
+        """Let MTP layers learn from rows, unless the deepest of them has no label there: each is one token further.
+
+        megatron-core before 0.17 divides by the mask's sum, so that a mask of 0 everywhere must not be, and one that is
+        nearly 0 everywhere means the mean over all tokens, padding too.
+        """
+        config = self.transformer_config
+        factor = config.mtp_loss_scaling_factor
+        if rows.mask is not None and config.mtp_num_layers and factor:
+            # a tensor, for to look at it would wait for the GPU
+            config.mtp_loss_scaling_factor = factor * rows.mask[:, config.mtp_num_layers :].any()
+        try:
+            yield
+        finally:
+            config.mtp_loss_scaling_factor = factor
 
     def _result(self, rows: Rows, output: torch.Tensor) -> torch.Tensor:
         return output if rows.labels is None else rows.restore_log_probs(-output.view(rows.tokens.shape))

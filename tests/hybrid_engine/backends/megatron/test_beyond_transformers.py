@@ -60,11 +60,13 @@ class Stepped:
         losses: of the multi-token prediction layers, as Megatron logs them; on the last stage.
         weights: of all ranks, those of multi-token prediction and the biases, by name in the checkpoint; on rank 0.
         masked_norm: of the gradients of a step that masks every label.
+        masked_gradients: the largest in that step of each parameter of the layers for multi-token prediction.
     """
 
     losses: list[float]
     weights: dict[str, torch.Tensor]
     masked_norm: float
+    masked_gradients: list[float]
 
 
 def step(case: Case, path: Path) -> Stepped:
@@ -79,7 +81,12 @@ def step(case: Case, path: Path) -> Stepped:
             if not run.table.is_served(name) or name.endswith("e_score_correction_bias")
         }
         masked = engine.train_step({**batch, "mask": 0 * mask}, negative_log_likelihood)
-        return Stepped(losses, weights if torch.distributed.get_rank() == 0 else {}, masked["grad_norm"])
+        gradients = [
+            parameter.main_grad.abs().max().item()
+            for name, parameter in engine.weights.model.named_parameters()
+            if "mtp." in name
+        ]
+        return Stepped(losses, weights if torch.distributed.get_rank() == 0 else {}, masked["grad_norm"], gradients)
 
 
 def _losses_of_step(run: Any, batch: dict[str, torch.Tensor]) -> list[float]:
@@ -240,10 +247,15 @@ def test_multi_token_prediction_learns(
 
 
 @pytest.mark.parametrize(("num_ranks", "name"), PREDICTING)
-def test_a_batch_without_labels_has_finite_gradients(
+def test_multi_token_prediction_learns_nothing_from_a_batch_without_labels(
     launched: Callable[[int], Outcomes], num_ranks: int, name: str
 ) -> None:
-    assert all(math.isfinite(found.masked_norm) for found in launched(num_ranks)[name])
+    """And the others' gradients are finite."""
+    found = launched(num_ranks)[name]
+    assert all(math.isfinite(one.masked_norm) for one in found)
+    gradients = [largest for one in found for largest in one.masked_gradients]
+    assert gradients
+    assert max(gradients) == 0
 
 
 def test_multi_token_prediction_learns_neither_padding_nor_across_sequences(
