@@ -74,9 +74,10 @@ def agreed_share(
     with agreement.phase(phase):
         share = own_share(batch, limits, data, outputs, needs_labels=needs_labels)
     shape = list(share["tokens"].shape)
-    if data == "local" and not agreement.is_same(shape, phase):
-        problem = f'has shape {shape} here and another on other ranks, with data="local"'
-        raise BatchError([Violation("tokens", problem, "Pass as many rows and columns on every rank")])
+    # of global data, too: ranks that join their results would wait for one that keeps its own
+    if not agreement.is_same([data == "local", bool(outputs.entropy), outputs.top_k, *shape], phase):
+        problem = f"has shape {shape} here, with data={data!r}; shape, data, entropy or top_k differ on other ranks"
+        raise BatchError([Violation("tokens", problem, "Pass the same, and as many rows and columns, on every rank")])
     return share
 
 

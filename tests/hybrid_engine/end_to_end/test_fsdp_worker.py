@@ -100,6 +100,7 @@ def _boundary(worker: Any) -> dict[str, Any]:
     bad_batches = {
         "labels": ({name: batch[name] for name in ("tokens", *(["labels"] * (not is_at_fault)))}, {}),
         "another shape": ({name: tensor[: 2 + 2 * is_at_fault] for name, tensor in own.items()}, {"data": "local"}),
+        "other data": (own, {"data": "local" if is_at_fault else "global"}),
     }
     for name, (bad, settings) in bad_batches.items():
         with pytest.raises(HybridEngineError) as caught:
@@ -221,6 +222,7 @@ def test_what_one_rank_does_wrong_is_told_to_all_and_changes_nothing(launched: O
     assert first["labels"].startswith("RemoteError: checking the batch failed on 1 rank(s)")
     assert "labels: is missing" in first["labels"]
     assert all("BatchError" in each["another shape"] for each in (first, second))
+    assert all("data, entropy or top_k differ on other ranks" in each["other data"] for each in (first, second))
     assert second["loss"].startswith("LossError: loss function _boundary.<locals>.<lambda> returned None")
     assert first["loss"].startswith("RemoteError: loss function failed on 1 rank(s)")
     assert all(torch.equal(each["again"], each["scores"]) for each in (first, second))
