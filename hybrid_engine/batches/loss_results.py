@@ -73,7 +73,8 @@ class CheckedLoss:
                 "Report the same names each time",
             )
         self._reported = set(values)
-        return loss.reshape(()), values
+        # Megatron divides it in place, which autograd refuses of a result that it keeps, as that of `sqrt`
+        return loss.reshape(()).clone(), values
 
     def _parts_of(self, result: object) -> tuple[object, Mapping[str, Any]]:
         if isinstance(result, torch.Tensor):
@@ -88,7 +89,7 @@ class CheckedLoss:
 
     def _scalar(self, name: object, value: object, loss: torch.Tensor) -> torch.Tensor:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
-            # a loss that shares its memory may be changed in place
+            # the function may go on to write to it, as to a sum over micro batches
             return value.detach().reshape(()).to(loss.device, copy=True)
         if isinstance(value, numbers.Real):
             return torch.tensor(float(value), device=loss.device)

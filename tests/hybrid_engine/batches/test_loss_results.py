@@ -94,3 +94,13 @@ def test_all_micro_batches_report_the_same_names() -> None:
     for _ in range(2):
         checked({}, log_probs())
     assert "reported entropy, kl for one micro batch and not for another" in str(checked.fault)
+
+
+def test_a_loss_may_be_divided_in_place_whatever_made_it() -> None:
+    """Autograd keeps the result of `sqrt`, and would refuse one that has changed since."""
+    values = log_probs()
+    loss, _ = CheckedLoss(lambda _batch, log_probs: log_probs.pow(2).mean().sqrt())({}, values)
+    loss /= 4  # as Megatron does
+    loss.backward()
+    assert values.grad is not None
+    assert values.grad.sum().item() == pytest.approx(-1 / 4)
