@@ -11,11 +11,13 @@ fault is kept until all ranks are there to hear of it, and then no weight change
 
 from __future__ import annotations
 
+import hashlib
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hybrid_engine.batches.sequences import Batch
 from hybrid_engine.errors import LossError, shortened
@@ -25,6 +27,9 @@ Report = dict[str, torch.Tensor]
 LossResult = torch.Tensor | Mapping[str, Any] | tuple[torch.Tensor, Mapping[str, Any]]
 LossFunction = Callable[[Batch, torch.Tensor], LossResult]
 """(micro batch, log-probabilities [b, S] of the labels) -> mean loss, with or without scalars to report."""
+
+_NOT_COMPARED = -(2**62)
+"""Less than any number of 56 bits, or the negative of one."""
 
 _REMEDY = 'Return a scalar tensor, a dict with "loss", or (loss, dict of scalars)'
 
@@ -53,6 +58,24 @@ class CheckedLoss:
                 self.fault = LossError(f"loss function {self._name}: {type(error).__name__}: {error}")
                 self.fault.__cause__ = error
         return log_probs.sum() * 0, {}
+
+    def compare_names(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        """Find fault where ranks of the group report other names, which could not be averaged. Collective.
+
+        Ranks that are at fault already take part, and are not compared.
+        """
+        digest = hashlib.blake2b(repr(sorted(self._reported or ())).encode(), digest_size=7)
+        number = int.from_bytes(digest.digest(), "big")  # of 56 bits: it and its negative fit
+        told = (number, -number) if self.fault is None else (_NOT_COMPARED, _NOT_COMPARED)
+        extremes = torch.tensor(told, dtype=torch.int64, device=device)
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+        highest, negated_lowest = extremes.tolist()
+        if self.fault is None and highest != -negated_lowest:
+            names = ", ".join(sorted(self._reported or ())) or "nothing"
+            self.fault = self._refusal(
+                f"reported {names} here and other names on other data parallel ranks",
+                "Report the same names on all ranks",
+            )
 
     def _checked(self, result: object) -> tuple[torch.Tensor, Report]:
         loss, report = self._parts_of(result)

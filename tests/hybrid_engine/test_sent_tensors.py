@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.fsdp.train_engine import FsdpTrainEngine
+from hybrid_engine.batches.loss_results import CheckedLoss
 from hybrid_engine.verification.comparison import Comparison
 
 DEVICE = torch.device("meta")
@@ -64,6 +65,10 @@ def test_shares_and_reports_of_fsdp2() -> None:
     engine: Any = SimpleNamespace(dp_size=2, _job=job())
     expect_sent(lambda: FsdpTrainEngine.gather_over_data_parallel(engine, torch.ones(3)))
     expect_sent(lambda: FsdpTrainEngine._average(engine, [{"loss": torch.ones(())}]))
+
+
+def test_names_of_what_losses_report() -> None:
+    expect_sent(lambda: CheckedLoss(lambda _batch, values: values.mean()).compare_names(DEVICE))
 
 
 def test_logits_that_transformers_computed_for_all() -> None:

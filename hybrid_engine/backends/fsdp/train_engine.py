@@ -117,6 +117,7 @@ class FsdpTrainEngine(ShardedModel):
             loss, report = checked({**part.given, **further} if further else part.given, log_probs)
             (loss / len(parts)).backward()
             reports.append({name: value.float() for name, value in report.items()})
+        checked.compare_names(self._job.device)
         self._job.agreement.conclude("loss function", checked.fault)
         grad_norm = self._clip_gradients()
         optimizer.step()
@@ -215,8 +216,11 @@ class FsdpTrainEngine(ShardedModel):
         return norm.item()
 
     def _average(self, reports: Sequence[Report]) -> dict[str, float]:
-        """Mean over micro batches and ranks."""
-        values = torch.stack([torch.stack([report[name] for report in reports]).mean() for name in reports[0]])
+        """Mean over micro batches and ranks, all of which report the same names."""
+        names = sorted(reports[0])
+        if not names:
+            return {}
+        values = torch.stack([torch.stack([report[name] for report in reports]).mean() for name in names])
         values = values.to(self._job.device)
         dist.all_reduce(values)
-        return dict(zip(reports[0], (values / self.dp_size).tolist(), strict=True))
+        return dict(zip(names, (values / self.dp_size).tolist(), strict=True))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hybrid_engine.batches.loss_results import CheckedLoss
 
@@ -35,6 +37,54 @@ def test_losses_of_every_form(name: str) -> None:
     with torch.no_grad():
         loss /= 4  # as Megatron does
     assert {key: value.item() for key, value in report.items()} == expected
+
+
+@pytest.fixture
+def rank_of_others(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let collectives meet ranks with these losses, called once each."""
+
+    def meet(*others: CheckedLoss) -> None:
+        told: list[torch.Tensor] = []
+
+        def keep(values: torch.Tensor, **_: Any) -> None:
+            told.append(values.clone())
+
+        def largest(values: torch.Tensor, **_: Any) -> None:
+            values.copy_(torch.stack([values, *told]).amax(0))
+
+        monkeypatch.setattr(dist, "all_reduce", keep)
+        for other in others:
+            other.compare_names(torch.device("cpu"))
+        monkeypatch.setattr(dist, "all_reduce", largest)
+
+    return meet
+
+
+def reporting(*names: str) -> CheckedLoss:
+    checked = CheckedLoss(lambda _batch, log_probs: (log_probs.mean(), dict.fromkeys(names, 1.0)))
+    checked({}, log_probs())
+    return checked
+
+
+def test_all_ranks_report_the_same_names(rank_of_others: Callable[..., None]) -> None:
+    """In any order; a rank that is at fault already is not compared, and keeps its fault."""
+    failed = CheckedLoss(lambda _batch, _log_probs: None)
+    failed({}, log_probs())
+    for others, problem in (
+        ([reporting("kl", "loss")], ""),
+        ([reporting("kl", "loss"), failed], ""),
+        ([reporting("kl")], "reported kl, loss here and other names on other data parallel ranks"),
+        ([reporting()], "other names"),
+        ([failed, reporting("kl", "entropy")], "other names"),
+    ):
+        checked = reporting("loss", "kl")
+        rank_of_others(*others)
+        checked.compare_names(torch.device("cpu"))
+        assert problem in str(checked.fault)
+        assert (checked.fault is None) == (not problem)
+    before = failed.fault
+    failed.compare_names(torch.device("cpu"))
+    assert failed.fault is before
 
 
 def nothing(_batch: Any, log_probs: torch.Tensor) -> None:

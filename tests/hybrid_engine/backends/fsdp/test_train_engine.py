@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybrid_engine.backends.fsdp.train_engine import FsdpTrainEngine
-from hybrid_engine.errors import StateError
+from hybrid_engine.errors import LossError, StateError
 from hybrid_engine.ports import Batch
 from hybrid_engine.worker import share_of
 from tests.harness.launch import Outcomes, Ranks
@@ -49,8 +49,21 @@ def compute(paths: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
                 "copied": copied,
                 "rescored": whole_log_probs(engine, batch(9)),
                 "logits": engine.logits(batch(9)["tokens"]),
+                "report of nothing": engine.train_step(
+                    share_of(engine, batch(3)), lambda _b, values: (-values.mean(), {})
+                ),
+                "refused": refused(engine),
             }
     return found
+
+
+def refused(engine: FsdpTrainEngine) -> str:
+    """Of a loss that reports another name on each rank; the weights stay."""
+    before, name = whole_log_probs(engine, batch(9)), f"of rank {engine.dp_rank}"
+    with pytest.raises(LossError) as caught:
+        engine.train_step(share_of(engine, batch(4)), lambda _batch, values: {"loss": -values.mean(), name: 1.0})
+    assert torch.equal(whole_log_probs(engine, batch(9)), before)
+    return str(caught.value)
 
 
 def initial_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -141,6 +154,13 @@ def test_steps_are_those_of_the_model_in_one_piece(on_two: Found, paths: dict[st
     torch.testing.assert_close(first["rescored"], log_probs(model, batch(9)).detach(), atol=1e-2, rtol=0)
     assert torch.equal(first["copied"], first["rescored"])
     assert first["logits"].shape == (8, 12, 130)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_ranks_report_the_same_names_or_none(on_two: Found, family: str) -> None:
+    for rank, found in enumerate(each[family] for each in on_two):
+        assert found["report of nothing"].keys() == {"skipped", "learning_rate", "grad_norm"}
+        assert f"reported loss, of rank {rank} here and other names on other" in found["refused"]
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.config import ActorConfig
+from hybrid_engine.errors import HybridEngineError
+from hybrid_engine.ports import Batch
 from hybrid_engine.worker import share_of
 from tests.harness.core_versions import without
 from tests.harness.launch import Call, Outcomes, Ranks
@@ -117,6 +119,8 @@ def run_layout(path: Path, settings: dict[str, Any]) -> Seen:
             engine.log_probs(mine)  # scoring between steps changes nothing
         version = engine.version
         unreported = engine.train_step(mine, lambda _batch, log_probs: (-log_probs.mean(), {}))
+        if engine.dp_size > 1:
+            refuse_other_names(engine, mine)
         return Seen(
             logits=engine.gather_over_data_parallel(logits),
             log_probs=engine.gather_over_data_parallel(log_probs),
@@ -127,6 +131,14 @@ def run_layout(path: Path, settings: dict[str, Any]) -> Seen:
             offload=offload_nbytes(engine),
             groups={group.group_desc for group in process_groups() if group is not None},
         )
+
+
+def refuse_other_names(engine: Any, mine: Batch) -> None:
+    """Ranks whose losses report different names train on nothing, and all hear of it."""
+    before, name = engine.log_probs(mine), f"of rank {engine.dp_rank}"
+    with pytest.raises(HybridEngineError, match="other names on other data parallel ranks"):
+        engine.train_step(mine, lambda _batch, log_probs: (-log_probs.mean(), {name: 1.0}))
+    assert torch.equal(engine.log_probs(mine), before)
 
 
 def offload_nbytes(engine: Any) -> dict[str, int]:
