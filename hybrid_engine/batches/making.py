@@ -73,13 +73,21 @@ def samples_of(prompts: Sequence[TokenIds], completions: Sequence[TokenIds], seq
     return samples
 
 
-def mean_weights(mask: torch.Tensor) -> torch.Tensor:
+def mean_weights(mask: torch.Tensor, count: float | None = None, rows: float | None = None) -> torch.Tensor:
     """Weights [B, S] with which summing over tokens and averaging over rows is the mean over all of the mask.
 
     Micro batches hold different numbers of tokens; with weights made from the whole batch, the average of their losses
-    is the loss of the batch, however it was split. Raises ValueError when the mask [B, S] is empty.
+    is the loss of the batch, however it was split. Of a rank's own rows (`data="local"`) weights made from these alone
+    give the mean of the ranks' means, in which a token counts for more on a rank with fewer.
+
+    Args:
+        mask: [B, S].
+        count, rows: sum of the mask and number of rows on all data parallel ranks, or both as many times that; default:
+            those of `mask`.
+
+    Raises ValueError where there is no token.
     """
-    count = mask.sum()
-    if count == 0:
+    total = mask.sum() if count is None else count
+    if total == 0:
         raise ValueError("no token to learn from: the mask is empty")
-    return mask * (mask.shape[0] / count)
+    return mask * ((mask.shape[0] if rows is None else rows) / total)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hybrid_engine import build_batch, pack
+from hybrid_engine.batches import mean_weights
 from hybrid_engine.batches.arrangement import micro_batches
 
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7, 8]]
@@ -21,6 +22,18 @@ def test_labels_are_the_tokens_that_follow() -> None:
     for row, labels, completion in zip(batch["mask"], batch["labels"], COMPLETIONS, strict=True):
         assert labels[row.bool()].tolist() == completion
     assert (batch["weights"].sum() / len(PROMPTS)).item() == pytest.approx(1.0)
+
+
+def test_parts_of_a_batch_are_weighted_by_the_whole() -> None:
+    """Two ranks with two rows each, of 1 + 1 and 1 + 3 tokens."""
+    mask = torch.tensor([[1.0, 0, 0], [1, 0, 0], [1, 0, 0], [1, 1, 1]])
+    whole, parts = mean_weights(mask), mask.chunk(2)
+    own = [mean_weights(part, count=6.0, rows=4) for part in parts]
+    assert torch.equal(torch.cat(own), whole)
+    assert not torch.equal(torch.cat([mean_weights(part) for part in parts]), whole)
+    assert mean_weights(torch.zeros(2, 3), count=6.0, rows=4).sum() == 0
+    with pytest.raises(ValueError, match="no token to learn from"):
+        mean_weights(torch.zeros(2, 3))
 
 
 def test_packed_rows_hold_the_same_sequences() -> None:
