@@ -222,6 +222,13 @@ def _reviewed(context: TrainingContext) -> Iterator[Violation]:
             yield override.violation(refusal.problem, refusal.remedy)
 
 
+def _dispatched(context: TrainingContext) -> Iterator[Violation]:
+    field, ep = "moe_token_dispatcher_type", context.train_sizes.expert
+    if ep > 1 and context.actor.overrides.transformer.get(field) == "allgather":
+        problem = f"allgather with EP {ep}: it takes as many tokens from every rank, but each cuts its own padding"
+        yield Override("transformer", field, "allgather").violation(problem, "Use alltoall, which exchanges counts")
+
+
 OVERRIDES: list[Constraint[TrainingContext]] = [
     Constraint(
         "actor_config.overrides",
@@ -237,6 +244,12 @@ OVERRIDES: list[Constraint[TrainingContext]] = [
         "actor_config.overrides",
         "overrides are fields that go with a switch, by megatron_fields.md, or that allow_unreviewed names.",
         _reviewed,
+    ),
+    Constraint(
+        "actor_config.overrides",
+        "With EP > 1, moe_token_dispatcher_type is not allgather.",
+        _dispatched,
+        computing=True,
     ),
 ]
 MEGATRON_TRAINS = (*MEGATRON, *RECOMPUTATION, *OVERRIDES)

@@ -297,6 +297,15 @@ BREAKS = (
         "which a switch does not offload. Leave it at None",
         actor={"overrides": {"transformer": {"fp8": "hybrid"}}},
     ),
+    Break(
+        "With EP > 1, moe_token_dispatcher_type",
+        "allgather with EP 2: it takes as many tokens from every rank",
+        actor={
+            "expert_model_parallel_size": 2,
+            "overrides": {"transformer": {"moe_token_dispatcher_type": "allgather"}},
+        },
+        model=EXPERTS,
+    ),
     *(
         Break("vllm has no argument that", text, generate={"vllm": arguments})
         for text, arguments in (
