@@ -75,7 +75,12 @@ class FsdpTrainEngine(ShardedModel):
     def limits(self) -> BatchLimits:
         """What of a batch can be computed."""
         return BatchLimits(
-            self.table.dims.vocab_size, self.micro_batch_size, self.dp_rank, self.dp_size, self._seq_length
+            self.table.dims.vocab_size,
+            self.micro_batch_size,
+            self.dp_rank,
+            self.dp_size,
+            self._seq_length,
+            no_packing=self._no_packing,
         )
 
     @property
@@ -192,8 +197,16 @@ class FsdpTrainEngine(ShardedModel):
         assert isinstance(self.model, FSDPModule)
         return self.model
 
+    @property
+    def _no_packing(self) -> str:
+        """Why rows of several sequences cannot be computed; empty where they can."""
+        attention = getattr(getattr(self.model, "config", None), "_attn_implementation", None) or ""
+        # transformers makes masks of positions for other attention; for this one it looks for sequences in one row only
+        is_refused = self.micro_batch_size > 1 and "flash" in attention
+        return "flash attention heeds positions in single rows only" if is_refused else ""
+
     def _logits(self, rows: Rows) -> torch.Tensor:
-        # positions that begin anew are how transformers knows of several sequences in a row, with any attention
+        # positions that begin anew are how transformers knows of several sequences in a row; see _no_packing
         positions = {} if rows.sequence_ids is None else {"position_ids": rows.position_ids}
         logits: torch.Tensor = self.model(rows.tokens, use_cache=False, **positions).logits
         return logits.float()

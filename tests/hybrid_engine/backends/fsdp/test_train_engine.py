@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,3 +192,20 @@ def test_padding_and_packing_do_not_change_what_a_token_gets(alone: Outcomes, fa
     """Nor what is learnt."""
     (found,) = alone["padded"]
     padded_batches.assert_all_ways_agree(found[family], atol=1e-5)
+
+
+@pytest.mark.parametrize(("micro_batch_size", "attention"), [(1, "flash_attention_2"), (2, "sdpa"), (2, None)])
+def test_attention_that_heeds_positions(micro_batch_size: int, attention: str | None) -> None:
+    assert reason_not_to_pack(micro_batch_size, attention) == ""
+
+
+def test_flash_attention_heeds_positions_in_single_rows_only() -> None:
+    assert "single rows only" in reason_not_to_pack(2, "flash_attention_2")
+
+
+def reason_not_to_pack(micro_batch_size: int, attention: str | None) -> str:
+    """Of a caller's own model."""
+    engine = FsdpTrainEngine.__new__(FsdpTrainEngine)
+    engine.micro_batch_size = micro_batch_size
+    engine.model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))  # type: ignore[assignment]
+    return engine._no_packing
