@@ -203,7 +203,8 @@ class ActorTrainer(Trainer, Scorer, Protocol):
     def train_step(self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS) -> dict[str, float]:
         """One optimizer step on this rank's share of a batch; the report, averaged over micro batches and ranks.
 
-        Raises LossError on all ranks, with no weight changed, for a loss function that fails or returns no loss.
+        Raises, with no weight changed, LossError for a loss function that fails or returns no loss, and RemoteError
+        with its text on the ranks that are not at fault.
         """
         ...
 

@@ -188,7 +188,7 @@ class ActorHybridWorker(SwitchContexts):
             top_k: if not 0, return `top_log_probs` and `top_token_ids` [B, S, top_k] too, the most likely tokens first.
 
         Returns a tensor, or where more is asked for, a dict in which it is `log_probs`. Values of padding are 0. Raises
-        BatchError on all ranks, with every violation.
+        BatchError with every violation, and RemoteError with its text on ranks that find none.
         """
         self.sharding.require(State.TRAIN, State.FORWARD)
         return score(self.train, batch, self.job.agreement, "scoring", data, Outputs(entropy, top_k))
@@ -212,7 +212,8 @@ class ActorHybridWorker(SwitchContexts):
 
         Returns what the loss function reports, averaged, with `grad_norm`, `learning_rate` and `skipped`; see
         `ActorTrainer.train_step`. Raises on all ranks, with no weight changed, BatchError with every violation, or
-        LossError for a loss function that fails or returns no loss.
+        LossError for a loss function that fails or returns no loss, and RemoteError with its text on ranks that are not
+        at fault.
         """
         self.sharding.require(State.TRAIN)
         outputs = Outputs(entropy, top_k)

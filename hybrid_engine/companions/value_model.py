@@ -78,7 +78,7 @@ class ValueModel(Companion):
             batch: see `batches.Batch`; without `labels`.
             data: as of `ActorHybridWorker.compute_log_probs`.
 
-        Raises BatchError on all ranks, with every violation.
+        Raises BatchError with every violation, and RemoteError with its text on ranks that find none.
         """
         self.require(PARAMETERS)
         share = agreed_share(batch, self.engine.limits, self._agreement, data, needs_labels=False)

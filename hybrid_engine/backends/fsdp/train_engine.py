@@ -108,8 +108,9 @@ class FsdpTrainEngine(ShardedModel):
             outputs: what it finds in its micro batch beside what is in `batch`.
 
         Returns the scalars averaged over micro batches and ranks, on every rank, with `grad_norm`, the `learning_rate`
-        of this step, and `skipped`, which is 0: without float16 nothing overflows. Raises LossError, and no weight has
-        changed, for a loss function that fails or returns no loss.
+        of this step, and `skipped`, which is 0: without float16 nothing overflows. Raises, and no weight has changed,
+        LossError for a loss function that fails or returns no loss, and RemoteError with its text on the ranks that are
+        not at fault.
         """
         optimizer, learning_rate = self.trained_by, self.learning_rate
         self.guard(KINDS)

@@ -123,8 +123,9 @@ class PipelineEngine(LiveModel, ABC):
 
         Returns the scalars averaged over micro batches and data parallel ranks, on every rank, with `grad_norm`, the
         `learning_rate` of this step, and `skipped`: 1 when float16 gradients overflowed; then no weight changed,
-        Megatron has lowered its loss scale, and a schedule stays where it is. Raises LossError, and no weight has
-        changed, for a loss function that fails or returns no loss.
+        Megatron has lowered its loss scale, and a schedule stays where it is. Raises, and no weight has changed,
+        LossError for a loss function that fails or returns no loss, and RemoteError with its text on the ranks that are
+        not at fault.
         """
         optimizer, learning_rate = self._require_optimizer(), self.learning_rate
         self.guard(KINDS)
