@@ -29,13 +29,13 @@ class Sent(Exception):
 @pytest.fixture
 def megatron(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Megatron's modules, whose ranks have that device; ranks without parameters."""
-    from hybrid_engine.backends.megatron import build, train_engine
+    from hybrid_engine.backends.megatron import build, pipeline_engine
 
     monkeypatch.setattr(build, "model_device", lambda: DEVICE)
     monkeypatch.setattr(build, "ModelTensors", lambda *_: SimpleNamespace(named_parameters=dict[str, torch.Tensor]))
-    monkeypatch.setattr(train_engine, "model_device", lambda: DEVICE)
-    monkeypatch.setattr(train_engine.parallel_state, "get_data_parallel_group", lambda: None)
-    return SimpleNamespace(build=build, train_engine=train_engine)
+    monkeypatch.setattr(pipeline_engine, "model_device", lambda: DEVICE)
+    monkeypatch.setattr(pipeline_engine.parallel_state, "get_data_parallel_group", lambda: None)
+    return SimpleNamespace(build=build, pipeline_engine=pipeline_engine)
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def job() -> SimpleNamespace:
 
 def test_shares_of_megatrons_ranks(megatron: Any) -> None:
     engine = SimpleNamespace(dp_size=2)
-    expect_sent(lambda: megatron.train_engine.TrainEngine.gather_over_data_parallel(engine, torch.ones(3)))
+    expect_sent(lambda: megatron.pipeline_engine.PipelineEngine.gather_over_data_parallel(engine, torch.ones(3)))
 
 
 def test_how_many_parameters_a_pattern_freezes(megatron: Any) -> None:
