@@ -147,6 +147,7 @@ def test_keys_that_are_pointed_to_exist() -> None:
         for name in key.split("."):
             options = (section, *getattr(section, "__args__", ()))
             fields = next(option.model_fields for option in options if hasattr(option, "model_fields"))
+            assert name in fields, key
             section = fields[name].annotation
 
 

@@ -127,8 +127,8 @@ def outcomes(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callab
         actors = {name: actor for name, (wanted, actor) in ACTORS.items() if wanted == num_ranks}
         calls: dict[str, Call] = {}
         if num_ranks == 2:
-            calls[GATHERS] = follow_overlapped_gathers, (model, directory / "checkpoint")
             calls[ATTACHED] = attach_to_the_example, ()
+            calls[GATHERS] = follow_overlapped_gathers, (model, directory / "checkpoint")
         else:  # some groups of a worker stay until the next one is built: so here is one before those that are counted
             calls["first"] = train_with_switches, (model, next(iter(actors.values())))
         for name, actor in actors.items():
