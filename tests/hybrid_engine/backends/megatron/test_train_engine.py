@@ -136,7 +136,7 @@ def run_layout(path: Path, settings: dict[str, Any]) -> Seen:
 def refuse_other_names(engine: Any, mine: Batch) -> None:
     """Ranks whose losses report different names train on nothing, and all hear of it."""
     before, name = engine.log_probs(mine), f"of rank {engine.dp_rank}"
-    with pytest.raises(HybridEngineError, match="other names on other data parallel ranks|failed on another rank"):
+    with pytest.raises(HybridEngineError, match=r"other names on other data parallel ranks|failed on another rank"):
         engine.train_step(mine, lambda _batch, log_probs: (-log_probs.mean(), {name: 1.0}))
     assert torch.equal(engine.log_probs(mine), before)
 
