@@ -15,7 +15,7 @@ import torch
 
 from hybrid_engine.advisor.memory_plan import GIB, MemoryPlan
 from hybrid_engine.assembly import build_inference_engine, inference_settings, megatron_lora, served_weights
-from hybrid_engine.batches.batch_checks import Data, agreed_share, own_share
+from hybrid_engine.batches.batch_checks import Data, agreed_share
 from hybrid_engine.batches.token_outputs import Outputs
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.memory_rules import memory_plan, watches_memory
@@ -23,7 +23,7 @@ from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.memory.offload_items import held_nbytes
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
-from hybrid_engine.ports import ActorTrainer, Batch, DataParallelModel, LossFunction, Scorer
+from hybrid_engine.ports import ActorTrainer, Batch, LossFunction, Scorer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE, Agreement
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.contexts import SwitchContexts
@@ -356,11 +356,6 @@ def _builder(config: HybridConfig) -> Callable[..., ActorTrainer]:
     from hybrid_engine.backends.megatron.actor import build_actor as build_with_megatron
 
     return build_with_megatron
-
-
-def share_of(engine: DataParallelModel, batch: Batch) -> Batch:
-    """This data parallel rank's consecutive part of a global batch. Raises BatchError with every violation."""
-    return own_share(batch, engine.limits, needs_labels=False)
 
 
 def score(

@@ -10,7 +10,7 @@ import torch
 
 from hybrid_engine.batches.sequences import positions_in
 from hybrid_engine.batches.token_outputs import Outputs
-from hybrid_engine.worker import share_of
+from tests.zoo.shares import share_of
 
 LENGTHS = (11, 5, 4, 12, 7, 8, 3, 13)
 """Tokens of each sequence that are computed; packed in this order two fill a row of 16, but for one token."""

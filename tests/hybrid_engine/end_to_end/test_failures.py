@@ -16,10 +16,10 @@ import torch.distributed as dist
 from hybrid_engine import ActorHybridWorker, ReferenceModel
 from hybrid_engine.errors import ConfigError, HybridEngineError, Violation
 from hybrid_engine.switch import rendezvous
-from hybrid_engine.worker import share_of
 from tests.harness.launch import Outcomes, Ranks
 from tests.hybrid_engine.end_to_end.digests import training_state
 from tests.zoo import workers
+from tests.zoo.shares import share_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -17,10 +17,10 @@ from hybrid_engine.backends.fsdp.actor import build_actor
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.worker import share_of
 from tests.harness.launch import REPO_ROOT, Outcomes, Ranks
 from tests.hybrid_engine.end_to_end.digests import training_state
 from tests.zoo import workers
+from tests.zoo.shares import share_of
 from tests.zoo.tokenizers import save_characters
 
 pytestmark = pytest.mark.timeout(600)

@@ -16,11 +16,11 @@ import torch
 
 from hybrid_engine import ReferenceModel
 from hybrid_engine.errors import HybridEngineError
-from hybrid_engine.worker import share_of
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.hybrid_engine.end_to_end.digests import training_state
 from tests.zoo import workers
 from tests.zoo.megatron_models import running
+from tests.zoo.shares import share_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

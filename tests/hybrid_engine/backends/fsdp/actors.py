@@ -16,7 +16,7 @@ from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.models import table_for
 from hybrid_engine.ports import Batch, Report
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.worker import share_of
+from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import token_batch
 
 OPTIMIZER = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 0.5}

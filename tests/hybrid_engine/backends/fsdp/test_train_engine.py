@@ -13,11 +13,11 @@ import torch
 from hybrid_engine.backends.fsdp.train_engine import FsdpTrainEngine
 from hybrid_engine.errors import LossError, StateError
 from hybrid_engine.ports import Batch
-from hybrid_engine.worker import share_of
 from tests.harness.launch import Outcomes, Ranks
 from tests.hybrid_engine.backends.fsdp.actors import TIED_WITH_ODD_ROWS, actor, batch, state_of, train
 from tests.zoo import padded_batches
 from tests.zoo.families import FAMILIES, tiny_config, write_config
+from tests.zoo.shares import share_of
 
 # family -> changes: tied, odd rows; experts packed by transformers; dropout and learned positions in config.json
 MODELS: dict[str, dict[str, Any]] = {"qwen2": TIED_WITH_ODD_ROWS, "mixtral": {}, "gpt2": {}}

@@ -16,7 +16,6 @@ from packaging.version import Version
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import BatchError
-from hybrid_engine.worker import share_of
 from tests.harness.core_versions import INSTALLED, IS_0_16
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.hybrid_engine.backends.megatron.expert_cases import (
@@ -39,6 +38,7 @@ from tests.zoo.megatron_models import (
     running,
     whole_weights,
 )
+from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import mtp_losses, read_canonical
 
 pytestmark = pytest.mark.skipif(not IS_0_16, reason="routers of 0.15 cannot rank groups as DeepSeek-V3's do")

@@ -19,11 +19,11 @@ from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, HybridEngineError, StateError
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.worker import share_of
 from tests.harness.kills import kill_at_every_step
 from tests.harness.launch import Outcomes, Ranks
 from tests.harness.small_disks import file_size_limit
 from tests.zoo.megatron_models import DENSE_FLOAT32, negative_log_likelihood, running
+from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import save_model, token_batch
 
 TP2 = {"tensor_model_parallel_size": 2}

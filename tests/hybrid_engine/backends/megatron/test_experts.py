@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine.worker import share_of
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.hybrid_engine.backends.megatron.expert_cases import (
     ADAM_EPS,
@@ -29,6 +28,7 @@ from tests.hybrid_engine.backends.megatron.expert_cases import (
 )
 from tests.zoo import padded_batches
 from tests.zoo.megatron_models import load_canonical, negative_log_likelihood, running, whole_weights
+from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import read_canonical, train_hf_model
 
 # fp32: sums in another order only. Logits reach about 4, losses 5.

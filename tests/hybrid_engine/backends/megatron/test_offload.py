@@ -14,9 +14,9 @@ from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.memory.offload_items import KINDS, Part
 from hybrid_engine.memory.offloader import MegatronOffloader
 from hybrid_engine.memory.residual import UNACCOUNTED
-from hybrid_engine.worker import share_of
 from tests.harness.launch import Ranks
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, running
+from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import save_model, token_batch
 
 BF16, REPLICATED = {"params_dtype": "bfloat16"}, {"use_distributed_optimizer": False}

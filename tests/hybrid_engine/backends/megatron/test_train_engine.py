@@ -15,10 +15,10 @@ import torch.distributed as dist
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.ports import Batch
-from hybrid_engine.worker import share_of
 from tests.harness.core_versions import without
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
+from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import build_hf_model, label_log_probs, save_model, token_batch, train_hf_model
 
 # fp32: sums in another order only. Logits reach about 5, log-probabilities about -10.

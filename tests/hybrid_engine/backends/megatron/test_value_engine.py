@@ -22,10 +22,10 @@ from hybrid_engine.config import ActorConfig, load_config
 from hybrid_engine.models import table_for
 from hybrid_engine.models.value_table import HEAD, value_table
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.worker import share_of
 from tests.harness.launch import Outcomes, Ranks
 from tests.zoo.families import read_config
 from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
+from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import build_hf_model, save_model, token_batch
 
 BATCH, LENGTH, NUM_STEPS = 4, 12, 3

@@ -1,0 +1,11 @@
+"""A rank's part of a batch, for engines that are driven without a worker."""
+
+from __future__ import annotations
+
+from hybrid_engine.batches.batch_checks import own_share
+from hybrid_engine.ports import Batch, DataParallelModel
+
+
+def share_of(engine: DataParallelModel, batch: Batch) -> Batch:
+    """This data parallel rank's consecutive part of a global batch. Raises BatchError with every violation."""
+    return own_share(batch, engine.limits, needs_labels=False)
