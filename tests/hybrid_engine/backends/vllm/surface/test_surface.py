@@ -39,6 +39,7 @@ USES = {each.target: each for each in uses()}
 _OF_TORCH = {"MAX", "Scalar", "_local_scalar_dense", "_schema", "is_mutable", "pad_sequence", "rnn", "snapshot"}
 _OF_OTHERS = {"Enum", "from_pretrained", "set", "cell_contents", "decode"}
 _OF_OTHERS |= {"all_special_tokens", "apply_chat_template", "chat_template"}  # of transformers' tokenizers
+_OF_OTHERS |= {"__struct_fields__"}  # of msgspec's structs
 
 
 @pytest.fixture(scope="module")
