@@ -5,6 +5,7 @@ Peaks are compared with those of `plan` (advisor/memory_peaks.py).
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import threading
@@ -68,6 +69,7 @@ def switch_again_and_again(
 
 def _held(host_nbytes: int) -> dict[str, int]:
     gc.collect()  # what a launch before this one left in reference cycles is not of these cycles
+    ctypes.CDLL(None).malloc_trim(0)  # nor is what the allocator keeps of memory that was given back to it
     process = psutil.Process()
     return {
         "descriptors": process.num_fds(),
