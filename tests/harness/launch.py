@@ -40,6 +40,8 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 ENGINES = ("hybrid_engine.backends.megatron", "hybrid_engine.backends.vllm", "tests.megatron_patches.gpt")
 """A rank that has imported one of them is taken to have built an engine; Megatron and vLLM themselves are preloaded."""
 
+_freeze = gc.freeze
+
 REPO_ROOT = Path(__file__).resolve().parents[2]
 _SERVER = multiprocessing.get_context("forkserver")
 # Those that are not installed are left out: megatron-core's other versions are tested without vLLM.
@@ -178,10 +180,13 @@ def _run_rank(environment: Mapping[str, str], output: Connection, directory: Pat
     os.chdir(REPO_ROOT)
     rank = int(os.environ["RANK"])
     try:
+        # vLLM lets go of all that is frozen when an engine ends, and from then on each of its collections would go
+        # through all modules, which takes half a second.
+        gc.freeze = gc.unfreeze = _do_nothing
         functions, with_engines = pickle.loads(calls)
         for number, (function, args) in enumerate(functions):
             gc.collect()
-            gc.freeze()  # vLLM collects garbage many times per engine, and would go through all modules each time
+            _freeze()  # vLLM collects garbage many times per engine
             result = pickle.dumps(function(*args))
             built = [name for name in ENGINES if name in sys.modules]
             if built and not with_engines:
@@ -194,6 +199,10 @@ def _run_rank(environment: Mapping[str, str], output: Connection, directory: Pat
         raise
     finally:
         atexit._run_exitfuncs()
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _end_with_the_launcher() -> None:

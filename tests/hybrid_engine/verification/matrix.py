@@ -17,7 +17,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -281,7 +281,8 @@ MATRIX: tuple[Combination, ...] = (
     Combination("deepseek-v2", 4, "tp2 sp ep2 etp1", "tp2 ep2"),
     Combination("deepseek-v2", 4, "pp2 ep2", "tp4"),
     Combination("deepseek-v3", 2, "", "tp2"),
-    Combination("deepseek-v3", 4, "tp2 sp ep2 etp1", "tp2 ep2", in_suite=True),
+    Combination("deepseek-v3", 2, "tp2 sp ep2 etp1", "tp2 ep2", in_suite=True),
+    Combination("deepseek-v3", 4, "tp2 sp ep2 etp1", "tp2 ep2"),
     Combination("deepseek-v3", 4, "pp2 ep2", "tp2 ep4"),
     Combination("deepseek-v3", 4, "ep4 bf16", "tp2 pp2"),
     Combination("deepseek-v3", 8, "tp2 sp pp2 ep2 etp1", "tp4"),
@@ -303,7 +304,13 @@ MATRIX: tuple[Combination, ...] = (
 CASES_PER_LAUNCH = 12
 
 
-def run(combinations: Sequence[Combination], directory: Path) -> Iterator[tuple[Combination, Verdict]]:
+Run = Callable[[Sequence[Case], int], list[Verdict]]
+"""Runs cases on so many ranks."""
+
+
+def run(
+    combinations: Sequence[Combination], directory: Path, run_cases: Run = run_cases
+) -> Iterator[tuple[Combination, Verdict]]:
     """Run the cells, those with as many ranks in one set of processes; results as they come."""
     cases = {combination.name: combination.case(directory / str(n)) for n, combination in enumerate(combinations)}
     for combination in combinations:

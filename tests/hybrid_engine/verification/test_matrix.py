@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from hybrid_engine.config import find_violations
 from hybrid_engine.layouts.parallelism import ShardedParallelism
+from hybrid_engine.verification import verify
+from hybrid_engine.verification.cases import Case
 from hybrid_engine.verification.verdict import NUM_SWITCHES, Verdict
+from tests.harness.launch import Ranks
 from tests.hybrid_engine.verification.matrix import MATRIX, Combination, run
 from tests.zoo.published_configs import PUBLISHED
 
@@ -28,7 +34,7 @@ def test_no_cell_is_there_twice() -> None:
 
 def test_no_cell_is_lost() -> None:
     """Raise these numbers with every cell that is added; docs/benchmarks.md says how many there are."""
-    assert (len(MATRIX), len(IN_SUITE)) == (148, 15)
+    assert (len(MATRIX), len(IN_SUITE)) == (149, 15)
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
@@ -69,8 +75,17 @@ def test_every_cell_is_a_sound_configuration(combination: Combination, tmp_path:
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
-    return {cell.name: verdict for cell, verdict in run(list(IN_SUITE.values()), tmp_path_factory.mktemp("matrix"))}
+def verdicts(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verdict]:
+    """The ranks of `verify`, forked from a server that has imported both engines."""
+    directory = tmp_path_factory.mktemp("matrix")
+    job, out = directory / "cases.json", directory / "verdicts.json"
+
+    def run_forked(cases: Sequence[Case], num_ranks: int) -> list[Verdict]:
+        job.write_text(json.dumps([asdict(case) for case in cases]))
+        engines.launch(verify.main, num_ranks, str(job), str(out), timeout=800)
+        return [Verdict(**verdict) for verdict in json.loads(out.read_text())]
+
+    return {cell.name: verdict for cell, verdict in run(list(IN_SUITE.values()), directory, run_forked)}
 
 
 @pytest.mark.engines
