@@ -77,6 +77,7 @@ class Report:
         )
         self._task: TaskID | None = None
         self._next_line = 0.0
+        self._is_headed = False
 
     def __enter__(self) -> Report:
         self.progress.start()
@@ -99,19 +100,18 @@ class Report:
             self._say(f"{what}, {done}/{total}")
 
     def begin(self, rows: Sequence[Row], loggers: Sequence[Logger] = ()) -> None:
-        """The engines are ready: show the headings and the rows that an earlier start of this run has written.
+        """The engines are ready: show the rows that an earlier start of this run has written.
 
         `loggers` are told of each row from now on, and closed with this.
         """
         self._loggers = loggers
-        self._say(header_line(self.columns), style="bold")
         for row in rows:
-            self._say(row_line(row, self.columns), style="dim")
+            self._show(row, style="dim")
 
     def add(self, row: Row) -> None:
         """An iteration has ended: show and write its row."""
         self.directory.append_row(row)
-        self._say(row_line(row, self.columns))
+        self._show(row)
         self._next_line = math.inf
         for logger in self._loggers:
             logger.log(row)
@@ -124,6 +124,13 @@ class Report:
         with naming("writing", picture):
             plot(rows, picture, self.title)
         self.console.print(summary_table(rows, self.directory.path))
+
+    def _show(self, row: Row, style: str | None = None) -> None:
+        """A row, below the headings."""
+        if not self._is_headed:
+            self._say(header_line(self.columns), style="bold")
+            self._is_headed = True
+        self._say(row_line(row, self.columns), style)
 
     def _say(self, line: str, style: str | None = None) -> None:
         self.console.print(line, style=style, highlight=False, soft_wrap=True)

@@ -244,7 +244,7 @@ def _violations(engine: HybridConfig, rl: RLConfig, world_size: int) -> Iterator
     actor = engine.actor_config
     data = engine.train_sizes(world_size).data
     multiple = actor.micro_batch_size * data
-    reason = f"no multiple of micro_batch_size {actor.micro_batch_size} x {data} data parallel ranks"
+    reason = f"not a multiple of micro_batch_size {actor.micro_batch_size} x {data} data parallel ranks"
     if rl.warm_up.batch_size % multiple:
         problem = f"{rl.warm_up.batch_size} is {reason}"
         yield Violation("rl_config.warm_up.batch_size", problem, f"Use a multiple of {multiple}")
@@ -283,7 +283,7 @@ def _critic_violations(engine: HybridConfig, rl: RLConfig, num_replicas: int) ->
     if critic.micro_batch_size is not None:
         multiple = rl.minibatches * critic.micro_batch_size * num_replicas
         if rl.batch_size % multiple:
-            problem = f"{critic.micro_batch_size}, but {rl.batch_size} completions are no multiple of {multiple}: "
+            problem = f"{critic.micro_batch_size}, but {rl.batch_size} completions are not a multiple of {multiple}: "
             problem += f"{rl.minibatches} minibatches on {num_replicas} data parallel ranks"
             yield Violation("critic_config.micro_batch_size", problem, "Change one of them")
 

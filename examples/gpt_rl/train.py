@@ -4,8 +4,8 @@
         -m examples.gpt_rl.train --config examples/gpt_rl/configs/tp2_to_dp2.yaml --out runs/gpt_rl
 
 `examples.gpt_rl.torchrun` is torchrun, without its traceback where the ranks have said what happened.
-`--shutdown-timeout`: seconds that it gives the ranks after Ctrl-C until it kills them; longer than an iteration takes,
-or there is no checkpoint.
+`--shutdown-timeout`: seconds that it gives the ranks after Ctrl-C until it kills them; give it more than an iteration
+takes, otherwise the run ends without a checkpoint.
 
 This file looks after processes: options, errors, exit codes. The run itself is in trainer.py.
 """

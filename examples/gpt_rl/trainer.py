@@ -123,7 +123,8 @@ class Trainer:
         self.on_progress("loading checkpoint", 0, 1)
         with self.worker.train_context():
             self._load(0)
-            self._freeze_reference()
+        self._freeze_reference()
+        with self.worker.train_context():
             self._load(progress.iteration)
         if self.critic is not None:
             self.critic.load(self.directory.critic(progress.iteration))
@@ -142,7 +143,9 @@ class Trainer:
             raise
 
     def _freeze_reference(self) -> None:
-        self.reference = ReferenceModel(self.worker)
+        """Without gradients and optimizer state on the device, so there is room for it wherever training fits."""
+        with self.worker.forward_context():
+            self.reference = ReferenceModel(self.worker)
 
     # -- one iteration ------------------------------------------------------------------------------------------------
 

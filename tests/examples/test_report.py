@@ -44,8 +44,8 @@ def test_rows_are_written_and_shown(tmp_path: Path) -> None:
     screen = io.StringIO()
     directory = RunDirectory(tmp_path)
     with report.Report(Console(file=screen, width=80), directory) as shown:
-        shown.show_progress("warm-up, loss 1.000", 1, 10)
         shown.begin([], [TensorBoard(tmp_path)])
+        shown.show_progress("warm-up, loss 1.000", 1, 10)
         for iteration in range(4):
             shown.add(row(iteration, accuracy=None if iteration == 2 else 0.3 + iteration / 10))
     shown.finish()
