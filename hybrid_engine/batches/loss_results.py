@@ -82,7 +82,7 @@ class CheckedLoss:
         if not isinstance(loss, torch.Tensor):
             raise self._refusal(f"returned {_described(loss)} as the loss")
         if loss.numel() != 1 or not loss.is_floating_point():
-            raise self._refusal(f"returned {_described(loss)} as the loss, which is no scalar of a floating point type")
+            raise self._refusal(f"returned {_described(loss)} as the loss; expected a scalar of a floating point type")
         if not loss.requires_grad:
             raise self._refusal(
                 "returned a loss without gradient: it was detached, computed under no_grad, or not made of log_probs",

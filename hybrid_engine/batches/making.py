@@ -85,7 +85,7 @@ def mean_weights(mask: torch.Tensor, count: float | None = None, rows: float | N
         count, rows: sum of the mask and number of rows on all data parallel ranks, or both as many times that; default:
             those of `mask`.
 
-    Raises ValueError where there is no token.
+    Raises ValueError if no token counts.
     """
     total = mask.sum() if count is None else count
     if total == 0:

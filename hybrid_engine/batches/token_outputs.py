@@ -116,7 +116,7 @@ def _shifted(logits: torch.Tensor, group: Group) -> tuple[torch.Tensor, torch.Te
     values = logits if logits.dtype is torch.float64 else logits.float()
     largest = values.amax(-1, keepdim=True)
     _reduce(largest, group, dist.ReduceOp.MAX)
-    # -inf hides the padding of a vocabulary; its exponential is 0 as that of -1000 is, and 0 times it is no number
+    # -inf hides the padding of a vocabulary; its exponential is 0, as is that of -1000, and 0 * -inf would be NaN
     return (values - largest).clamp_(min=-1000.0), largest
 
 

@@ -31,7 +31,7 @@ _OF_DDP = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_ga
 
 
 def unusable_chunks(chunks: Sequence[Any], optimizer: Any) -> Iterator[Violation]:
-    """What is no model of Megatron's in DDP, and which optimizers cannot be driven."""
+    """Arguments that are not a Megatron model in DDP, and optimizers that cannot be driven."""
     if not chunks:
         yield Violation("model_chunks", "is empty", "Pass the model chunks of this rank")
     for index, chunk in enumerate(chunks):

@@ -85,7 +85,7 @@ class MemoryChecks:
         granule = self._require_driver().granularity()
         chunk = device_pages.CHUNK_NBYTES
         is_good = granule > 0 and chunk % granule == 0
-        note = f"chunks of {chunk} bytes are no multiple of it"
+        note = f"chunks of {chunk} bytes are not a multiple of it"
         yield judged("granularity", is_good, _size(granule), note=note, nbytes=granule)
 
     def _mapping(self) -> Iterator[Check]:
