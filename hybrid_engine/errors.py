@@ -24,8 +24,9 @@ HybridEngineError
 
 from __future__ import annotations
 
+import difflib
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
@@ -44,6 +45,11 @@ def clipped(text: str, most: int = 200) -> str:
     """Return `text`, cut with a `…` after `most` characters, as what can be printed: names of files may be no UTF-8."""
     cut = text if len(text) <= most else f"{text[: most - 1]}…"
     return cut.encode(errors="backslashreplace").decode()
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that `name` is a misspelling of; None where none is near enough to be meant."""
+    return next(iter(difflib.get_close_matches(clipped(name), list(known), n=1, cutoff=0.75)), None)
 
 
 class _Short(reprlib.Repr):

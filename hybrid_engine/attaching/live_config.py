@@ -11,7 +11,7 @@ import torch
 
 from hybrid_engine.attaching.matching import BEYOND_MEGATRON, LIVE, model_mismatches, vocabulary_mismatches
 from hybrid_engine.config import HybridConfig, load_config
-from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
+from hybrid_engine.errors import ConfigError, Violation, shortened
 from hybrid_engine.files.documents import read_yaml
 from hybrid_engine.models.families import read_model
 from hybrid_engine.models.table import ModelTable
@@ -30,7 +30,7 @@ def read_source(source: ConfigSource) -> tuple[dict[str, Any], Path | None]:
         return source.model_dump(exclude_unset=True, exclude={"revision"}), None  # a directory by now
     if isinstance(source, Mapping):
         return dict(source), None
-    return read_yaml(source, clipped(str(source))), Path(source).absolute().parent
+    return read_yaml(source, "configuration"), Path(source).absolute().parent
 
 
 def live_config(

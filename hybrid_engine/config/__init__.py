@@ -13,6 +13,7 @@
     constraints.py      all rules, and what breaks them
     hugging_face.py     rollout_config and train_config of an engine around a transformers model
     loading.py          load_config: YAML or a mapping -> HybridConfig, or every violation at once
+    proposals.py        what is proposed in place of an unknown key; other frameworks' names for ours
 
 To change: a key: keys.py, then `make docs`. A parallel size is a key too, but begins in layouts/parallelism.py, which
 has its other names, and its rule is in layouts/size_rules.py. Any other rule: one of the files of rules. Each rule

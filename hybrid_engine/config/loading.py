@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pydantic
 
@@ -14,6 +13,7 @@ from hybrid_engine.config.constraints import broken_rules
 from hybrid_engine.config.critic_rules import critic_of, critic_violations
 from hybrid_engine.config.keys import HybridConfig
 from hybrid_engine.config.memory_rules import memory_violations
+from hybrid_engine.config.proposals import proposal, section_in
 from hybrid_engine.config.rules import JobContext
 from hybrid_engine.config.values import Section
 from hybrid_engine.errors import ConfigError, FileError, Violation, clipped, shortened
@@ -25,7 +25,7 @@ from hybrid_engine.layouts.parallelism import LARGEST_SIZE
 
 def load_config(
     source: str | Path | Mapping[str, Any],
-    world_size: int,
+    world_size: int | None = None,
     *,
     weights_only: bool = False,
     own_weights: bool = False,
@@ -35,7 +35,7 @@ def load_config(
 
     Args:
         source: a YAML file, or the same as a mapping.
-        world_size: number of ranks.
+        world_size: number of ranks; default: WORLD_SIZE of the environment, which torchrun sets.
         weights_only: see `find_violations`.
         own_weights: the caller brings the weights: the model's directory needs none.
         directory: where relative paths of a mapping begin; default: the working directory. Those of a file begin at the
@@ -50,11 +50,9 @@ def load_config(
     if isinstance(source, Mapping):
         values = source
     else:
-        values, directory = read_yaml(source, clipped(str(source))), Path(source).absolute().parent
+        values, directory = read_yaml(source, "configuration"), Path(source).absolute().parent
     found: list[Violation] = []
-    if not isinstance(world_size, int) or isinstance(world_size, bool) or not 1 <= world_size <= LARGEST_SIZE:
-        problem, remedy = f"{shortened(world_size)} ranks", f"Use a whole number from 1 to {LARGEST_SIZE}"
-        found.append(Violation("world_size", problem, remedy))
+    num_ranks = _number_of_ranks(world_size, found)
     try:
         config = HybridConfig.model_validate(values, context={"directory": directory})
     except pydantic.ValidationError as error:
@@ -65,12 +63,28 @@ def load_config(
         config, models = _with_models(config, directory)
     except ConfigError as error:
         raise ConfigError(error.findings, file) from error
-    violations = find_violations(config, world_size, weights_only=weights_only)
+    violations = find_violations(config, num_ranks, weights_only=weights_only)
     if not (own_weights or config.random_weights):
         violations += [found for key, model in models.items() for found in _missing_weights(model, key)]
     if violations:
         raise ConfigError(violations, file)
     return config
+
+
+def _number_of_ranks(given: object, found: list[Violation]) -> int:
+    """The number of ranks, by the environment where none is given; 1 with a violation in `found`."""
+    size, remedy = given, f"Use a whole number from 1 to {LARGEST_SIZE}"
+    if given is None:
+        told = os.environ.get("WORLD_SIZE")
+        if told is None:
+            remedy = "Pass world_size, or start the script with torchrun"
+            found.append(Violation("world_size", "is neither given nor in the environment, as WORLD_SIZE", remedy))
+            return 1
+        size = int(told) if told.isascii() and told.isdigit() and len(told) < 20 else told
+    if isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= LARGEST_SIZE:
+        return size
+    found.append(Violation("world_size", f"{shortened(size)} ranks", remedy))
+    return 1
 
 
 def _with_models(config: HybridConfig, directory: Path | None) -> tuple[HybridConfig, dict[str, Path]]:
@@ -121,15 +135,14 @@ def violations_of(error: pydantic.ValidationError, root: type[Section], prefix: 
 
 def _violation_of(item: Mapping[str, Any], root: type[Section], prefix: str) -> Violation:
     key = clipped((prefix + ".".join(str(part) for part in item["loc"])).rstrip(".") or "configuration")
-    if item["type"] != "extra_forbidden":
+    if item["type"] not in ("extra_forbidden", "missing"):
         message = item["msg"].removeprefix("Value error, ")
         return Violation(key, f"{message}, found {shortened(item.get('input'))}", "Correct the value")
+    place = tuple(str(part) for part in item["loc"])
     section = root
-    for part in item["loc"][:-1]:
-        annotation = section.model_fields[part].annotation
-        options = (annotation, *get_args(annotation))  # a section may be left out
-        section = next(one for one in options if isinstance(one, type) and issubclass(one, Section))
-    known = list(section.model_fields)
-    close = difflib.get_close_matches(clipped(str(item["loc"][-1])), known, n=1)
-    remedy = f"Did you mean {close[0]}" if close else f"Known keys: {', '.join(known)}"
-    return Violation(key, "unknown key", remedy)
+    for part in place[:-1]:
+        section = section_in(section.model_fields[part].annotation) or section
+    if item["type"] == "missing":
+        what = " ".join((section.model_fields[place[-1]].description or "").split()).split(". ")[0]
+        return Violation(key, "is missing", f"Add it: {what[:1].lower()}{what[1:]}")
+    return Violation(key, "unknown key", proposal(place, section, root, prefix))

@@ -9,7 +9,6 @@ What decides where weights lie is no override: `plan`, the other rules and the l
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +23,7 @@ from hybrid_engine.config.override_types import type_problem
 from hybrid_engine.config.rules import Constraint, Finding, JobContext, TrainingContext
 from hybrid_engine.config.step_rules import RECOMPUTATION
 from hybrid_engine.config.training_rules import MEGATRON
-from hybrid_engine.errors import Violation, shortened
+from hybrid_engine.errors import Violation, nearest, shortened
 
 if TYPE_CHECKING:
     from megatron_patches.review.sources import CoreSources, DeclaredField
@@ -178,9 +177,9 @@ def _known(context: TrainingContext) -> Iterator[Violation]:
     for override, core in _given(context):
         names = core.names(override.part)
         if override.field not in names:
-            close = difflib.get_close_matches(override.field, names, n=1)
+            close = nearest(override.field, names)
             problem = f"{CLASSES[override.part]} of megatron-core {core.version} has no such field"
-            yield override.violation(problem, f"Did you mean {close[0]}" if close else "Leave it out")
+            yield override.violation(problem, f"Did you mean {close}" if close else "Leave it out")
         elif core.sources is not None and _decided_elsewhere(override, context, core) is None:
             declared = core.declared[CLASSES[override.part], override.field]
             wrong = type_problem(override.value, declared.annotation, declared.default, core.sources.members)

@@ -8,14 +8,13 @@ Here is what a schema consists of; family_schemas.py has one for each family.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import pydantic
 from pydantic import AfterValidator, Field
 
-from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
+from hybrid_engine.errors import ConfigError, Violation, clipped, nearest, shortened
 
 # The bounds are far beyond any model, and small enough that nothing which is made of them takes long or overflows.
 Layers = Annotated[int, Field(ge=1, le=1000)]
@@ -72,8 +71,8 @@ def _known(names: frozenset[str]) -> AfterValidator:
 
     def check(name: str) -> str:
         if name not in names:
-            close = difflib.get_close_matches(clipped(name), names, n=1)
-            raise ValueError(f"unknown name; did you mean {close[0]}" if close else f"unknown name; known are {known}")
+            close = nearest(name, names)
+            raise ValueError(f"unknown name; did you mean {close}" if close else f"unknown name; known are {known}")
         return name
 
     return AfterValidator(check)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from typing import Any
 
@@ -20,7 +19,7 @@ from hybrid_engine.backends.vllm.process.random_state import random_state_kept
 from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.backends.vllm.weights.loader import LOAD_FORMAT
 from hybrid_engine.backends.vllm.weights.quantization import check_quantization, config_overrides
-from hybrid_engine.errors import ConfigError, StateError, Violation
+from hybrid_engine.errors import ConfigError, StateError, Violation, nearest
 from hybrid_engine.layouts.parallelism import InferenceParallelism, named
 from hybrid_engine.ranks.job import Job
 
@@ -176,8 +175,8 @@ def _check_extra(settings: InferenceSettings, device_type: str) -> None:
     for name in settings.extra:
         key = f"generate_config.vllm.{name}"
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            remedy = f"Did you mean {close[0]}?" if close else "See the engine arguments in vLLM's documentation"
+            close = nearest(name, known)
+            remedy = f"Did you mean {close}?" if close else "See the engine arguments in vLLM's documentation"
             violations.append(Violation(key, "this vLLM has no such argument", remedy))
         elif name in follow:
             problem = f"it follows from other keys: {follow[name]!r}"

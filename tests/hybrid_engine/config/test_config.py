@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from hybrid_engine.config import HybridConfig, load_config
+from hybrid_engine.config.proposals import ELSEWHERE, paths_of
 from hybrid_engine.errors import ConfigError, HybridEngineError, Violation
 
 MODEL = {
@@ -289,9 +290,63 @@ def test_every_wrong_key_and_value_is_reported_at_once(model: Path) -> None:
     assert found["actor_config.tensor_parallel_size"].remedy == "Did you mean tensor_model_parallel_size"
     assert found["actor_config.optimizer.weight_decy"].remedy == "Did you mean weight_decay"
     assert found["actor_config.lora.rnak"].remedy == "Did you mean rank"
-    assert "Known keys: lr, weight_decay" in found["actor_config.optimizer.learning_rate"].remedy
+    assert found["actor_config.optimizer.learning_rate"].remedy == "Use lr"
     assert found["generate_config.gpu_memory_utilisation"].remedy == "Did you mean gpu_memory_utilization"
     assert "found 'carrier pigeon'" in found["generate_config.transport"].problem
+
+
+PROPOSED = {
+    "actor": "Use actor_config",
+    "lr": "Use actor_config.optimizer.lr and critic_config.optimizer.lr",
+    "actor_config.lr": "Use actor_config.optimizer.lr",
+    "actor_config.max_model_len": "Use generate_config.max_model_len",
+    "actor_config.tp": "Use tensor_model_parallel_size",
+    "actor_config.optimizer.betas": "Use adam_beta1 and adam_beta2",
+    "actor_config.optimizer.warmup_steps": "Did you mean actor_config.optimizer.schedule.lr_warmup_steps",
+    "actor_config.weight_decy": "Did you mean actor_config.optimizer.weight_decay",
+    "critic_config.tensor_model_parallel_size": "Use actor_config.tensor_model_parallel_size",
+    "generate_config.tensor_model_parallel_size": "Use infer_tensor_parallel_size",
+    "generate_config.offload": "Use offload_train_param, offload_train_grad and offload_train_optimizer",
+    "generate_config.tensor_parallel_size": "Did you mean infer_tensor_parallel_size",
+    "critic_config.color": "Known keys: model, pipeline_model_parallel_layout, params_dtype",
+    "generate_config.size": "Known keys: infer_tensor_parallel_size",
+}
+"""Unknown key -> how the remedy begins."""
+
+
+@pytest.mark.parametrize("key", PROPOSED)
+def test_an_unknown_key_is_answered_with_the_key_that_is_meant(key: str) -> None:
+    values: dict[str, Any] = {"model": "none"}
+    *parents, last = key.split(".")
+    section = values
+    for part in parents:
+        section = section.setdefault(part, {})
+    section[last] = 1
+    with pytest.raises(ConfigError) as caught:
+        load_config(values, 1)
+    (found,) = caught.value.findings
+    assert found.key == key
+    assert found.remedy.startswith(PROPOSED[key])
+
+
+def test_every_name_of_another_framework_stands_for_keys_that_exist() -> None:
+    known = {path[-1] for path in paths_of(HybridConfig)}
+    assert set().union(*ELSEWHERE.values()) <= known
+
+
+def test_the_number_of_ranks_is_the_environments_where_none_is_passed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"model": model, "random_weights": True, "actor_config": {"tensor_model_parallel_size": 2}}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    load_config(values)
+    for told, problem in (("two", "'two' ranks"), ("0", "0 ranks"), (None, "neither given nor in the environment")):
+        monkeypatch.delenv("WORLD_SIZE")
+        if told is not None:
+            monkeypatch.setenv("WORLD_SIZE", told)
+        with pytest.raises(ConfigError, match=f"world_size: .*{problem}"):
+            load_config(values)
+        monkeypatch.setenv("WORLD_SIZE", "2")
 
 
 def test_a_files_name_is_said_with_what_is_wrong_in_it(tmp_path: Path) -> None:
@@ -308,6 +363,8 @@ def test_unknown_sections_and_a_missing_model(model: Path) -> None:
     by_key = {finding.key: finding for finding in caught.value.findings}
     assert by_key.keys() == {"model", "generation_config"}
     assert by_key["generation_config"].remedy == "Did you mean generate_config"
+    assert by_key["model"].problem == "is missing"
+    assert by_key["model"].remedy.startswith("Add it: directory of a Hugging Face model, or its id on the Hub")
 
 
 def test_models_that_cannot_be_used(tmp_path: Path) -> None:

@@ -1,0 +1,116 @@
+"""What is proposed in place of an unknown key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import takewhile
+from typing import Any, get_args
+
+from hybrid_engine.config.values import Section
+from hybrid_engine.errors import clipped, nearest
+
+Path = tuple[str, ...]
+
+ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    # verl
+    "actor": ("actor_config",),
+    "actor_rollout_ref": ("actor_config", "generate_config"),
+    "critic": ("critic_config",),
+    "rollout": ("generate_config",),
+    "expert_model_parallel_size": ("infer_expert_parallel_size",),
+    "grad_offload": ("offload_train_grad",),
+    "lr_warmup_steps_ratio": ("lr_warmup_fraction",),
+    "micro_batch_size_per_gpu": ("micro_batch_size",),
+    "optim": ("optimizer",),
+    "optimizer_offload": ("offload_train_optimizer",),
+    "param_offload": ("offload_train_param",),
+    "pipeline_model_parallel_size": ("infer_pipeline_parallel_size",),
+    "ppo_micro_batch_size_per_gpu": ("micro_batch_size",),
+    "tensor_model_parallel_size": ("infer_tensor_parallel_size",),
+    "total_training_steps": ("lr_decay_steps",),
+    "warmup_style": ("lr_decay_style",),
+    # TRL, PEFT and transformers
+    "adam_epsilon": ("adam_eps",),
+    "betas": ("adam_beta1", "adam_beta2"),
+    "bf16": ("params_dtype",),
+    "dtype": ("params_dtype",),
+    "gradient_checkpointing": ("recompute_granularity", "activation_checkpointing"),
+    "grad_clip": ("clip_grad",),
+    "learning_rate": ("lr",),
+    "lora_alpha": ("alpha",),
+    "lora_r": ("rank",),
+    "lr_scheduler_type": ("lr_decay_style",),
+    "max_grad_norm": ("clip_grad",),
+    "max_seq_length": ("seq_length", "max_model_len"),
+    "model_name_or_path": ("model",),
+    "peft_config": ("lora",),
+    "per_device_train_batch_size": ("micro_batch_size",),
+    "r": ("rank",),
+    "torch_dtype": ("params_dtype",),
+    "warmup_ratio": ("lr_warmup_fraction",),
+    # short forms
+    "dp": ("infer_data_parallel_size",),
+    "ep": ("expert_model_parallel_size", "infer_expert_parallel_size"),
+    "offload": ("offload_train_param", "offload_train_grad", "offload_train_optimizer"),
+    "pp": ("pipeline_model_parallel_size", "infer_pipeline_parallel_size"),
+    "tp": ("tensor_model_parallel_size", "infer_tensor_parallel_size"),
+}
+"""Name that other frameworks have for a key, or for the like key of another section -> keys of ours."""
+"""Names that other frameworks have for a key, or for a like key of another section -> keys of ours."""
+
+_MOST = 3
+"""Proposals that are still an answer; more are a list to search."""
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section that a key's type is, also where it may be left out; None for other types."""
+    options = (annotation, *get_args(annotation))
+    return next((one for one in options if isinstance(one, type) and issubclass(one, Section)), None)
+
+
+def proposal(place: Path, section: type[Section], root: type[Section], prefix: str = "") -> str:
+    """What to do about the unknown key at `place`, whose last part is its name.
+
+    First the same name in another section, or another framework's name for a key; then keys that have all its words;
+    then a near spelling; else the keys of the section.
+
+    Args:
+        place: parts of the key below `root`.
+        section: that it was found in.
+        root: where other keys are looked up.
+        prefix: of keys below `root`, in messages.
+    """
+    here, name, paths = place[:-1], clipped(place[-1]), list(paths_of(root))
+    words = set(name.split("_"))
+    spelling = nearest(name, section.model_fields) or nearest(name, {path[-1] for path in paths})
+    kinds = (
+        ("Use", " and ", [path for path in paths if path[-1] == name or path[-1] in ELSEWHERE.get(name, ())]),
+        ("Did you mean", " or ", [path for path in paths if words <= set(path[-1].split("_"))]),
+        ("Did you mean", " or ", [path for path in paths if path[-1] == spelling]),
+    )
+    for verb, conjunction, found in kinds:
+        best = _best(found, here, name)
+        best = [path for path in best if path[-1] == spelling] or best
+        if 0 < len(best) <= _MOST:
+            shown = [path[-1] if path[:-1] == here else prefix + ".".join(path) for path in best]
+            return f"{verb} {conjunction.join(filter(None, (', '.join(shown[:-1]), shown[-1])))}"
+    return f"Known keys: {', '.join(section.model_fields)}"
+
+
+def paths_of(section: type[Section], above: Path = ()) -> Iterator[Path]:
+    """Every key of a section and of those in it."""
+    for name, field in section.model_fields.items():
+        yield (*above, name)
+        if (inner := section_in(field.annotation)) is not None:
+            yield from paths_of(inner, (*above, name))
+
+
+def _best(found: Iterable[Path], here: Path, name: str) -> list[Path]:
+    """Those that share most sections with `here`; of these our own name before others', and short paths."""
+
+    def rank(path: Path) -> tuple[int, bool, int]:
+        shared = takewhile(lambda parts: parts[0] == parts[1], zip(path[:-1], here, strict=False))
+        return -len(list(shared)), path[-1] != name, len(path)
+
+    ranked = sorted(found, key=rank)
+    return [path for path in ranked if rank(path) == rank(ranked[0])]
