@@ -18,6 +18,9 @@ Data = Literal["global", "local"]
 """Whether all ranks pass the same, or each data parallel rank its own part."""
 
 
+_TENSORS_ONLY = "A batch has tensors only; the loss function can read other values where it is defined"
+
+
 @dataclass(frozen=True)
 class BatchLimits:
     """What a trainer can compute.
@@ -124,10 +127,11 @@ def _shape_violations(batch: Mapping[str, object], required: Sequence[str]) -> I
     remedy = "Pass tokens and labels [B, S] of integers; labels[i, t] is the token after tokens[i, t]"
     for key in required:
         if key not in batch:
-            yield Violation(key, f"is missing among {shortened(list(batch))}", remedy)
+            hint = "Tokens are input_ids[:, :-1], labels input_ids[:, 1:]. " if "input_ids" in batch else ""
+            yield Violation(key, f"is missing among {shortened(list(batch))}", hint + remedy)
     for key, value in batch.items():
         if not isinstance(value, torch.Tensor):
-            yield Violation(str(key), f"is {type(value).__name__}", "Pass tensors; other things can reach a loss apart")
+            yield Violation(str(key), f"is {type(value).__name__}", _TENSORS_ONLY)
     tokens = batch.get("tokens")
     if not isinstance(tokens, torch.Tensor):
         return
@@ -140,12 +144,21 @@ def _shape_violations(batch: Mapping[str, object], required: Sequence[str]) -> I
         is_read = key in ("tokens", "labels", "mask", *KEYS)
         if is_read and value.shape != tokens.shape:
             problem = f"has shape {list(value.shape)}, tokens {list(tokens.shape)}"
-            yield Violation(key, problem, "Pass one value for each token")
+            yield Violation(key, problem, f"Pass one value for each token{_shift_of(key, value, tokens)}")
         elif not value.dim() or value.shape[0] != tokens.shape[0]:
             problem = f"has shape {list(value.shape)}, and the batch has {tokens.shape[0]} rows"
-            yield Violation(key, problem, "Pass tensors whose dim 0 is rows, or give the loss function what is none")
+            remedy = "Pass a tensor with as many rows as the batch; the loss function can read other values"
+            yield Violation(key, problem, f"{remedy} where it is defined")
         if key != "mask" and is_read and (value.is_floating_point() or value.is_complex()):
             yield Violation(key, f"has type {str(value.dtype).removeprefix('torch.')}", "Pass integers")
+
+
+def _shift_of(key: str, value: torch.Tensor, tokens: torch.Tensor) -> str:
+    """What is missing where a tensor has the column that shifting took from the tokens."""
+    if value.dim() != 2 or value.shape != (tokens.shape[0], tokens.shape[1] + 1):
+        return ""
+    cut = "[:, 1:]" if key in ("labels", "mask") else "[:, :-1]"
+    return f": if tokens are shifted, {key}{cut}"
 
 
 def _size_violations(shape: torch.Size, limits: BatchLimits, num_parts: int) -> Iterator[Violation]:
@@ -154,7 +167,7 @@ def _size_violations(shape: torch.Size, limits: BatchLimits, num_parts: int) -> 
         step = num_parts * limits.micro_batch_size
         ranks = f"{num_parts} data parallel ranks in " if num_parts > 1 else ""
         problem = f"{num_rows} rows do not split over {ranks}micro batches of {limits.micro_batch_size}"
-        remedy = f"Pad the batch to {-(-num_rows // step) * step} rows that your loss gives no weight"
+        remedy = f"Add rows, up to {-(-num_rows // step) * step}, to which your loss gives no weight"
         yield Violation("tokens", problem, remedy)
     if limits.seq_length is not None and length > limits.seq_length:
         problem = f"rows of {length} tokens are longer than actor_config.seq_length {limits.seq_length}"

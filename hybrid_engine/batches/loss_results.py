@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.batches.sequences import Batch
+from hybrid_engine.batches.token_outputs import ENTROPY, TOP_LOG_PROBS, TOP_TOKEN_IDS
 from hybrid_engine.errors import LossError, shortened
 
 Report = dict[str, torch.Tensor]
@@ -30,6 +31,13 @@ LossFunction = Callable[[Batch, torch.Tensor], LossResult]
 
 _NOT_COMPARED = -(2**62)
 """Less than any number of 56 bits, or the negative of one."""
+
+_ASKED_FOR = {
+    ENTROPY: "Call update(..., entropy=True)",
+    TOP_LOG_PROBS: "Call update(..., top_k=...)",
+    TOP_TOKEN_IDS: "Call update(..., top_k=...)",
+}
+"""Key that a loss function may read -> how it gets there."""
 
 _REMEDY = 'Return a scalar tensor, a dict with "loss", or (loss, dict of scalars)'
 
@@ -55,7 +63,8 @@ class CheckedLoss:
             except LossError as fault:
                 self.fault = fault
             except Exception as error:
-                self.fault = LossError(f"loss function {self._name}: {type(error).__name__}: {error}")
+                hint = _missing_key(error, micro_batch)
+                self.fault = LossError(f"loss function {self._name}: {type(error).__name__}: {error}{hint}")
                 self.fault.__cause__ = error
         return log_probs.sum() * 0, {}
 
@@ -120,6 +129,15 @@ class CheckedLoss:
 
     def _refusal(self, problem: str, remedy: str = _REMEDY) -> LossError:
         return LossError(f"loss function {self._name} {problem}. {remedy}")
+
+
+def _missing_key(error: Exception, micro_batch: Batch) -> str:
+    """What to say of a key that the micro batch lacks."""
+    key = error.args[0] if isinstance(error, KeyError) and error.args else None
+    if not isinstance(key, str) or key in micro_batch:
+        return ""
+    remedy = _ASKED_FOR.get(key, "Add it to the batch")
+    return f". The micro batch has {', '.join(map(str, micro_batch))}. {remedy}"
 
 
 def _described(value: object) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from hybrid_engine.errors import BatchError, Violation, shortened
 
 TokenIds = Sequence[int]
 
@@ -22,12 +25,13 @@ def build_batch(
         pad_token_id: fills rows up.
 
     Returns `tokens` and `labels` [B, S] int64, where `labels[i, t]` is the token after `tokens[i, t]`; `mask` [B, S]
-    fp32, 1 where the label is a token of the completion; `weights` [B, S], see `mean_weights`. Raises ValueError when a
-    sequence does not fit.
+    fp32, 1 where the label is a token of the completion; `weights` [B, S], see `mean_weights`. Raises BatchError, which
+    is a ValueError, naming everything that is no token ids, and every sequence that does not fit.
     """
-    rows = torch.full((len(prompts), seq_length + 1), pad_token_id, dtype=torch.int64)
-    mask = torch.zeros(len(prompts), seq_length)
-    for row, row_mask, sample in zip(rows, mask, samples_of(prompts, completions, seq_length), strict=True):
+    samples = samples_of(prompts, completions, seq_length, pad_token_id)
+    rows = torch.full((len(samples), seq_length + 1), pad_token_id, dtype=torch.int64)
+    mask = torch.zeros(len(samples), seq_length)
+    for row, row_mask, sample in zip(rows, mask, samples, strict=True):
         row[: len(sample.token_ids)] = torch.tensor(sample.token_ids)
         row_mask[: sample.length] = sample.mask
     return {
@@ -56,21 +60,75 @@ class Sample:
         return (torch.arange(self.length) >= self.prompt_length - 1).float()
 
 
-def samples_of(prompts: Sequence[TokenIds], completions: Sequence[TokenIds], seq_length: int) -> list[Sample]:
-    """One sample for each prompt. Raises ValueError naming all that do not fit into `seq_length` columns."""
-    samples = [
-        Sample((*prompt, *completion), len(prompt)) for prompt, completion in zip(prompts, completions, strict=True)
+def samples_of(
+    prompts: Sequence[TokenIds], completions: Sequence[TokenIds], seq_length: int, pad_token_id: int
+) -> list[Sample]:
+    """One sample for each completion. Raises BatchError as `build_batch`."""
+    found = [
+        *required_whole(seq_length, "seq_length", "Pass the number of tokens of a row", least=1),
+        *required_whole(pad_token_id, "pad_token_id", "Pass any token id, as 0: what fills rows up has no weight"),
     ]
-    faults = [
-        f"prompt {number} is empty"
-        if sample.prompt_length == 0
-        else f"sequence {number} has {sample.length + 1} tokens, but seq_length {seq_length} takes {seq_length + 1}"
-        for number, sample in enumerate(samples)
-        if sample.prompt_length == 0 or sample.length > seq_length
-    ]
-    if faults:
-        raise ValueError("; ".join(faults))
+    starts, ends = (_all_token_ids(*each, found) for each in (("prompts", prompts), ("completions", completions)))
+    if not found and len(starts) != len(ends):
+        problem = f"{len(starts)} of them and {len(ends)} completions"
+        remedy = "Pass one prompt for each completion: the prompt of a group as often as the group has completions"
+        found.append(Violation("prompts", problem, remedy))
+    if found:
+        raise BatchError(found)
+    samples = [Sample((*start, *end), len(start)) for start, end in zip(starts, ends, strict=True)]
+    for number, sample in enumerate(samples):
+        if sample.prompt_length == 0:
+            found.append(Violation(f"prompts[{number}]", "has no tokens", "Leave it out, with its completion"))
+        elif sample.length > seq_length:
+            problem = f"with its completion has {sample.length + 1} tokens, but seq_length {seq_length} takes"
+            remedy = "Raise seq_length, or cut the completion"
+            found.append(Violation(f"prompts[{number}]", f"{problem} {seq_length + 1}", remedy))
+    if found:
+        raise BatchError(found)
     return samples
+
+
+def required_whole(value: object, key: str, remedy: str, least: int | None = None) -> Iterator[Violation]:
+    """What is wrong with a value that is to be a whole number."""
+    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        yield Violation(key, f"is {shortened(value)}", remedy)
+
+
+def _all_token_ids(key: str, given: object, found: list[Violation]) -> list[tuple[int, ...]]:
+    """Token ids of each, without those that have none: the first of these joins `found`."""
+    if isinstance(given, str) or not hasattr(given, "__iter__"):
+        found.append(Violation(key, f"is {shortened(given, 80)}", "Pass a list with token ids for each"))
+        return []
+    listed = list(given)
+    read = [_token_ids(each) for each in listed]
+    if None in read:
+        first = read.index(None)
+        others = f", and {count} more" if (count := read.count(None) - 1) else ""
+        problem = f"is no token ids but {shortened(listed[first], 80)}{others}"
+        found.append(Violation(f"{key}[{first}]", problem, _remedy_for(listed[first])))
+    return [each for each in read if each is not None]
+
+
+def _token_ids(value: object) -> tuple[int, ...] | None:
+    values = value.tolist() if hasattr(value, "tolist") else value  # of tensors and arrays
+    if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
+        return None
+    try:
+        return tuple(operator.index(token) for token in values)
+    except TypeError:
+        return None
+
+
+def _remedy_for(value: object) -> str:
+    """What to do about something that should be token ids."""
+    if hasattr(value, "token_ids"):
+        return "Pass its token_ids, and its prompt_token_ids as the prompt"
+    if isinstance(value, str):
+        return "Pass token ids: tokenizer(text).input_ids, or token_ids of what was generated"
+    if isinstance(value, Sequence) and value and (hasattr(value[0], "token_ids") or hasattr(value[0], "__iter__")):
+        flat = "flat = [one for group in groups for one in group]"
+        return f"Flatten the groups, {flat}, and pass prompt_token_ids and token_ids of each"
+    return "Pass a list of token ids for each sequence"
 
 
 def mean_weights(mask: torch.Tensor, count: float | None = None, rows: float | None = None) -> torch.Tensor:
@@ -85,9 +143,10 @@ def mean_weights(mask: torch.Tensor, count: float | None = None, rows: float | N
         count, rows: sum of the mask and number of rows on all data parallel ranks, or both as many times that; default:
             those of `mask`.
 
-    Raises ValueError if no token counts.
+    Raises BatchError if no token counts.
     """
     total = mask.sum() if count is None else count
     if total == 0:
-        raise ValueError("no token to learn from: the mask is empty")
+        problem = "is 0 everywhere: no token to learn from"
+        raise BatchError([Violation("mask", problem, "Pass completions that have tokens")])
     return mask * ((mask.shape[0] if rows is None else rows) / total)

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hybrid_engine.batches.making import TokenIds, mean_weights, samples_of
+from hybrid_engine.batches.making import TokenIds, mean_weights, required_whole, samples_of
+from hybrid_engine.batches.tensor_shapes import described
+from hybrid_engine.errors import BatchError, Violation
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,18 @@ class PackedRows:
     places: tuple[Place, ...]
 
     def unpack(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Of values [R, S, ...], those of each sequence [length, ...]."""
+        """Of values [R, S, ...], those of each sequence [length, ...]. Raises BatchError for another shape."""
+        tokens = self.batch["tokens"]
+        if not isinstance(values, torch.Tensor) or values.shape[:2] != tokens.shape:
+            problem, remedy = f"{described(values)}, and the rows {list(tokens.shape)}", "Pass a value for each token"
+            raise BatchError([Violation("values", problem, f"{remedy} of the packed rows")])
         return [values[place.row, place.columns] for place in self.places]
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Values [N], one a sequence, at each of its tokens [R, S]; 0 for padding."""
+        """Values [N], one a sequence, at each of its tokens [R, S]; 0 for padding. Raises BatchError for others."""
+        if not isinstance(values, torch.Tensor) or values.shape != (len(self.places),):
+            problem = f"{described(values)}, and there are {len(self.places)} sequences"
+            raise BatchError([Violation("values", problem, "Pass a tensor with one value for each sequence")])
         padded = torch.cat([values.new_zeros(1), values])
         return padded[self.batch["sequence_ids"].to(values.device)]
 
@@ -71,9 +80,11 @@ def pack(
             Rows that are added for it are padding, with weights of 0.
         pad_token_id: fills rows up.
 
-    Raises ValueError when a sequence does not fit, or when no token is a completion's.
+    Raises BatchError as `build_batch`, and when no token is a completion's.
     """
-    samples = samples_of(prompts, completions, seq_length)
+    if found := [*required_whole(multiple_of, "multiple_of", "Pass a number of rows, at least 1", least=1)]:
+        raise BatchError(found)
+    samples = samples_of(prompts, completions, seq_length, pad_token_id)
     places = _first_fit([sample.length for sample in samples], seq_length)
     num_rows = max((place.row + 1 for place in places), default=0)
     num_rows = max(1, -(-num_rows // multiple_of)) * multiple_of

@@ -13,7 +13,14 @@ from typing import NamedTuple
 
 import torch
 
+from hybrid_engine.batches.tensor_shapes import require_alike
+from hybrid_engine.errors import BatchError, Violation, shortened
 from hybrid_engine.ports import Batch, LossFunction, Report
+
+_REMEDIES = {
+    "rewards": "Pass [B, S], 0 but for the steps that earn one: a reward for a whole answer at its last step",
+    "mask": "Pass [B, S], 1 where the label is a token of a completion",
+}
 
 
 class Advantages(NamedTuple):
@@ -38,7 +45,10 @@ def generalized_advantages(
         values: [B, S], of the critic. After the last step of a row the value is 0.
         mask: [B, S].
         gamma: discount. lam: 0 trusts the critic, 1 the rewards.
+
+    Raises BatchError naming every tensor of another shape.
     """
+    require_alike(2, _REMEDIES, values=values, rewards=rewards, mask=mask)
     advantages = torch.zeros_like(values)
     advantage, next_value = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
     for step in reversed(range(values.shape[1])):
@@ -51,8 +61,14 @@ def generalized_advantages(
 
 
 def whitened(values: torch.Tensor, mask: torch.Tensor, epsilon: float = 1e-8) -> torch.Tensor:
-    """Values [B, S] less their mean over the mask, over their standard deviation; 0 outside."""
+    """Values [B, S] less their mean over the mask, over their standard deviation; 0 outside.
+
+    Raises BatchError for a mask of another shape, or that is 0 everywhere.
+    """
+    require_alike(None, _REMEDIES, values=values, mask=mask)
     inside = values[mask.bool()]
+    if not inside.numel():
+        raise BatchError([Violation("mask", "is 0 everywhere", "Give it 1 where a value counts")])
     return (values - inside.mean()) / (inside.std(correction=0) + epsilon) * mask
 
 
@@ -61,11 +77,14 @@ def value_loss(clip: float | None = 0.2) -> LossFunction:
 
     The function returned reads `returns`, `old_values` (the critic's before the first step) and `weights`, all [b, S].
     It reports value_loss, and value_clip_fraction: the share of tokens whose value moved by more than `clip`. None does
-    not clip.
+    not clip. Raises BatchError for a clip that is no number from 0, as the function does for tensors of other shapes.
     """
+    if clip is not None and not (isinstance(clip, int | float) and not isinstance(clip, bool) and clip >= 0):
+        raise BatchError([Violation("clip", f"is {shortened(clip)}", "Pass a number from 0, or None")])
 
     def loss_function(micro_batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Report]:
         returns, old, weights = micro_batch["returns"], micro_batch["old_values"], micro_batch["weights"]
+        require_alike(None, _REMEDIES, values=values, returns=returns, old_values=old, weights=weights)
         error = (values - returns).square()
         moved = torch.zeros_like(error)
         if clip is not None:
@@ -80,7 +99,11 @@ def value_loss(clip: float | None = 0.2) -> LossFunction:
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
-    """Share of the variance of returns over the mask that the values explain: at most 1, 0 for a constant."""
+    """Share of the variance of returns over the mask that the values explain: at most 1, 0 for a constant.
+
+    Raises BatchError naming every tensor of another shape.
+    """
+    require_alike(None, _REMEDIES, values=values, returns=returns, mask=mask)
     inside = mask.bool()
     variance = returns[inside].var(correction=0)
     if not variance > 0:

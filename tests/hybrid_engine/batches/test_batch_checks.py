@@ -32,6 +32,18 @@ def test_a_rank_gets_its_part_of_a_global_batch_and_all_of_a_local_one() -> None
 REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "no dict": (lambda: [1, 2], ["batch: is list"]),
     "no labels": (lambda: {"tokens": torch.zeros(4, 6).long()}, ["labels: is missing among ['tokens']"]),
+    "names of transformers": (
+        lambda: {"input_ids": torch.zeros(4, 7).long(), "labels": torch.zeros(4, 6).long()},
+        ["tokens: is missing among ['input_ids', 'labels']. Tokens are input_ids[:, :-1], labels input_ids[:, 1:]"],
+    ),
+    "a mask that was not cut": (
+        lambda: batch(attention_mask=torch.ones(4, 7).long(), mask=torch.ones(4, 7)),
+        [
+            "Pass one value for each token: if tokens are shifted, attention_mask[:, :-1]",
+            "Pass one value for each token: if tokens are shifted, mask[:, 1:]",
+        ],
+    ),
+    "a number": (lambda: batch(beta=0.1), ["beta: is float. A batch has tensors only; the loss function can"]),
     "no tensor": (lambda: batch(rewards=[1.0] * 4), ["rewards: is list"]),
     "one row": (lambda: {"tokens": torch.arange(6), "labels": torch.arange(6)}, ["tokens: has shape [6]"]),
     "shapes and types": (
@@ -58,7 +70,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], list[str]]] = {
             "attention_mask": torch.tensor([[1, 0, 1, 0, 0, 0, 0]] * 3),
         },
         [
-            "tokens: 3 rows do not split over 2 data parallel ranks in micro batches of 2. Pad the batch to 4 rows",
+            "tokens: 3 rows do not split over 2 data parallel ranks in micro batches of 2. Add rows, up to 4",
             "tokens: rows of 7 tokens are longer than actor_config.seq_length 6",
             "tokens: 10 at [0, 0] is no token of a vocabulary of 10, nor are 20 others",
             "labels: -1 at [0, 0] is no token of a vocabulary of 10, nor are 20 others",

@@ -105,7 +105,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         "reported a tensor of shape [2] and type float32 as 'kl'",
     ),
     "text in the report": (lambda _b, log_probs: (log_probs.mean(), {"kl": "low"}), "reported 'low' as 'kl'"),
-    "error": (lambda batch, _log_probs: batch["weights"], "KeyError: 'weights'"),
+    "error": (lambda batch, _log_probs: batch["weights"], "KeyError: 'weights'. The micro batch has tokens. Add it"),
+    "entropy unasked": (lambda batch, _log_probs: batch["entropy"], "has tokens. Call update(..., entropy=True)"),
 }
 
 
@@ -114,7 +115,7 @@ def test_anything_else_is_kept_for_later_by_name(name: str) -> None:
     """And in its place the schedule goes on with a loss of nothing, which has a gradient."""
     function, problem = REFUSED[name]
     checked, values = CheckedLoss(function), log_probs()
-    loss, report = checked({}, values)
+    loss, report = checked({"tokens": torch.zeros(2, 3)}, values)
     assert checked.fault is not None
     assert problem in str(checked.fault)
     assert report == {}

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
 from hybrid_engine import build_batch, pack
 from hybrid_engine.batches import mean_weights
 from hybrid_engine.batches.arrangement import micro_batches
+from hybrid_engine.errors import BatchError
 
 PROMPTS = [[1, 2], [3], [4, 5, 6], [7, 8]]
 COMPLETIONS = [[9], [1, 2, 3, 4], [5], [6, 7]]
@@ -70,10 +77,68 @@ def test_long_sequences_go_first() -> None:
     assert len(taken) == sum(lengths)
 
 
+@dataclass(frozen=True)
+class One:
+    """What a rollout gives."""
+
+    token_ids: tuple[int, ...] = (3, 4)
+    prompt_token_ids: tuple[int, ...] = (1, 2)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "sequences that do not fit": (
+        {"prompts": [[1] * 7, []], "completions": [[1], [2]]},
+        [
+            r"prompts\[0\]: with its completion has 8 tokens, but seq_length 6 takes 7",
+            r"prompts\[1\]: has no tokens",
+        ],
+    ),
+    "nothing to learn": ({"prompts": [[1, 2]], "completions": [[]]}, ["no token to learn from"]),
+    "groups": (
+        {"prompts": [[1, 2], [3]], "completions": [[One(), One()], [One()]]},
+        [r"completions\[0\]: is no token ids but .*, and 1 more\. Flatten the groups"],
+    ),
+    "lists of groups": (
+        {"prompts": [[1, 2]], "completions": [[[1], [2]]]},
+        [r"completions\[0\]: is no token ids but \[\[1\], \[2\]\]\. Flatten"],
+    ),
+    "completions": ({"completions": [One()] * 4}, [r"completions\[0\]: .*\. Pass its token_ids"]),
+    "texts": (
+        {"prompts": ["one", "two"], "completions": "a text"},
+        [r"prompts\[0\]: is no token ids but 'one'", "completions: is 'a text'"],
+    ),
+    "one sequence": ({"prompts": [1, 2]}, [r"prompts\[0\]: is no token ids but 1, and 1 more"]),
+    "fractions": ({"prompts": torch.ones(4, 2)}, [r"prompts\[0\]: is no token ids but tensor"]),
+    "no list": ({"prompts": None}, ["prompts: is None. Pass a list"]),
+    "other numbers of them": (
+        {"prompts": PROMPTS[:2]},
+        ["prompts: 2 of them and 4 completions. Pass one prompt for each completion"],
+    ),
+    "a tokenizer without a pad token": ({"pad_token_id": None}, ["pad_token_id: is None. Pass any token id, as 0"]),
+    "a length that is none": ({"seq_length": 0}, ["seq_length: is 0"]),
+}
+
+
 @pytest.mark.parametrize("make", [build_batch, pack])
-def test_sequences_that_do_not_fit_are_all_named(make: object) -> None:
-    assert callable(make)
-    with pytest.raises(ValueError, match="sequence 0 has 8 tokens, but seq_length 6 takes 7; prompt 1 is empty"):
-        make([[1] * 7, []], [[1], [2]], S)
-    with pytest.raises(ValueError, match="no token to learn from"):
-        make([[1, 2]], [[]], S)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_become_rows_is_refused_in_a_sentence(name: str, make: Callable[..., object]) -> None:
+    changed, expected = REFUSED[name]
+    with pytest.raises(BatchError) as caught:
+        make(**{"prompts": PROMPTS, "completions": COMPLETIONS, "seq_length": S, **changed})
+    assert len(caught.value.findings) == len(expected)
+    for pattern in expected:
+        assert re.search(pattern, str(caught.value))
+
+
+def test_token_ids_may_be_tensors_and_arrays() -> None:
+    prompts, completions = torch.tensor([[1, 2], [3, 4]]), [np.array([5]), torch.tensor([6, 7])]
+    batch = build_batch(prompts, completions, S)
+    assert torch.equal(batch["tokens"], build_batch([[1, 2], [3, 4]], [[5], [6, 7]], S)["tokens"])
+
+
+def test_packed_rows_refuse_values_of_other_shapes() -> None:
+    packed = pack(PROMPTS, COMPLETIONS, S)
+    with pytest.raises(BatchError, match=r"values: has shape \[3\], and there are 4 sequences"):
+        packed.spread(torch.ones(3))
+    with pytest.raises(BatchError, match=r"values: has shape \[4\], and the rows \[\d, 6\]"):
+        packed.unpack(torch.ones(4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from hybrid_engine.companions import explained_variance, generalized_advantages, value_loss
 from hybrid_engine.companions.advantages import whitened
+from hybrid_engine.errors import BatchError
 
 SHAPE = (5, 9)
 
@@ -98,3 +101,29 @@ def test_the_explained_variance_is_1_for_the_returns_and_0_for_a_constant() -> N
     assert explained_variance(returns, returns, mask) == 1.0
     assert explained_variance(torch.full_like(returns, 0.3), returns, mask) == pytest.approx(0.0)
     assert explained_variance(values, torch.ones_like(returns), mask) == 0.0
+
+
+REFUSED: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], object], str]] = {
+    "a reward for each answer": (
+        lambda values, mask: generalized_advantages(torch.ones(5), values, mask),
+        r"rewards: has shape \[5\], but values has \[5, 9\]\. Pass \[B, S\], 0 but for the steps that earn one",
+    ),
+    "flat values": (lambda values, mask: generalized_advantages(mask, values[0], mask), r"values: has shape \[9\]"),
+    "a list": (lambda values, mask: whitened(values, [1]), "mask: is list"),  # type: ignore[arg-type]
+    "another mask": (lambda values, mask: whitened(values, mask[:, 1:]), r"mask: has shape \[5, 8\]"),
+    "an empty mask": (lambda values, mask: whitened(values, mask * 0), "mask: is 0 everywhere"),
+    "a negative clip": (lambda values, mask: value_loss(-1), "clip: is -1"),
+    "returns [B]": (
+        lambda values, mask: value_loss()({"returns": mask[:, 0], "old_values": mask, "weights": mask}, values),
+        r"returns: has shape \[5\], but values has",
+    ),
+    "no variance": (lambda values, mask: explained_variance(values, values[1:], mask), r"returns: has shape \[4, 9\]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_tensors_of_other_shapes_are_named(name: str) -> None:
+    call, expected = REFUSED[name]
+    _, values, mask = drawn(4)
+    with pytest.raises(BatchError, match=expected):
+        call(values, mask)
