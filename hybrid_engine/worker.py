@@ -15,7 +15,8 @@ import torch
 
 from hybrid_engine.advisor.memory_plan import GIB, MemoryPlan
 from hybrid_engine.assembly import build_inference_engine, inference_settings, megatron_lora, served_weights
-from hybrid_engine.batches.batch_checks import Data, agreed_share
+from hybrid_engine.batches.batch_checks import Data
+from hybrid_engine.batches.same_batches import agreed_share
 from hybrid_engine.batches.token_outputs import Outputs
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.memory_rules import memory_plan, watches_memory

@@ -4,6 +4,7 @@
     tensor_shapes.py    tensors that must have the shape of another
     row_packing.py     several sequences in a row
     batch_checks.py    what is refused at the boundary, before any collective
+    same_batches.py    ranks that compute a batch together pass the same
     sequences.py       which tokens are one sequence: attention_mask, position_ids, sequence_ids
     arrangement.py     micro batches, and the rows that a model computes in place of the user's
     token_outputs.py   entropy and most likely tokens, of logits whose vocabulary is split over ranks

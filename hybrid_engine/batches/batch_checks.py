@@ -12,7 +12,6 @@ from hybrid_engine.batches.arrangement import IGNORED
 from hybrid_engine.batches.sequences import KEYS, Batch, num_sequences, sequence_faults, sequence_ids_of
 from hybrid_engine.batches.token_outputs import NO_OUTPUTS, Outputs
 from hybrid_engine.errors import BatchError, Violation, shortened
-from hybrid_engine.ranks.agreement import Agreement
 
 Data = Literal["global", "local"]
 """Whether all ranks pass the same, or each data parallel rank its own part."""
@@ -61,27 +60,6 @@ def own_share(
         return batch
     size = batch["tokens"].shape[0] // limits.dp_size
     return {name: tensor[limits.dp_rank * size : (limits.dp_rank + 1) * size] for name, tensor in batch.items()}
-
-
-def agreed_share(
-    batch: Batch,
-    limits: BatchLimits,
-    agreement: Agreement,
-    data: Data = "global",
-    outputs: Outputs = NO_OUTPUTS,
-    *,
-    needs_labels: bool = True,
-) -> Batch:
-    """As `own_share`, but all ranks raise what one of them finds, before any of them computes. Collective."""
-    phase = "checking the batch"
-    with agreement.phase(phase):
-        share = own_share(batch, limits, data, outputs, needs_labels=needs_labels)
-    shape = list(share["tokens"].shape)
-    # of global data, too: ranks that join their results would wait for one that keeps its own
-    if not agreement.is_same([data == "local", bool(outputs.entropy), outputs.top_k, *shape], phase):
-        problem = f"has shape {shape} here, with data={data!r}; shape, data, entropy or top_k differ on other ranks"
-        raise BatchError([Violation("tokens", problem, "Pass the same, and as many rows and columns, on every rank")])
-    return share
 
 
 def _data_violations(data: str) -> Iterator[Violation]:

@@ -11,7 +11,7 @@ fault is kept until all ranks are there to hear of it, and then no weight change
 
 from __future__ import annotations
 
-import hashlib
+import math
 import numbers
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from hybrid_engine.batches.sequences import Batch
 from hybrid_engine.batches.token_outputs import ENTROPY, TOP_LOG_PROBS, TOP_TOKEN_IDS
 from hybrid_engine.errors import LossError, shortened
+from hybrid_engine.ranks.digests import text_digest
 
 Report = dict[str, torch.Tensor]
 """Scalars by name."""
@@ -53,6 +54,7 @@ class CheckedLoss:
         self._function = function
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._reported: set[str] | None = None
+        self._losses: list[torch.Tensor] = []
         self.fault: LossError | None = None
 
     def __call__(self, micro_batch: Batch, log_probs: torch.Tensor) -> tuple[torch.Tensor, Report]:
@@ -68,13 +70,22 @@ class CheckedLoss:
                 self.fault.__cause__ = error
         return log_probs.sum() * 0, {}
 
-    def compare_names(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        """Find fault where ranks of the group report other names, which could not be averaged. Collective.
+    def finish(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        """Look back at all micro batches, with the other ranks of the group. Collective.
 
-        Ranks that are at fault already take part, and are not compared.
+        Finds fault with losses that are not finite, of which one would make every weight NaN, and where ranks report
+        other names, which could not be averaged. Ranks that are at fault already take part, and are not compared.
         """
-        digest = hashlib.blake2b(repr(sorted(self._reported or ())).encode(), digest_size=7)
-        number = int.from_bytes(digest.digest(), "big")  # of 56 bits: it and its negative fit
+        if self.fault is None and self._losses:
+            losses = torch.stack(self._losses).tolist()  # here, so that the device is waited for only once
+            number = next((number for number, loss in enumerate(losses) if not math.isfinite(loss)), None)
+            if number is not None:
+                self.fault = self._refusal(
+                    f"returned {losses[number]} for micro batch {number}",
+                    "Look for a logarithm of 0, a division by 0 and an exponential of a large number, also where the "
+                    "mask is 0: 0 times infinity is NaN",
+                )
+        number = text_digest(*sorted(self._reported or ()))
         told = (number, -number) if self.fault is None else (_NOT_COMPARED, _NOT_COMPARED)
         extremes = torch.tensor(told, dtype=torch.int64, device=device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
@@ -105,6 +116,7 @@ class CheckedLoss:
                 "Report the same names each time",
             )
         self._reported = set(values)
+        self._losses.append(loss.detach().reshape(()).clone())
         # Megatron divides it in place, which autograd refuses of a result that it keeps, as that of `sqrt`
         return loss.reshape(()).clone(), values
 

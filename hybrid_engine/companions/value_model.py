@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from hybrid_engine.batches.batch_checks import Data, agreed_share
+from hybrid_engine.batches.batch_checks import Data
+from hybrid_engine.batches.same_batches import agreed_share
 from hybrid_engine.companions.companion import ALL, PARAMETERS, Companion, require_room
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.ports import Batch, LossFunction

@@ -8,6 +8,7 @@
       pace.py             hosts keep near each other in a long phase
       host_groups.py      groups by host, and all ranks by way of hosts' first
       process_groups.py   the end of groups, and what their errors say
+    digests.py          8 bytes for a tensor of any size, computed where it lies
     launching.py        ranks as subprocesses, for those who have no torchrun (verification/, tests)
     torch_internals.py  private names of torch below the backends, with their reasons
 

@@ -40,6 +40,9 @@ SECONDS_OF_A_ROUND = 5.0
 SHORT_PATIENCE = 30.0
 """Seconds for which a rank that failed waits for others that cannot come back, since they wait for it in a library."""
 
+_LOWEST = -(2**62)
+"""Less than any number that ranks compare, and than its negative."""
+
 
 class Agreement:
     """Lets every rank know whether any rank failed. One small all-reduce when all is well; of many ranks on several
@@ -238,14 +241,18 @@ class Agreement:
             self._maximum(raised)
         return [bool(flag) for flag in raised.tolist()]
 
-    def is_same(self, values: Sequence[int], phase: str) -> bool:
-        """Whether all ranks give the same numbers, as many each. Raises RemoteError."""
+    def is_same(self, values: Sequence[int | None], phase: str) -> bool:
+        """Whether all ranks give the same numbers, as many each. Raises RemoteError.
+
+        In the place of a None the others' numbers are compared.
+        """
         self.conclude(phase)
-        extremes = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64)
+        given = [(_LOWEST, _LOWEST) if value is None else (value, -value) for value in values]
+        extremes = torch.tensor(given, dtype=torch.int64)
         with self._connected(phase):
             self._maximum(extremes)
-        highest, negated_lowest = extremes.chunk(2)
-        return bool((highest == -negated_lowest).all())
+        highest, negated_lowest = extremes.unbind(1)
+        return bool(((highest == -negated_lowest) | (highest == _LOWEST)).all())
 
     def _maximum(self, values: torch.Tensor) -> None:
         """Over all ranks, in place."""

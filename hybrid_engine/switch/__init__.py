@@ -14,7 +14,6 @@
     release_fence.py      releases training memory as soon as all ranks of the host have read it
     verifier.py           `generate_config.verify`: vLLM's weights against training's, while they are filled
       common_regions.py     what is compared: regions that both sides have whole
-      digests.py            a digest of a region, computed where it lies
 
 Set-up, once, on every rank:
 

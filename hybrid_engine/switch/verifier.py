@@ -1,7 +1,7 @@
 """`generate_config.verify`: whether vLLM has the bits of training, found out inside the switch, by digests.
 
     begin          before a fill: which tensors, the same on all ranks
-    filled         a bucket has crossed: digests of its regions on both sides (digests.py, common_regions.py)
+    filled         a bucket has crossed: digests of its regions on both sides (common_regions.py)
     unproven       the engine says, while it commits, that it computes with something else than it was given
     conclude       digests of training travel, each rank compares those of what it received
 
@@ -24,10 +24,10 @@ import torch
 
 from hybrid_engine.errors import WeightError
 from hybrid_engine.planning.plan import Bucket
+from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.regions import Region
 from hybrid_engine.switch.common_regions import CommonRegions, PlacedRegion
-from hybrid_engine.switch.digests import box_digest
 from hybrid_engine.tracing.recording import span
 from hybrid_engine.transports.copies import strided
 

@@ -68,7 +68,7 @@ def test_shares_and_reports_of_fsdp2() -> None:
 
 
 def test_names_of_what_losses_report() -> None:
-    expect_sent(lambda: CheckedLoss(lambda _batch, values: values.mean()).compare_names(DEVICE))
+    expect_sent(lambda: CheckedLoss(lambda _batch, values: values.mean()).finish(DEVICE))
 
 
 def test_logits_that_transformers_computed_for_all() -> None:

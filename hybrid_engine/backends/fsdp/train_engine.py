@@ -123,7 +123,7 @@ class FsdpTrainEngine(ShardedModel):
             loss, report = checked({**part.given, **further} if further else part.given, log_probs)
             (loss / len(parts)).backward()
             reports.append({name: value.float() for name, value in report.items()})
-        checked.compare_names(self._job.device)
+        checked.finish(self._job.device)
         self._job.agreement.conclude("loss function", checked.fault)
         grad_norm = self._clip_gradients()
         optimizer.step()

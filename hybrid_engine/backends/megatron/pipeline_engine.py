@@ -135,7 +135,7 @@ class PipelineEngine(LiveModel, ABC):
         loss = CheckedLoss(loss_function)
         reports = self._run(batch, loss, forward_only=False)
         if reports:  # on the last pipeline stage
-            loss.compare_names(model_device(), parallel_state.get_data_parallel_group())
+            loss.finish(model_device(), parallel_state.get_data_parallel_group())
         self.conclude("loss function", loss.fault)
         successful, grad_norm, _ = optimizer.step()
         report = self._average(reports)

@@ -28,7 +28,7 @@ import torch
 from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.backends.vllm import Sampling
 from hybrid_engine.memory.cuda_driver import INSTALL_HINT, driver_of
-from hybrid_engine.switch.digests import box_digest
+from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
 from hybrid_engine.verification.comparison import cross_entropy, tokens_and_labels

@@ -54,7 +54,7 @@ def rank_of_others(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         monkeypatch.setattr(dist, "all_reduce", keep)
         for other in others:
-            other.compare_names(torch.device("cpu"))
+            other.finish(torch.device("cpu"))
         monkeypatch.setattr(dist, "all_reduce", largest)
 
     return meet
@@ -79,12 +79,26 @@ def test_all_ranks_report_the_same_names(rank_of_others: Callable[..., None]) ->
     ):
         checked = reporting("loss", "kl")
         rank_of_others(*others)
-        checked.compare_names(torch.device("cpu"))
+        checked.finish(torch.device("cpu"))
         assert problem in str(checked.fault)
         assert (checked.fault is None) == (not problem)
     before = failed.fault
-    failed.compare_names(torch.device("cpu"))
+    failed.finish(torch.device("cpu"))
     assert failed.fault is before
+
+
+@pytest.mark.parametrize(("number", "text"), [(float("nan"), "nan"), (float("inf"), "inf")])
+def test_a_loss_that_is_not_finite_is_found_at_the_end(
+    number: float, text: str, rank_of_others: Callable[..., None]
+) -> None:
+    factors = iter([1.0, number, number])
+    checked = CheckedLoss(lambda _batch, log_probs: log_probs.abs().mean() * next(factors))
+    for _ in range(3):
+        checked({}, log_probs())
+    assert checked.fault is None
+    rank_of_others(CheckedLoss(lambda _batch, log_probs: log_probs.mean()))
+    checked.finish(torch.device("cpu"))
+    assert f"returned {text} for micro batch 1. Look for a logarithm of 0" in str(checked.fault)
 
 
 def nothing(_batch: Any, log_probs: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hybrid_engine import HybridEngine, Sampling
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import HybridEngineError
-from hybrid_engine.switch.digests import box_digest
+from hybrid_engine.ranks.digests import box_digest
 from tests.harness.launch import Ranks
 from tests.zoo import sharded_models
 from tests.zoo.families import served_config, write_config

@@ -123,7 +123,9 @@ def fail_on_rank() -> dict[str, object]:
     results["conclude"] = outcome_of(lambda: agreement.conclude("fill", own if rank == 0 else None))
     results["long text"] = len(_phase(agreement, ValueError("x" * 100_000) if rank == 1 else None)) >= 100_000
     results["gather"] = agreement.gather({"rank": rank, "payload": "y" * (10 + 1000 * rank)})
-    results["same"] = [agreement.is_same(values, "compare") for values in ([5, -7], [5, -rank])]
+    results["same"] = [
+        agreement.is_same(values, "compare") for values in ([5, -7], [5, -rank], [5, None if rank else -3])
+    ]
     results["total"] = [agreement.total(rank + 1), agreement.total(2**40)]
     results["both well again"] = _phase(agreement, None)
     dist.destroy_process_group()
@@ -165,7 +167,7 @@ def test_gather_and_total(failures: list[dict[str, object]]):
         assert [value["rank"] for value in results["gather"]] == [0, 1]
         assert [len(value["payload"]) for value in results["gather"]] == [10, 1010]
         assert results["total"] == [3, 2**41]
-        assert results["same"] == [True, False]
+        assert results["same"] == [True, False, True]
 
 
 LOST_CALLS: dict[str, Callable[[Agreement], object]] = {

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hybrid_engine.errors import WeightError
+from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
 from hybrid_engine.switch.common_regions import CommonRegions
-from hybrid_engine.switch.digests import box_digest
 from hybrid_engine.switch.verifier import NUM_SAMPLED, Verifier
 from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
 

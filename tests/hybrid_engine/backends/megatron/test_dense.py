@@ -158,6 +158,7 @@ def refuse_losses(path: Path) -> BadLosses:
     """On two pipeline stages, of which the last computes losses."""
     config = ActorConfig(**{**DENSE_FLOAT32, **PP2})
     losses: list[Any] = [lambda _b, _l: None, lambda _b, values: -values.sum(0), lambda batch, _l: batch["weights"]]
+    losses.append(lambda _b, values: values.mean() * float("nan"))
     with running(path, config) as run:
         load_canonical(run, path)
         before, told = run.engine.log_probs(make_batch()), []
@@ -298,7 +299,7 @@ def test_padding_and_packing_do_not_change_what_a_token_gets(outcomes: Outcomes,
 def test_losses_that_are_none_are_refused_on_all_ranks(outcomes: Outcomes) -> None:
     first, last = outcomes["losses"]
     for text, problem in zip(
-        last.told, ("returned None", "a tensor of shape [12]", "KeyError: 'weights'"), strict=True
+        last.told, ("returned None", "a tensor of shape [12]", "KeyError: 'weights'", "returned nan"), strict=True
     ):
         assert text.startswith("LossError: loss function refuse_losses.<locals>.<lambda>")
         assert problem in text

@@ -1,4 +1,4 @@
-"""Digests of boxes of tensors, computed where the bytes lie: 8 bytes for a box of any size.
+"""Digests, for ranks to compare: of boxes of tensors, computed where the bytes lie, and of what has a text.
 
 A box is taken in pieces, each piece as 32-bit words w; with fixed random odd 64-bit numbers r and m, mod 2**64:
 
@@ -11,6 +11,7 @@ probability of at most 2**-32 (multilinear hashing; Dietzfelbinger, 1996). It is
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -21,6 +22,11 @@ _PIECE_NUMEL = 1 << 18
 _FOLD = -7046029254386353131  # 2**64 divided by the golden ratio, odd
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 """Bytes per element -> as what elements are read, where their number does not make whole 32-bit words."""
+
+
+def text_digest(*texts: str) -> int:
+    """A number of 56 bits, so that it and its negative fit 64, as `Agreement.is_same` needs it."""
+    return int.from_bytes(hashlib.blake2b(repr(texts).encode(), digest_size=7).digest(), "big")
 
 
 @torch.no_grad()
