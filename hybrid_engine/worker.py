@@ -316,15 +316,18 @@ class ActorHybridWorker(SwitchContexts):
         # weak: the switch refers to the model, whose hooks in autograd Python's collector does not see through
         this = weakref.ref(self)
         phases = {State.TRAIN: "train", State.FORWARD: "forward", State.INFER: "generate"}
+        began_in: str | None = None
 
         def measure_before(before: State, target: State) -> None:
+            nonlocal began_in
+            began_in = phases.get(before)
             if (worker := this()) is not None and before in phases:
                 worker.note_memory(phases[before])
 
         def measure_peak(report: ReshardReport) -> None:
             if (worker := this()) is not None and worker._memory is not None and report.direction.endswith(State.INFER):
                 beside = sum(companion.resident_nbytes() for companion in worker.companions)
-                worker._memory.note("switch", report.peak_bytes + beside)
+                worker._memory.note("switch", report.peak_bytes + beside, began_in)
 
         self.engine.on_reshard_start(measure_before)
         self.engine.on_reshard_end(measure_peak)

@@ -29,18 +29,21 @@ class MemoryWatch:
         self._rank = rank
         self._warned: set[str] = set()
 
-    def note(self, phase: str, nbytes: int) -> None:
+    def note(self, phase: str, nbytes: int, began_in: str | None = None) -> None:
         """So many bytes of weights and training state are on the device. Logs, once for each phase, if that is more
-        than was planned, or than the budget."""
+        than was planned, or than the budget.
+
+        `began_in`: the phase in which a switch began, for it begins with all that this one had.
+        """
         self.measured[phase] = max(self.measured.get(phase, 0), nbytes)
-        planned = int(self.plan.phases[phase].total[self._rank])
+        planned = max(int(self.plan.phases[name].total[self._rank]) for name in (phase, began_in) if name is not None)
         allowed = planned + max(planned * _TOLERATED_SHARE, _TOLERATED_NBYTES)
         over = [("planned", planned)] if nbytes > allowed else []
         if self.plan.budget is not None and nbytes > self.plan.budget:
             over.append(("the budget", self.plan.budget))
         if over and phase not in self._warned:
             self._warned.add(phase)
-            against = " and ".join(f"{what} {limit}" for what, limit in over)
+            against = " and ".join(f"{what} {limit:,}" for what, limit in over)
             logger.warning(
                 "[Memory] rank %d, %s: %s bytes on the device, %s", self._rank, phase, f"{nbytes:,}", against
             )
