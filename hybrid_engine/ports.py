@@ -220,7 +220,7 @@ class ActorTrainer(Trainer, Scorer, Protocol):
         ...
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Take up what `save_checkpoint` wrote, on all ranks or on none. Collective."""
+        """Load what `save_checkpoint` wrote, on all ranks or on none. Collective."""
         ...
 
     def frozen_copy(self) -> Scorer:

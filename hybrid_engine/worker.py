@@ -76,6 +76,15 @@ class ActorHybridWorker(SwitchContexts):
             until `load_checkpoint` or `load_hf_checkpoint`.
         job: default: `Job.join`, which ends with this worker. One that is given outlives it, and has the timeout of
             the configuration.
+
+    Attributes:
+        config: as given.
+        rank: of this process.
+        world_size: number of ranks.
+        job: the ranks, their device (`job.device`) and how they agree.
+        train: the trainer, an `ActorTrainer`; `train.limits` has the data parallel rank and size.
+        inference: the `InferenceEngine`, with vLLM's `llm`.
+        engine: the `HybridEngine` of both.
     """
 
     def __init__(
@@ -235,15 +244,16 @@ class ActorHybridWorker(SwitchContexts):
         self.train.set_learning_rate(learning_rate)
 
     def save_checkpoint(self, directory: str | Path) -> None:
-        """Write parameters, optimizer state, the schedule's position and generators below `directory`.
+        """Write parameters, optimizer state, the schedule's position and training's generators below `directory`.
 
-        In `train_context`.
+        In `train_context`. A checkpoint that is there is replaced when the new one is complete. vLLM's sampler is not
+        in it: see `InferenceEngine.manual_seed`.
         """
         self.sharding.require(State.TRAIN)
         self.train.save_checkpoint(directory)
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Take up what `save_checkpoint` wrote, on all ranks or on none. In `train_context`.
+        """Load what `save_checkpoint` wrote, on all ranks or on none. In `train_context`.
 
         What Megatron has saved is loaded in the same layout, what FSDP2 has saved on any number of ranks.
         """

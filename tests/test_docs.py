@@ -136,8 +136,9 @@ def test_files_that_a_page_names_exist(page: str) -> None:
 
 # -- troubleshooting ---------------------------------------------------------------------------------------------------
 
-# Said by others: pydantic, vLLM, the driver, the operating system.
+# Said by others: pydantic, vLLM, torch, the driver, the operating system.
 BY_OTHERS = ("Input should be a valid integer", "User-specified max_model_len (", "CUDA_ERROR_OUT_OF_MEMORY")
+BY_OTHERS += ("Torch not compiled with CUDA enabled",)
 BY_OTHERS += (") is greater than the derived max_model_len", "no space left on device (", "/config.json")
 
 

@@ -19,10 +19,10 @@ def build_batch(
     """Rows of a prompt and its completion, padded on the right.
 
     Args:
-        prompts: token ids of B prompts.
-        completions: of B completions.
+        prompts: token ids of B prompts, one per completion.
+        completions: token ids of B completions.
         seq_length: S; a sequence may have S + 1 tokens, of which the last is only predicted.
-        pad_token_id: fills rows up.
+        pad_token_id: fills rows up; any token id will do.
 
     Returns `tokens` and `labels` [B, S] int64, where `labels[i, t]` is the token after `tokens[i, t]`; `mask` [B, S]
     fp32, 1 where the label is a token of the completion; `weights` [B, S], see `mean_weights`. Raises BatchError, which
@@ -140,8 +140,8 @@ def mean_weights(mask: torch.Tensor, count: float | None = None, rows: float | N
 
     Args:
         mask: [B, S].
-        count, rows: sum of the mask and number of rows on all data parallel ranks, or both as many times that; default:
-            those of `mask`.
+        count, rows: sum of the mask and number of rows of all data parallel ranks; both may be multiplied by the same
+            number. Default: those of `mask`.
 
     Raises BatchError if no token counts.
     """

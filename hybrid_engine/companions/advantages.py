@@ -1,8 +1,8 @@
 """What PPO makes of rewards and values, as pure functions of tensors.
 
-Shapes: B sequences of S tokens, fp32. Position t of a row is the step that draws the label at t: its value is what the
-critic says after the token at t. `mask` is 1 where the label was drawn by the policy; what lies between two turns of a
-sequence is skipped.
+Shapes: B sequences of S tokens, fp32. Position t of a row is the step that samples the label at t: its value is what
+the critic says after the token at t. `mask` is 1 where the label was sampled by the policy; what lies between two turns
+of a sequence is skipped.
 Papers: generalized advantage estimation, arXiv 1506.02438 eq. 16; PPO's value loss, arXiv 1707.06347 section 5, clipped
 as in its reference code.
 """
@@ -43,7 +43,7 @@ def generalized_advantages(
     Args:
         rewards: [B, S], of each step; a reward for the whole answer belongs to its last one.
         values: [B, S], of the critic. After the last step of a row the value is 0.
-        mask: [B, S].
+        mask: [B, S], 1 where the label was sampled by the policy: `mask` of `build_batch`.
         gamma: discount. lam: 0 trusts the critic, 1 the rewards.
 
     Raises BatchError naming every tensor of another shape.
@@ -61,7 +61,7 @@ def generalized_advantages(
 
 
 def whitened(values: torch.Tensor, mask: torch.Tensor, epsilon: float = 1e-8) -> torch.Tensor:
-    """Values [B, S] less their mean over the mask, over their standard deviation; 0 outside.
+    """Values [B, S] minus their mean over the mask, divided by their standard deviation; 0 outside.
 
     Raises BatchError for a mask of another shape, or that is 0 everywhere.
     """

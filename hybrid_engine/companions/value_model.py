@@ -147,6 +147,6 @@ class ValueModel(Companion):
         self.engine.save_checkpoint(directory)
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Take up what `save_checkpoint` wrote, in the same layout, on all ranks or on none. In `train_context`."""
+        """Load what `save_checkpoint` wrote, in the same layout, on all ranks or on none. In `train_context`."""
         self.require(ALL)
         self.engine.load_checkpoint(directory)

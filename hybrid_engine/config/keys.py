@@ -118,7 +118,8 @@ class ActorConfig(Section):
     context_parallel_size: Count = 1
     """Ranks that split the sequence; replicas for a switch. Training with more than 1 needs Transformer Engine."""
     expert_model_parallel_size: Count = 1
-    """Ranks that share the experts, whole ones each."""
+    """Ranks that share the experts, whole ones each, out of the data parallel ranks: EP 2 on two ranks with TP 1 is DP
+    2 for all else."""
     expert_tensor_parallel_size: Count | None = None
     """Ranks that split each expert; default: tensor_model_parallel_size."""
     make_vocab_size_divisible_by: Count = 128
@@ -218,7 +219,7 @@ class GenerateConfig(Section):
     quantization: Name | None = None
     """vLLM's quantization method for its weights; what it can be is checked against the device."""
     transport: Literal["auto", "shared_memory", "collective"] = "auto"
-    """auto pulls from mapped memory on one host and sends messages across, once a host; the others force one way."""
+    """auto pulls from mapped memory on one host and sends messages across, once per host; the others force one way."""
     incremental: Literal["auto", "off"] = "off"
     """auto neither reads nor sends weights that nothing wrote since vLLM got them, as far as incremental_mb lets them
     stay there."""
@@ -267,7 +268,7 @@ class CriticConfig(Section):
 
     model: Model | None = None
     """Directory of a Hugging Face model, or its id on the Hub; default: the actor's. Training begins with its weights
-    but for the output layer, which is one number a token."""
+    but for the output layer, which is one number per token."""
     pipeline_model_parallel_layout: StageLayout | None = None
     """Stages of a model of its own, in Megatron's notation, as many as the actor's; default: even ones."""
     params_dtype: Dtype | None = None

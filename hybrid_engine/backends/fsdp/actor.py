@@ -44,7 +44,7 @@ class FsdpActor(FsdpTrainEngine):
         distributed_checkpoint.save_checkpoint(directory, self, self._job)
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Take up what any number of ranks has saved, on all ranks or on none. Collective."""
+        """Load what any number of ranks has saved, on all ranks or on none. Collective."""
         distributed_checkpoint.load_checkpoint(directory, self, self._job)
 
     def frozen_copy(self) -> FsdpTrainEngine:

@@ -42,7 +42,7 @@ class MegatronActor(TrainEngine):
         rank_checkpoint.save_checkpoint(directory, self.actor, self._job)
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Take up what `save_checkpoint` wrote, on all ranks or on none. Collective."""
+        """Load what `save_checkpoint` wrote, on all ranks or on none. Collective."""
         rank_checkpoint.load_checkpoint(directory, self.actor, self._job)
 
     def frozen_copy(self) -> TrainEngine:
@@ -88,7 +88,7 @@ class MegatronCritic(ValueEngine):
         rank_checkpoint.save_checkpoint(directory, self._actor, self._job)
 
     def load_checkpoint(self, directory: str | Path) -> None:
-        """Take up what `save_checkpoint` wrote, on all ranks or on none. Collective."""
+        """Load what `save_checkpoint` wrote, on all ranks or on none. Collective."""
         rank_checkpoint.load_checkpoint(directory, self._actor, self._job)
 
 

@@ -78,21 +78,22 @@ class InferenceSettings:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; temperature 0 is greedy. Raises ConfigError with every value that cannot be.
+    """How tokens are sampled; temperature 0 is greedy. Raises ConfigError with every value that cannot be.
 
     Attributes:
         n: completions per prompt; 1 when greedy.
         temperature: 0 to 2.
-        top_p: draw from the most probable tokens that together have this probability.
-        top_k: draw from so many of the most probable tokens; 0 takes all.
+        top_p: sample from the most probable tokens that together have this probability.
+        top_k: sample from so many of the most probable tokens; 0 takes all.
         max_tokens: most tokens of a completion.
-        seed: draws of this request depend on nothing else; None takes the engine's own generator.
-        logprobs: also return the log-probability of every drawn token, of the model itself: before temperature,
+        seed: of each prompt's own generator, seed + i for completion i: equal prompts get equal completions. None takes
+            the engine's generator.
+        logprobs: also return the log-probability of every sampled token, of the model itself: before temperature,
             top-p and top-k.
         stop_token_ids: a completion ends with any of these, which it keeps.
-        ignore_eos: do not end at the end token of the model's config.
+        ignore_eos: do not end at the end tokens of the model's generation_config.json or, without one, config.json.
         stop: a completion ends before any of these texts. Its request also ends at the tokenizer's end token.
-        min_p: draw from tokens with at least this share of the most probable one's probability.
+        min_p: sample from tokens with at least this share of the most probable one's probability.
         repetition_penalty: above 1, tokens of prompt and completion so far become less probable.
         min_tokens: a completion has so many tokens before it may end.
     """
@@ -192,12 +193,13 @@ class Completion:
     """One answer.
 
     Attributes:
-        token_ids: drawn tokens; a stop token is the last one.
+        token_ids: sampled tokens, with the stop token or the tokens of a stop string.
         logprobs: one per token, or empty when they were not asked for.
         finish_reason: "stop" or "length".
-        stop_reason: the stop token or the text that ended it; None for the model's end token, and for "length".
+        stop_reason: the stop or end token, or the text, that ended it; None for "length", and for the tokenizer's end
+            token, at which requests with stop strings end too.
         prompt_token_ids: what was completed.
-        top_logprobs: per token {token id: log-probability} of the drawn one and of as many of the most probable ones
+        top_logprobs: per token {token id: log-probability} of the sampled one and of as many of the most probable ones
             as `SamplingParams.logprobs` says; empty when none were asked for.
         drawn_text: the text that vLLM itself has made, where it looked for stop strings.
         tokenizer: makes the text otherwise.
