@@ -62,7 +62,7 @@ RUNS = {
         frozenset(),
     ),
     "verify": Run(
-        "python -m hybrid_engine verify",
+        "hybrid-engine verify",
         "models, switched and compared bit by bit; also the cells of make matrix",
         _BOTH,
         Extent.PART,

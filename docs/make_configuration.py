@@ -43,7 +43,7 @@ def constraints_page() -> str:
         "All rules are checked before a process group exists, and all violations are reported at once, each with its "
         "key, the numbers and a remedy. Each rule has a test that breaks it "
         "(`tests/hybrid_engine/config/test_constraints.py`). Where the training model only holds weights, as for "
-        "`python -m hybrid_engine verify`, the marked rules do not apply.\n\n"
+        "`hybrid-engine verify`, the marked rules do not apply.\n\n"
         "The model's config.json is checked first, by its own keys (`hybrid_engine/models/family_schemas.py`). What "
         "depends on the device is checked on every rank when it starts, before anything is built: whatever vLLM itself "
         "refuses of its settings (a longer context than the model's, a dtype, a quantization method), heads for which "

@@ -140,7 +140,7 @@ would leave at the end of the switch (`inelastic` in the plan).
 
 The same, and what each rank does:
 
-    python -m hybrid_engine plan --model DIR --train {train} --infer {infer} --device-gib 80 \\
+    hybrid-engine plan --model DIR --train {train} --infer {infer} --device-gib 80 \\
         --link-gbps self=1000,host=250,network=22
 """
 
