@@ -93,7 +93,7 @@ class ActorHybridWorker(SwitchContexts):
         self.config = config
         self.companions: WeakSet[Companion] = WeakSet()
         self._memory: MemoryWatch | None = None  # where models are beside the actor, or memory is limited
-        self.adapter: str | None = None  # what completions are drawn with, where adapters are delivered apart
+        self.adapter: str | None = None  # what completions are sampled with, where adapters are delivered apart
         with ExitStack() as undo:  # the last first, each even if another fails
             if job is None:
                 job = undo.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))

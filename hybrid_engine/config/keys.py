@@ -208,7 +208,7 @@ class GenerateConfig(Section):
     kv_cache_mb: Annotated[int, Number, Field(ge=1, le=2**24)] | None = None
     """KV cache per rank, in MiB; default: 256 on CPU, what gpu_memory_utilization leaves on GPU."""
     seed: Seed = 0
-    """Of vLLM's sampler; replica d draws with seed + d."""
+    """Of vLLM's sampler; replica d samples with seed + d."""
     lora_delivery: Literal["merge", "adapter"] = "merge"
     """merge adds adapters to the weights on their way; adapter sends both and lets vLLM add them while it computes."""
     vllm: EngineArguments = NOTHING
@@ -229,7 +229,7 @@ class GenerateConfig(Section):
     bucket_mb: Count = 256
     """Destination MiB per rank that move between two commits."""
     prefetch: Literal["auto", "off"] = "off"
-    """auto moves training state ahead of time: it begins to come back while the last sequences of a rollout are drawn,
+    """auto moves training state ahead of time: it begins to come back while a rollout's last sequences are generated,
     and optimizer state leaves while inference weights come. Memory stays within the peak of the switches."""
     prefetch_share: Share = 0.1
     """With prefetch, the share of a replica's sequences that are left when training state begins to come back. On CPU,
