@@ -2,6 +2,7 @@
 
 HybridEngineError
 ├── ConfigError          the configuration is invalid; lists every violation with its key and a remedy
+│   └── ArgumentError          so are the arguments of a call
 ├── BatchError           a batch cannot be computed; lists every violation with its key and a remedy
 ├── LossError            a loss function failed, or returned what is no loss
 ├── DependencyError      a package is missing, or its version was not tested
@@ -111,6 +112,12 @@ class ConfigError(_ListedError[Violation]):
     """The configuration is invalid; `findings` holds every `Violation`."""
 
     heading = "invalid configuration"
+
+
+class ArgumentError(ConfigError):
+    """Arguments of a call are invalid; `findings` holds every `Violation`, whose key is the argument."""
+
+    heading = "invalid arguments"
 
 
 class BatchError(_ListedError[Violation], ValueError):

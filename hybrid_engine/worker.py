@@ -276,13 +276,13 @@ class ActorHybridWorker(SwitchContexts):
         load_hf_checkpoint(path, self.train.weights.base, self.table, self.job)
         self.train.reload_main_params()
 
-    def save_hf_checkpoint(self, path: str | Path, dtype: str | None = None) -> None:
+    def save_hf_checkpoint(self, path: str | Path, dtype: str | torch.dtype | None = None) -> None:
         """Write the weights, adapters added, as a Hugging Face checkpoint with config and tokenizer of `config.model`.
 
         In `train_context`. `path` is on storage that all ranks share; every rank writes its part and nothing is
-        gathered. `dtype`: of the stored weights, e.g. "bfloat16"; default: the training weights' own. Older weights of
-        this model there are replaced: whatever happens, readers find those or the new ones. Raises FileError naming the
-        file, and ConfigError where the weights are another model's.
+        gathered. `dtype`: of the stored weights, e.g. "bfloat16" or torch.bfloat16; default: the training weights' own.
+        Older weights of this model there are replaced: whatever happens, readers find those or the new ones. Raises
+        FileError naming the file, and ConfigError for another dtype, or where the weights are another model's.
         """
         self.sharding.require(State.TRAIN)
         from hybrid_engine.backends.huggingface import save_hf_checkpoint

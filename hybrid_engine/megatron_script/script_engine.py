@@ -82,7 +82,7 @@ class ScriptEngine:
 
     def _read_prompts(self) -> None:
         self._tokens = [self._tokenize(prompt) for prompt in self.settings.prompts]
-        self.inference.check_prompts(self._tokens, self.settings.sampling.max_tokens)
+        self.inference.check_prompts(self._tokens, self.settings.sampling.max_tokens or 1)
         # what vLLM refuses, it refuses before training starts
         sampling_params(self.settings.sampling, self.inference.tokenizer)
         self._journal = Journal(self._script, self.settings.output, self.job.rank == 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,15 +51,16 @@ def table_for(config: Mapping[str, Any], source: str | Path = "config.json") -> 
     """
     source = clipped(str(source))
     names = config_schema.architectures_of(config, source)
-    architecture = next((TABLES[name] for name in names if name in TABLES), None)
-    if architecture is None:
+    known_name = next((name for name in names if name in TABLES), None)
+    if known_name is None:
         known = ", ".join(TABLES)
         raise UnknownModelError(
             f"no name table for architectures {shortened(names, 1000)} in {source}; known: {known}. "
             "A table is one file under hybrid_engine/models"
         )
+    architecture = TABLES[known_name]
     config_schema.require_valid(config, architecture.schema, source)
-    return architecture.table(config)
+    return replace(architecture.table(config), architecture=known_name)
 
 
 def read_model(directory: Path, key: str = "model") -> tuple[ModelTable, dict[str, Any]]:

@@ -103,6 +103,7 @@ class ModelTable:
         left_out: tensors of a checkpoint that this model has no place for, ignored when one is read.
         not_built: settings of the config that `build_model()` does not implement, one sentence each. The layout of a
             model that was built elsewhere does not depend on them.
+        architecture: the entry of config.json's `architectures` that it is of.
     """
 
     dims: ModelDims
@@ -120,6 +121,7 @@ class ModelTable:
     may_be_new: frozenset[str] = frozenset()
     left_out: frozenset[str] = frozenset()
     not_built: tuple[str, ...] = ()
+    architecture: str = ""
 
     def match(self, name: str) -> Match | None:
         """Return the rule for a Megatron parameter name, or None when the architecture has no such parameter."""

@@ -137,7 +137,7 @@ class ShardingManager(SwitchHooks):
         """
         outer = self._context_state
         if outer not in (None, state) and state is not State.IDLE:
-            raise StateError(f"a {state.value} context inside a {outer.value} context; leave that one first")
+            raise StateError(f"{state.context} inside {outer.context}; leave the latter first")
         self.enter(state)
         self._context_state = state
         try:

@@ -18,6 +18,13 @@ class State(StrEnum):
     INFER = "infer"
     IDLE = "idle"
 
+    @property
+    def context(self) -> str:
+        """What a user enters to be in it."""
+        return {"infer": "rollout_context", "idle": "the context of a model beside the actor"}.get(
+            self, f"{self.value}_context"
+        )
+
 
 NEEDED_KINDS: Mapping[State, frozenset[Kind]] = {
     State.TRAIN: frozenset(KINDS),
@@ -41,5 +48,6 @@ def resident_kinds(state: State, config: GenerateConfig) -> set[Kind]:
 def require(present: State, wanted: Collection[State]) -> None:
     """Raise StateError unless the present state is one of these."""
     if present not in wanted:
-        contexts = " or ".join(f"{state.value} context" for state in wanted).replace("infer", "rollout")
-        raise StateError(f"the engine is in state {present.value}; call this in the {contexts}")
+        contexts = " or ".join(state.context for state in wanted)
+        here = "" if present is State.IDLE else f" ({present.context})"  # also the state after a failure
+        raise StateError(f"the engine is in state {present.value}{here}; call this in {contexts}")

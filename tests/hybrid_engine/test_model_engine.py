@@ -163,6 +163,7 @@ def _with_sampling_params(engine: HybridEngine[Any]) -> dict[str, Any]:
         "without bad words": first((5, 6, 7), bad_words=["1"]),
         "chosen": first(structured_outputs=choice, stop_token_ids=[1]),
         "free again": first(logprobs=3),
+        "unlimited": engine.generate([[5] * 60], replace(GREEDY, max_tokens=None))[0][0],
         "ours stopped": engine.generate([[3, 4, 5, 6, 7]], replace(GREEDY, stop=second))[0][0],
         "delta": _error(lambda: first(output_kind=RequestOutputKind.DELTA, prompt_logprobs=1)),
         "out of range": _error(lambda: first(stop_token_ids=[5000])),
@@ -343,6 +344,7 @@ def test_vllm_has_a_tokenizer_where_a_request_needs_one(of_forms: list[dict[str,
         assert 1 not in found["without bad words"].token_ids
         assert found["chosen"].text in ("57", "99")
         assert found["free again"] == free
+        assert len(found["unlimited"].token_ids) == 4, "what 60 tokens leave of max_model_len"
 
 
 def test_each_rank_may_have_prompts_of_its_own(of_forms: list[dict[str, Any]]) -> None:
@@ -361,7 +363,7 @@ def test_each_rank_may_have_prompts_of_its_own(of_forms: list[dict[str, Any]]) -
         ("a mask for lists", "attention_mask: is for prompts in a tensor [B, S]"),
         ("delta", "sampling.output_kind: DELTA, but completions come back whole"),
         ("delta", "sampling.prompt_logprobs: completions do not carry it"),
-        ("out of range", "ConfigError"),
+        ("out of range", "ArgumentError"),
         ("out of range", "sampling: vLLM refuses it: token_id(s) [5000] in stop_token_ids"),
         ("no sampling", "sampling: got {'max_tokens': 3}"),
         ("other prompts", "data: the ranks differ in prompts, in sampling or in `data`"),

@@ -21,7 +21,15 @@ import torch
 from hybrid_engine.backends.huggingface import publishing
 from hybrid_engine.backends.huggingface import safetensors_files as files
 from hybrid_engine.backends.huggingface.progress import Advance, progress
-from hybrid_engine.errors import ConfigError, HybridEngineError, ParameterMismatchError, Violation
+from hybrid_engine.errors import (
+    ArgumentError,
+    ConfigError,
+    HybridEngineError,
+    ParameterMismatchError,
+    Violation,
+    shortened,
+)
+from hybrid_engine.files.documents import read_json
 from hybrid_engine.files.durable import naming, write_bytes, write_text
 from hybrid_engine.files.model_files import COMPANIONS, CONFIG, DOWNLOAD_AGAIN, INDEX, SINGLE
 from hybrid_engine.models.table import ModelTable
@@ -76,7 +84,7 @@ def load_hf_checkpoint(
         stored = files.stored_tensors(directory, key)
         _require_floats(stored, directory, key)
         own = weights.layout()
-        _check_names(stored, table, held=own.tensors)
+        _check_names(stored, table, directory, held=own.tensors)
         known = {name: stored[name] for name in table.shapes if name in stored}
         new = {name: _stand_in(table.shapes[name]) for name in table.may_be_new if name not in stored}
         source = _layout_of(known | new, job.world_size, {})
@@ -107,7 +115,7 @@ def save_hf_checkpoint(
     table: ModelTable,
     job: Job,
     model_dir: str | Path | None = None,
-    dtype: str | None = None,
+    dtype: str | torch.dtype | None = None,
     file_nbytes: int = FILE_NBYTES,
 ) -> None:
     """Write the training shards as a checkpoint that transformers and vLLM load. Collective.
@@ -118,7 +126,7 @@ def save_hf_checkpoint(
         table: the model's name table.
         job: of all ranks.
         model_dir: configuration and tokenizer are copied from here.
-        dtype: of the stored weights, e.g. "bfloat16"; default: that of the shards.
+        dtype: of the stored weights, e.g. "bfloat16" or torch.bfloat16; default: that of the shards.
         file_nbytes: most bytes of data in one file.
 
     An older set of weights of the same model is replaced: a kill at any moment leaves the old set or the new one, see
@@ -126,17 +134,18 @@ def save_hf_checkpoint(
     replaced just before the weights: a failure in between leaves the new ones beside the old weights.
 
     Raises:
-        ConfigError: if the directory holds weights of another model; these stay.
+        ConfigError: if the directory holds weights of another model; these stay. For another dtype, before anything.
         FileError: naming the file; on a full disk before anything is written.
     """
     with job.agreement.phase("preparing the weights"):
+        stored_dtype = _float_name(dtype)
         weights.prepare()
         own = weights.layout()
     layouts = job.agreement.gather(own, "save_hf_checkpoint")
     directory = Path(path)
     with job.agreement.phase("planning the checkpoint"):
         source = Layout.merge(layouts)
-        stored = publishing.plan_files(_tensors_to_store(source, table, dtype), file_nbytes)
+        stored = publishing.plan_files(_tensors_to_store(source, table, stored_dtype), file_nbytes)
         destination = _layout_of(stored, job.world_size, table.copies)
         transfers = box_transfers(source, destination, _hosts(job), job.rank)
     publication = publishing.Publication(directory, stored)
@@ -167,10 +176,10 @@ def older_weights(directory: Path, table: ModelTable) -> dict[str, files.StoredT
     place = directory
     try:
         older = files.stored_tensors(directory)
-        _check_names(older, table)
+        _check_names(older, table, directory)
         place = directory / SINGLE  # transformers prefers it to the index, so it would hide the new weights
         if place.is_file() and SINGLE not in {tensor.file for tensor in older.values()}:
-            _check_names(files.stored_in(place), table)
+            _check_names(files.stored_in(place), table, directory)
     except HybridEngineError as error:
         reason = error.findings[0] if isinstance(error, ParameterMismatchError) else error
         problem = f"{place} holds other weights than this model's ({reason})"
@@ -222,7 +231,18 @@ def _require_floats(stored: Mapping[str, files.StoredTensor], directory: Path, k
         raise ConfigError([Violation(key, problem, f"Name a checkpoint in one of {', '.join(_FLOATS)}")])
 
 
-def _check_names(stored: Mapping[str, files.StoredTensor], table: ModelTable, held: Container[str] = ()) -> None:
+def _float_name(dtype: object) -> str | None:
+    """The name of a dtype that weights can be stored in. Raises ArgumentError for anything else."""
+    name = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+    if name is None or (isinstance(name, str) and name in _FLOATS):
+        return name
+    remedy = f"Use one of {', '.join(_FLOATS)}, as a name or torch's, or leave it out for the weights' own"
+    raise ArgumentError([Violation("dtype", f"{shortened(dtype)} is none that weights are stored in", remedy)])
+
+
+def _check_names(
+    stored: Mapping[str, files.StoredTensor], table: ModelTable, directory: Path, held: Container[str] = ()
+) -> None:
     """Raise ParameterMismatchError unless these are the table's tensors; only who holds one that vLLM does not read,
     of a layer for multi-token prediction, needs it."""
     needed = [name for name in table.shapes if (table.is_served(name) or name in held) and name not in table.may_be_new]
@@ -238,7 +258,17 @@ def _check_names(stored: Mapping[str, files.StoredTensor], table: ModelTable, he
         if name not in table.shapes and not is_ignored:
             findings.append(f"{name}: in the checkpoint, but unknown to the model's name table")
     if findings:
-        raise ParameterMismatchError(findings)
+        raise ParameterMismatchError([*_other_architecture(directory, table), *findings], str(directory))
+
+
+def _other_architecture(directory: Path, table: ModelTable) -> Iterator[str]:
+    """What explains a checkpoint's other tensors, where its configuration can be read."""
+    try:
+        names = read_json(directory / CONFIG, "path", DOWNLOAD_AGAIN).get("architectures")
+    except ConfigError:
+        return
+    if isinstance(names, list) and names and table.architecture not in names:
+        yield f"{CONFIG} there is of {', '.join(map(str, names[:3]))}, this model is {table.architecture}"
 
 
 def _tensors_to_store(source: Layout, table: ModelTable, dtype: str | None) -> dict[str, tuple[tuple[int, ...], str]]:

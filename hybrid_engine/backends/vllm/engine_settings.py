@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hybrid_engine.errors import ConfigError, StateError, Violation, shortened
+from hybrid_engine.errors import ArgumentError, ConfigError, StateError, Violation, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.size_rules import count_violations, infer_rank_violations
 
@@ -78,14 +78,14 @@ class InferenceSettings:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled; temperature 0 is greedy. Raises ConfigError with every value that cannot be.
+    """How tokens are sampled; temperature 0 is greedy. Raises ArgumentError with every value that cannot be.
 
     Attributes:
         n: completions per prompt; 1 when greedy.
         temperature: 0 to 2.
         top_p: sample from the most probable tokens that together have this probability.
         top_k: sample from so many of the most probable tokens; 0 takes all.
-        max_tokens: most tokens of a completion.
+        max_tokens: most tokens of a completion; None: as many as fit beside the prompt into max_model_len.
         seed: of each prompt's own generator, seed + i for completion i: equal prompts get equal completions. None takes
             the engine's generator.
         logprobs: also return the log-probability of every sampled token, of the model itself: before temperature,
@@ -102,7 +102,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     seed: int | None = None
     logprobs: bool = True
     stop_token_ids: tuple[int, ...] = ()
@@ -117,7 +117,7 @@ class Sampling:
         if isinstance(stop, str):
             object.__setattr__(self, "stop", (stop,))
         if violations := [*_violations_of(self)]:
-            raise ConfigError(violations)
+            raise ArgumentError(violations)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "stop", tuple(self.stop))
 
@@ -132,6 +132,11 @@ _WHOLE_NUMBERS = {
 }
 """Field of `Sampling` -> smallest and largest value. The limit of n is vLLM's; completion i draws with seed + i."""
 
+_NO_NUMBER = {"max_tokens", "seed"}
+"""Fields that may be None."""
+_ALSO = {"top_k": "; 0 takes all tokens", "max_tokens": ", or None for as many as fit"}
+"""Field -> what else its remedy says."""
+
 
 def _violations_of(sampling: Sampling) -> Iterator[Violation]:
     def found(key: str, remedy: str) -> Violation:
@@ -139,8 +144,8 @@ def _violations_of(sampling: Sampling) -> Iterator[Violation]:
 
     for key, (least, most) in _WHOLE_NUMBERS.items():
         value = getattr(sampling, key)
-        if not (_is_whole(value) and least <= value <= most) and not (key == "seed" and value is None):
-            yield found(key, f"Use a whole number from {least} to {most}")
+        if not (_is_whole(value) and least <= value <= most) and not (key in _NO_NUMBER and value is None):
+            yield found(key, f"Use a whole number from {least} to {most}{_ALSO.get(key, '')}")
     if not (_is_number(sampling.temperature) and 0 <= sampling.temperature <= 2):
         yield found("temperature", "Use a number from 0, which is greedy, to 2")
     elif sampling.temperature < 1e-5 and sampling.n != 1:
@@ -152,11 +157,8 @@ def _violations_of(sampling: Sampling) -> Iterator[Violation]:
         yield found("min_p", "Use a number from 0 to 1")
     if not (_is_number(sampling.repetition_penalty) and 0 < sampling.repetition_penalty < math.inf):
         yield found("repetition_penalty", "Use a number above 0; 1 is none")
-    if (
-        _is_whole(sampling.min_tokens)
-        and _is_whole(sampling.max_tokens)
-        and 1 <= sampling.max_tokens < sampling.min_tokens
-    ):
+    most_tokens = sampling.max_tokens
+    if _is_whole(sampling.min_tokens) and isinstance(most_tokens, int) and 1 <= most_tokens < sampling.min_tokens:
         yield found("min_tokens", f"Use max_tokens at most, which is {sampling.max_tokens}")
     for key in ("logprobs", "ignore_eos"):
         if not isinstance(getattr(sampling, key), bool):

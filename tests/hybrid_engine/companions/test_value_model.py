@@ -213,7 +213,7 @@ def test_a_reference_without_room_beside_the_actor_takes_its_place(seen: list[Se
 def test_calls_outside_of_their_context_are_refused(seen: list[Seen]) -> None:
     for found in seen:
         of_actor, values, update, *without_room = found.refused
-        assert "the engine is in state idle; call this in the train context" in of_actor
+        assert "the engine is in state idle; call this in train_context" in of_actor
         assert "the critic is not on the device; call this in its forward_context or train_context" in values
         assert "the critic is not on the device; call this in its train_context" in update
         for name, refused in zip(("reference", "critic"), without_room, strict=True):

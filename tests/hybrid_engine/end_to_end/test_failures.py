@@ -263,7 +263,7 @@ def test_training_is_refused_while_its_weights_are_away(seen: list[Misadventures
         for failure in found.training_in_rollout:
             assert failure is not None
             assert failure.kind == "StateError"
-            assert "in state infer; call this in the train" in failure.text
+            assert "in state infer (rollout_context); call this in train" in failure.text
 
 
 def test_a_reference_is_refused_while_the_weights_are_away(seen: list[Misadventures]) -> None:
@@ -275,7 +275,7 @@ def test_in_forward_weights_are_scored_and_not_changed(seen: list[Misadventures]
         for failure in found.training_in_forward[:NUM_UPDATING]:
             assert failure is not None
             assert failure.kind == "StateError"
-            assert "in state forward; call this in the train context" in failure.text
+            assert "in state forward (forward_context); call this in train_context" in failure.text
         assert set(found.training_in_forward[NUM_UPDATING:]) == {None}
 
 
@@ -286,7 +286,7 @@ def test_a_refused_step_is_not_counted(seen: list[Misadventures]) -> None:
 def test_a_bad_prompt_is_named_and_generation_goes_on(seen: list[Misadventures]) -> None:
     for found in seen:
         assert found.bad_prompt is not None
-        assert found.bad_prompt.kind == "ConfigError"
+        assert found.bad_prompt.kind == "ArgumentError"
         assert "prompts[1]" in found.bad_prompt.text
         assert found.num_completions == 2
 

@@ -134,7 +134,7 @@ def test_a_context_keeps_its_state_afterwards(rig: Rig):
 def test_a_context_inside_one_of_another_state(rig: Rig, outer: State, inner: State):
     with rig.manager.entered(outer):
         rig.script.take()
-        message = f"{inner} context inside a {outer} context"
+        message = f"{inner.context} inside {outer.context}; leave the latter first"
         with pytest.raises(StateError, match=message), rig.manager.entered(inner):
             raise AssertionError("inside")
         assert rig.script.take() == []
@@ -152,7 +152,10 @@ def test_the_device_is_free_inside_any_context_and_its_state_is_back_afterwards(
     with rig.manager.entered(outer):
         with rig.manager.entered(State.IDLE):
             rig.assert_is(State.IDLE)
-            with pytest.raises(StateError, match=f"{outer} context inside a idle"), rig.manager.entered(outer):
+            with (
+                pytest.raises(StateError, match=f"{outer.context} inside the context of a model beside the actor"),
+                rig.manager.entered(outer),
+            ):
                 raise AssertionError("inside")
         rig.assert_is(outer)
         with pytest.raises(ZeroDivisionError), rig.manager.entered(State.IDLE):

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ArgumentError, ConfigError, Violation
 
 
 class ModelTokenizer:
@@ -45,12 +45,12 @@ class ModelTokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a chat up to where the assistant's answer begins.
 
-        Raises ValueError with the template's own complaint, ConfigError where the tokenizer has no template.
+        Raises ValueError with the template's own complaint, ArgumentError where the tokenizer has no template.
         """
         if not self.loaded.chat_template:
             problem = f"chats, but the tokenizer of {self.model_dir} has no chat template"
             remedy = "Save it there with `tokenizer.chat_template` set, or pass texts"
-            raise ConfigError([Violation("prompts", problem, remedy)])
+            raise ArgumentError([Violation("prompts", problem, remedy)])
         try:
             encoded = self.loaded.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
         except Exception as error:  # a template is a program

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hybrid_engine.backends.vllm.engine_settings import Completion
-from hybrid_engine.errors import ConfigError, Violation, shortened
+from hybrid_engine.errors import ArgumentError, Violation, shortened
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.generation.model_tokenizer import ModelTokenizer
@@ -37,16 +37,16 @@ def token_ids_of(
         tokenizer: of texts and chats.
         attention_mask: [B, S], for a tensor: 0 where a prompt is padded, on either side. None: no padding.
 
-    Raises ConfigError naming every prompt of no such form or of another form than the first, a mask of another shape
+    Raises ArgumentError naming every prompt of no such form or of another form than the first, a mask of another shape
     or without a tensor, texts without a tokenizer, and chats without a template or that the template refuses.
     """
     if isinstance(prompts, torch.Tensor):
         return _of_rows(prompts, attention_mask)
     if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
-        raise ConfigError([Violation("prompts", f"got {shortened(prompts)}", _REMEDY_FOR_ONE)])
+        raise ArgumentError([Violation("prompts", f"got {shortened(prompts)}", _REMEDY_FOR_ONE)])
     if attention_mask is not None:
         remedy = "Leave it out: prompts in lists have no padding"
-        raise ConfigError([Violation("attention_mask", "is for prompts in a tensor [B, S]", remedy)])
+        raise ArgumentError([Violation("attention_mask", "is for prompts in a tensor [B, S]", remedy)])
     listed = list(prompts)
     return _FORMS[_form_of_all(listed)](listed, tokenizer)
 
@@ -72,7 +72,7 @@ def in_form_of(prompts: Prompts, completions: list[list[Completion]], pad_token_
 
 
 def check_token_ids(prompts: Sequence[Sequence[int]], max_tokens: int, limit: int, vocabulary: int) -> None:
-    """Raise ConfigError naming every prompt that is empty, too long or out of the vocabulary.
+    """Raise ArgumentError naming every prompt that is empty, too long or out of the vocabulary.
 
     Args:
         prompts: token ids.
@@ -91,7 +91,7 @@ def check_token_ids(prompts: Sequence[Sequence[int]], max_tokens: int, limit: in
             problem = f"token ids from {min(prompt)} to {max(prompt)}, but the vocabulary has {vocabulary}"
             violations.append(Violation(f"prompts[{index}]", problem, "Use the model's tokenizer"))
     if violations:
-        raise ConfigError(violations)
+        raise ArgumentError(violations)
 
 
 def _of_rows(prompts: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]]:
@@ -99,7 +99,7 @@ def _of_rows(prompts: torch.Tensor, mask: torch.Tensor | None) -> list[list[int]
     if prompts.dim() != 2 or not _is_integer(prompts.dtype) or not (mask is None or has_mask):
         masked = "" if mask is None else f" with a mask of shape {tuple(np.shape(mask))}"
         problem = f"{prompts.dtype} of shape {tuple(prompts.shape)}{masked}"
-        raise ConfigError([Violation("prompts", problem, "Pass token ids [B, S], and a mask of that shape")])
+        raise ArgumentError([Violation("prompts", problem, "Pass token ids [B, S], and a mask of that shape")])
     if mask is None:
         rows: list[list[int]] = prompts.tolist()
         return rows
@@ -116,7 +116,7 @@ def _form_of_all(prompts: Sequence[Any]) -> str:
         if form not in _FORMS or (form != first and first in _FORMS)
     ]
     if violations:
-        raise ConfigError(violations)
+        raise ArgumentError(violations)
     return first
 
 
@@ -125,7 +125,9 @@ def _form_of(prompt: Any) -> str:
     if isinstance(prompt, str):
         return "a text"
     if isinstance(prompt, Mapping):
-        return "a message outside of a chat, which is a list of messages"
+        if "role" in prompt:
+            return "a message outside of a chat, which is a list of messages"
+        return f"a dict of {', '.join(map(str, prompt)) or 'nothing'}; pass its text or its messages"
     if isinstance(prompt, torch.Tensor | np.ndarray):
         is_row = prompt.ndim == 1 and _is_integer(prompt.dtype)
         return "token ids" if is_row else f"{prompt.dtype} of shape {tuple(prompt.shape)}"
@@ -152,7 +154,7 @@ def _encode_chats(chats: Sequence[Sequence[Message]], tokenizer: ModelTokenizer)
         except ValueError as error:
             violations.append(Violation(f"prompts[{index}]", str(error), "Give it messages that the template takes"))
     if violations:
-        raise ConfigError(violations)
+        raise ArgumentError(violations)
     return encoded
 
 

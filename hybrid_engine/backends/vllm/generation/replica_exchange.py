@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm.engine_settings import Completion
 from hybrid_engine.batches.batch_checks import Data
-from hybrid_engine.errors import ConfigError, GenerationError, Violation, shortened
+from hybrid_engine.errors import ArgumentError, GenerationError, Violation, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
@@ -38,10 +38,10 @@ Share = tuple[TokenIds, Callable[[Completions], Completions]]
 
 
 def check_data(data: str) -> None:
-    """Raise ConfigError unless `data` is "global" or "local"."""
+    """Raise ArgumentError unless `data` is "global" or "local"."""
     if data not in ("global", "local"):
         remedy = 'Use "global" where all ranks pass the same, "local" where each rank passes its own'
-        raise ConfigError([Violation("data", f"{shortened(data)} is unknown", remedy)])
+        raise ArgumentError([Violation("data", f"{shortened(data)} is unknown", remedy)])
 
 
 class ReplicaExchange:
@@ -69,7 +69,7 @@ class ReplicaExchange:
             settings: everything else that all ranks must give alike, and that says so in its `repr`.
             generate: completes prompts by this replica; all its ranks call it with the same.
 
-        Raises, on all ranks, ConfigError where they differ in what they must give alike, and GenerationError.
+        Raises, on all ranks, ArgumentError where they differ in what they must give alike, and GenerationError.
         """
         self._require_same(settings, prompts if data == "global" else (), data)
         share = self._global_share if data == "global" else self._local_share
@@ -91,7 +91,7 @@ class ReplicaExchange:
         if data == "global":
             problem = "the ranks differ in prompts, in sampling or in `data`"
             remedy = 'Pass the same on all ranks, or data="local" where each rank has prompts of its own'
-        raise ConfigError([Violation("data", problem, remedy)])
+        raise ArgumentError([Violation("data", problem, remedy)])
 
     def _local_share(self, prompts: TokenIds) -> Share:
         """What the ranks of this replica pass together, and how this rank finds its own completions."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import Sampling
-from hybrid_engine.errors import ConfigError, Violation, shortened
+from hybrid_engine.errors import ArgumentError, Violation, shortened
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -29,7 +29,7 @@ def sampling_params(sampling: AnySampling, tokenizer: ModelTokenizer | None = No
         sampling: of either kind.
         tokenizer: is loaded where requests need one; ConfigError where the model has none.
 
-    Raises ConfigError with vLLM's complaints (VLLM_MAX_N_SEQUENCES may limit n further), and with everything in
+    Raises ArgumentError with vLLM's complaints (VLLM_MAX_N_SEQUENCES may limit n further), and with everything in
     `SamplingParams` that completions could not carry.
     """
     params = _own_params(sampling)
@@ -45,9 +45,9 @@ def _own_params(sampling: AnySampling) -> Any:
         return _from_ours(sampling)
     if not isinstance(sampling, SamplingParams):
         remedy = "Pass hybrid_engine.Sampling or vllm.SamplingParams, one for all prompts"
-        raise ConfigError([Violation("sampling", f"got {shortened(sampling)}", remedy)])
+        raise ArgumentError([Violation("sampling", f"got {shortened(sampling)}", remedy)])
     if violations := [*_impossible(sampling)]:
-        raise ConfigError(violations)
+        raise ArgumentError(violations)
     params = sampling.clone()
     is_plain = params.skip_special_tokens and not params.include_stop_str_in_output
     params.detokenize = params.detokenize and (bool(params.stop) or not is_plain)
@@ -66,11 +66,11 @@ def needs_tokenizer(params: SamplingParams) -> bool:
 
 @contextlib.contextmanager
 def refusals_named() -> Iterator[None]:
-    """What vLLM raises inside of a request that cannot be is a ConfigError."""
+    """What vLLM raises inside of a request that cannot be is an ArgumentError."""
     try:
         yield
     except internals.CLIENT_ERROR.load() as error:
-        raise ConfigError([Violation("sampling", f"vLLM refuses it: {error}", "Correct the value")]) from error
+        raise ArgumentError([Violation("sampling", f"vLLM refuses it: {error}", "Correct the value")]) from error
 
 
 def _from_ours(sampling: Sampling) -> Any:

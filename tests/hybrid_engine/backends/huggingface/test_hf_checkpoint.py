@@ -73,6 +73,11 @@ BROKEN: dict[str, tuple[str, str, dict[str, Any] | None]] = {
         "model.layers.2.mlp.down_proj.weight: in the checkpoint, but",
         {"num_hidden_layers": 3},
     ),
+    "another architecture": (
+        "ParameterMismatchError",
+        "config.json there is of Qwen2ForCausalLM, this model is Qwen3ForCausalLM",
+        {},
+    ),
     "quantised": ("ConfigError", "has quantised weights: 1 tensors, e.g. model.norm.weight in float8_e4m3fn", {}),
     "no files": ("ConfigError", "has neither model.safetensors.index.json nor model.safetensors", None),
 }
@@ -111,7 +116,10 @@ def load_and_save(paths: dict[str, Path], out: Path) -> dict[str, dict[str, Any]
                 "main": main_parameters_differ(run),
             }
             save_hf_checkpoint(out / name, weights, run.table, job, paths[name], file_nbytes=SMALL_FILES)
-            save_hf_checkpoint(out / f"{name} half", weights, run.table, job, paths[name], dtype="bfloat16")
+            save_hf_checkpoint(out / f"{name} half", weights, run.table, job, paths[name], dtype=torch.bfloat16)
+            for dtype in ("bf16", torch.int8, 16):
+                with pytest.raises(ConfigError, match=r"dtype: .* Use one of bfloat16, float16, float32"):
+                    save_hf_checkpoint(out / "refused", weights, run.table, job, paths[name], dtype=dtype)
     return results
 
 
@@ -157,6 +165,7 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     broken = {name: directory / name for name in BROKEN}
     for name, (_, _, changes) in BROKEN.items():
         broken[name].mkdir() if changes is None else save_model(broken[name], "qwen3", **changes)
+    save_model(broken["another architecture"], "qwen2")
     rewrite(broken["quantised"], "model.norm.weight", lambda tensor: tensor.to(torch.float8_e4m3fn))
     headless = save_model(directory / "headless", "qwen3")
     rewrite(headless, HEAD, lambda tensor: None)

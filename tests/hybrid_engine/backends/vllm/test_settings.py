@@ -36,7 +36,7 @@ WRONG_SAMPLING: list[dict[str, Any]] = [
     *({"temperature": value} for value in (-1, float("nan"), float("inf"), "hot", 2.5, None, True)),
     *({"top_p": value} for value in (0, 7, float("nan"), "x", None)),
     *({"top_k": value} for value in (-1, 1.5, 2**40, "x")),
-    *({"max_tokens": value} for value in ("abc", -5, 0, 2**40, 1.0, None)),
+    *({"max_tokens": value} for value in ("abc", -5, 0, 2**40, 1.0)),
     *({"seed": value} for value in ("x", -1, 2**70, 1.5, False)),
     *({"stop_token_ids": value} for value in (5, "12", [-1], ["x"], [1.5], None, {1: 2}, [2**40])),
     *({key: value} for key in ("logprobs", "ignore_eos") for value in (1, None, "yes")),
@@ -61,7 +61,9 @@ def test_everything_wrong_with_sampling_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Sampling(n="n", temperature=9, top_p=0, top_k="k", max_tokens=0, seed=-1, logprobs=2, stop_token_ids=5)
     assert len(caught.value.findings) == 8
-    assert "sampling.max_tokens: 0 is not possible. Use a whole number from 1 to 2147483647" in str(caught.value)
+    text = str(caught.value)
+    assert "sampling.max_tokens: 0 is not possible. Use a whole number from 1 to 2147483647, or None" in text
+    assert "sampling.top_k: 'k' is not possible. Use a whole number from 0 to 2147483647; 0 takes all tokens" in text
 
 
 def test_stop_tokens_may_be_a_list_and_a_stop_string_alone() -> None:

@@ -83,7 +83,7 @@ def test_shared_memory_is_as_large_as_was_computed(by_rank: list[Cycles]) -> Non
         ("released", "StateError", "are released"),
         ("not_allocated", "StateError", "before they were allocated"),
         ("shut_down", "StateError", "was shut down"),
-        *(("prompts", "ConfigError", f"prompts[{index}]") for index in range(3)),
+        *(("prompts", "ArgumentError", f"prompts[{index}]") for index in range(3)),
     ],
 )
 def test_a_call_that_cannot_be_answered_says_why(by_rank: list[Cycles], call: str, kind: str, message: str) -> None:

@@ -56,6 +56,7 @@ def test_a_mask_takes_padding_away_on_both_sides(tokenizer: ModelTokenizer) -> N
         ("1 2", "prompts: got '1 2'. Pass a list of prompts"),
         ({"input_ids": [[1]]}, "with attention_mask=attention_mask"),
         (None, "prompts: got None"),
+        ([{"prompt": "1"}], "prompts[0]: a dict of prompt; pass its text or its messages. Pass texts, chats"),
         (CHAT, "prompts[1]: a message outside of a chat"),
         ([1, 2], "prompts[0]: 1, outside of a list"),
         ([["1", 2]], "prompts[0]: a list with '1'"),
