@@ -92,8 +92,8 @@ class JobVerdict:
             text = f"{gib(received)} to a rank on average, {gib(received - least)} more than the least possible"
         else:
             text = f"{gib(received)} to a rank on average, the least that these two layouts allow"
-        if gathered:
-            text += f", {1 - received / gathered:.0%} less than all weights on every rank ({gib(gathered)})"
+        if gathered and (saved := 1 - received / gathered) >= 0.005:
+            text += f", {saved:.0%} less than all weights on every rank ({gib(gathered)})"
         return f"{text}."
 
     def _time(self) -> str:

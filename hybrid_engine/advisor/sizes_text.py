@@ -142,9 +142,9 @@ def _on_ranks(sizes: TrainParallelism | ShardedParallelism, world_size: int) -> 
 
 def _parts(text: str) -> Iterator[tuple[str, str]]:
     """Keys and values, unread."""
-    for part in filter(None, text.replace(" ", "").split(",")):
+    for part in filter(None, map(str.strip, text.split(","))):
         key, _, value = part.partition("=")
-        yield key, value
+        yield key.strip(), value.strip()
 
 
 def _parse(text: str, option: str, sizes: Mapping[str, Size], found: list[Violation]) -> dict[str, Any]:
@@ -156,9 +156,12 @@ def _parse(text: str, option: str, sizes: Mapping[str, Size], found: list[Violat
             continue
         size = sizes[key]
         try:
-            parsed = _READERS[size.type](value)
+            parsed = _READERS[size.type](value.replace(" ", ""))
         except (ValueError, KeyError):
-            found.append(Violation(f"{option} {key}", f"{shortened(value)} cannot be read", "See --help for examples"))
+            remedy = "See --help for examples"
+            if "=" in value:
+                remedy = f"Separate sizes by commas: {clipped(re.sub('[, ]+', ',', text.strip()))}"
+            found.append(Violation(f"{option} {key}", f"{shortened(value)} cannot be read", remedy))
             continue
         if size.name in values:
             found.append(Violation(f"{option} {key}", "given twice", "Leave one out"))

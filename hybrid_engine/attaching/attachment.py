@@ -10,6 +10,7 @@ from typing import Any
 import pydantic
 import torch
 
+from hybrid_engine.advisor.job_verdict import gib
 from hybrid_engine.attaching.engine_beside import engine_beside
 from hybrid_engine.attaching.live_config import ConfigSource, live_config, read_source
 from hybrid_engine.attaching.preparing import apply_patches
@@ -102,6 +103,7 @@ def _guarded_model(
 ) -> Trainer:
     """The live model, which refuses to compute while its weights are off the device."""
     from hybrid_engine.backends.megatron.live_model import live_model
+    from hybrid_engine.backends.megatron.live_settings import in_ddp
 
     live = live_model(
         chunks,
@@ -113,17 +115,17 @@ def _guarded_model(
     )
     for chunk in chunks:
         owner.callback(chunk.register_forward_pre_hook(lambda *_: live.guard(["param"])).remove)
-    _warn_of_ordinary_memory(live, job)
+    _warn_of_ordinary_memory(live, job, in_ddp=in_ddp(chunks))
     return live
 
 
-def _warn_of_ordinary_memory(live: Trainer, job: Job) -> None:
+def _warn_of_ordinary_memory(live: Trainer, job: Job, *, in_ddp: bool) -> None:
     kept = [item for item in live.offload_items() if item.kind in ("param", "grad") and item.action != "rebuild"]
     ordinary = sum(item.tensor.nbytes for item in kept if exported_buffer_of(item.tensor) is None)
     if ordinary and is_elastic(job.device):
         logger.warning(
-            "rank %d: %.3f GB of parameters and gradients are in ordinary memory, since hybrid_engine.prepare() was "
-            "not called before DDP was built. Parameters then leave the device at the end of a switch as a whole, and "
-            "cross to other ranks of the host in messages",
-            *(job.rank, ordinary / 1e9),
+            "rank %d: %s of parameters and gradients are in ordinary memory, since %s. Parameters then leave the "
+            "device at the end of a switch as a whole, and cross to other ranks of the host in messages",
+            *(job.rank, gib(ordinary)),
+            "hybrid_engine.prepare() was not called before DDP was built" if in_ddp else "the model is not in DDP",
         )

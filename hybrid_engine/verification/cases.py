@@ -41,12 +41,14 @@ class Case:
         name: for reports.
         model: directory with the small model's config.json.
         actor, generate: keys of `actor_config` and `generate_config` that differ from the defaults here.
+        head_size: elements of an attention head of the published model; None where the small one keeps its form.
     """
 
     name: str
     model: str
     actor: Mapping[str, Any] = field(default_factory=dict)
     generate: Mapping[str, Any] = field(default_factory=dict)
+    head_size: int | None = None
 
     def config(self, world_size: int) -> HybridConfig:
         """Return the checked configuration; the model need not be one that can train. Raises ConfigError."""
@@ -81,7 +83,9 @@ def case_of(
     table = table_for(_config_of(small))
     actor = _of_fsdp(training) if isinstance(training, ShardedParallelism) else _of_megatron(training, table)
     generate = {**named(inference, "key"), "infer_rank_order": rank_order}
-    return Case(name, str(small), {**actor, "params_dtype": dtype}, generate)
+    own = table_for(_config_of(model))
+    head_size = None if own.transformer.get("multi_latent_attention") else own.dims.head_dim
+    return Case(name, str(small), {**actor, "params_dtype": dtype}, generate, head_size)
 
 
 def _divisors(training: TrainParallelism | ShardedParallelism, inference: InferenceParallelism) -> Divisors:

@@ -21,6 +21,7 @@ from hybrid_engine.files.scratch import scratch_directory
 from hybrid_engine.ranks.launching import run_ranks
 from hybrid_engine.verification.cases import Case
 from hybrid_engine.verification.reference import Reference
+from hybrid_engine.verification.small_model import HEAD_DIM
 from hybrid_engine.verification.verdict import Verdict, join
 
 SCRATCH_PREFIX = "hybrid-engine-verify-"
@@ -135,12 +136,26 @@ def _verdict_of_rank(case: Case, reference: Reference, scratch: Path, say: Calla
         worker = ActorHybridWorker(config, weights_only=bool(verdict.remarks))
         try:
             Comparison(worker, reference, scratch, verdict, say).run()
+            verdict.remarks += _heads_refused_here(case.head_size, worker.job.device.type)
         finally:
             worker.shutdown()
     except Exception:
         verdict.error = traceback.format_exc()
     verdict.seconds = time.perf_counter() - started
     return verdict
+
+
+def _heads_refused_here(head_size: int | None, device_type: str) -> list[str]:
+    """What a small model with other heads than the published one hides."""
+    from hybrid_engine.backends.vllm.feasibility import heads_without_kernel
+
+    if head_size is None or device_type != "cpu":
+        return []
+    return [
+        f"The small model has heads of {HEAD_DIM} elements. A job with the model itself is refused on this machine: "
+        f"{found.problem}"
+        for found in heads_without_kernel(head_size)
+    ]
 
 
 if __name__ == "__main__":

@@ -53,6 +53,11 @@ def unusable_chunks(chunks: Sequence[Any], optimizer: Any) -> Iterator[Violation
             yield Violation("optimizer", str(error), "Make it with megatron.core.optimizer.get_megatron_optimizer()")
 
 
+def in_ddp(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether all are wrapped in Megatron's DDP."""
+    return all(isinstance(chunk, DistributedDataParallel) for chunk in chunks)
+
+
 def world_size() -> int:
     """Number of ranks."""
     return torch.distributed.get_world_size()

@@ -20,14 +20,14 @@ _MIB = 1024**2
 def cannot_generate(config: VllmConfig, device_type: str) -> Iterator[Violation]:
     """Why this engine could not answer one request of the longest length."""
     if device_type == "cpu" and not config.model_config.use_mla:
-        yield from _heads_without_kernel(config)
+        yield from heads_without_kernel(config.model_config.get_head_size())
     if config.cache_config.kv_cache_memory_bytes is not None:
         yield from _cache_too_small(config, config.cache_config.kv_cache_memory_bytes)
 
 
-def _heads_without_kernel(config: VllmConfig) -> Iterator[Violation]:
-    """On GPUs FlexAttention takes heads of any size."""
-    size, known = config.model_config.get_head_size(), internals.CPU_HEAD_SIZES.load()()
+def heads_without_kernel(size: int) -> Iterator[Violation]:
+    """Why vLLM cannot compute heads of so many elements on CPU. On GPUs FlexAttention takes any."""
+    known = internals.CPU_HEAD_SIZES.load()()
     if size not in known:
         sizes = ", ".join(map(str, known))
         problem = f"its attention heads have {size} elements, and vLLM's attention on CPU computes {sizes} only"

@@ -295,6 +295,7 @@ def test_everything_impossible_is_said_at_once(tmp_path: Path) -> None:
         ("tp=4", "tp=8", "Error: --infer tp: 8 does not divide the number of attention heads 12; "),
         ("tp=2,dp=3", "tp=4", "--infer tp: TP 4 x PP 1 = 4 does not divide the world size 6. Use one of 1, 2, 3, 6"),
         ("tp=2,dp=3", "tp=2,dp=4", "--infer dp: training has 6 ranks, inference 8"),
+        ("tp=2 pp=2", "tp=2", "--train tp: '2 pp=2' cannot be read. Separate sizes by commas: tp=2,pp=2"),
         ("tp=2,dp=2,pd=1", "tp=2", "--train pd: unknown key. Known keys: tp, pp, vpp"),
         ("tp=two,dp=1", "tp=0", "--train tp: 'two' cannot be read"),
         ("tp=two,dp=1", "tp=0", "--infer tp: 0 is not a valid size"),

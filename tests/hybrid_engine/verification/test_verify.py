@@ -19,7 +19,7 @@ from hybrid_engine.verification.cases import SEQ_LENGTH, case_of
 from hybrid_engine.verification.comparison import difference_of
 from hybrid_engine.verification.small_model import VOCABULARY, Divisors, reduced_config
 from hybrid_engine.verification.verdict import LOGITS_ATOL, NUM_SWITCHES, Verdict
-from hybrid_engine.verification.verify import _following
+from hybrid_engine.verification.verify import _following, _heads_refused_here
 from tests.zoo import published_configs
 from tests.zoo.families import write_config
 
@@ -58,6 +58,12 @@ def test_every_fault_is_told(change: dict[str, Any], says: str) -> None:
     faults = replace(GOOD, **change).faults
     assert len(faults) == 1
     assert says in faults[0]
+
+
+def test_heads_that_only_the_small_model_has_here_are_said() -> None:
+    (remark,) = _heads_refused_here(8, "cpu")
+    assert "refused on this machine: its attention heads have 8 elements" in remark
+    assert _heads_refused_here(64, "cpu") == _heads_refused_here(8, "cuda") == _heads_refused_here(None, "cpu") == []
 
 
 def test_the_trainers_figure_has_its_name() -> None:
