@@ -25,7 +25,7 @@ from hybrid_engine.advisor.memory_peaks import NOT_COUNTED
 from hybrid_engine.advisor.other_systems import SYMBOLS
 from hybrid_engine.advisor.overview import overview_of
 from hybrid_engine.advisor.picture import Column, Group, Picture, picture_of
-from hybrid_engine.advisor.sections import UNITS, how_many, number_of_gib, sections_of
+from hybrid_engine.advisor.sections import UNITS, Unit, how_many, sections_of
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.planning.summary import group_traffic
 
@@ -39,7 +39,7 @@ _MOST_IN_A_MATRIX = 16
 
 @dataclass(frozen=True)
 class Matrix:
-    """Who sends to whom, in GiB.
+    """Who sends to whom, in the unit of the page.
 
     Attributes:
         title: what rows and columns are.
@@ -94,7 +94,7 @@ def page_of(answer: Answer, title: str) -> str:
         links=_links(job),
         sections=list(sections_of(answer)),
         peers=[asdict(peer) for peer in job.peers],
-        gib_of=number_of_gib,
+        unit=Unit.of(job),
         notes=[SYMBOLS, assumptions(job), NOT_COUNTED, UNITS],
         css=_file("page.css"),
         script=_file("page.js"),
@@ -161,7 +161,7 @@ def _received(job: JobPlan) -> list[tuple[str, str, float]]:
 
 
 def _links(job: JobPlan) -> list[tuple[str, str, str, str]]:
-    """(link, largest GiB of a rank, assumed speed, seconds)."""
+    """(link, most of a rank, assumed speed, seconds)."""
     moved = job.bytes
     names = {Link.SELF: "within a rank", Link.HOST: "within a host", Link.NETWORK: "between hosts"}
     nbytes = {
@@ -170,7 +170,7 @@ def _links(job: JobPlan) -> list[tuple[str, str, str, str]]:
         Link.NETWORK: np.maximum(moved.network, moved.sent_network),
     }
     return [
-        (names[link], number_of_gib(float(each.max())), f"{rate:g}", f"{float(each.max()) / rate / 1e9:.3g}")
+        (names[link], Unit.of(job).number(float(each.max())), f"{rate:g}", f"{float(each.max()) / rate / 1e9:.3g}")
         for link, rate in job.cluster.link_gbps.items()
         for each in (nbytes[link],)
     ]
@@ -192,10 +192,10 @@ def _matrices(job: JobPlan, picture: Picture) -> Iterator[Matrix]:
     if len(by_host) > 1:
         starts, num_hosts = range(0, len(by_host) * per_host, per_host), int(hosts.max()) + 1
         names = [_span("host", start, min(start + per_host, num_hosts)) for start in starts]
-        yield _matrix("By host", names, by_host)
+        yield _matrix("By host", names, by_host, Unit.of(job))
     if len(by_group) > 1:
         names = [_ranks_of(np.flatnonzero(group_of == number)) for number in range(len(by_group))]
-        yield _matrix("By ranks that hold the same layers", names, by_group)
+        yield _matrix("By ranks that hold the same layers", names, by_group, Unit.of(job))
 
 
 def _span(what: str, start: int, stop: int) -> str:
@@ -206,7 +206,7 @@ def _ranks_of(ranks: np.ndarray) -> str:
     return ranks_text(Column(tuple(ranks.tolist()))).partition(": ")[2] or str(ranks[0])
 
 
-def _matrix(title: str, names: list[str], nbytes: np.ndarray) -> Matrix:
+def _matrix(title: str, names: list[str], nbytes: np.ndarray, unit: Unit) -> Matrix:
     largest = max(int(nbytes.max()), 1)
-    rows = [[(f"{each / GIB:.3g}", each / largest) for each in row] for row in nbytes.tolist()]
+    rows = [[(f"{each / unit.nbytes:.3g}", each / largest) for each in row] for row in nbytes.tolist()]
     return Matrix(title, names, rows)

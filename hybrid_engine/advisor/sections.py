@@ -22,7 +22,25 @@ from hybrid_engine.advisor.facts import (
 from hybrid_engine.advisor.later_switches import LaterSwitches
 from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
 
-UNITS = "GiB are 2^30 bytes; min, mean and max are over ranks, or over hosts where a row says so."
+UNITS = "GiB are 2^30 bytes, MiB 2^20; min, mean and max are over ranks, or over hosts where a row says so."
+
+
+@dataclass(frozen=True)
+class Unit:
+    """In which tables of a job are written."""
+
+    name: str
+    nbytes: int
+
+    @classmethod
+    def of(cls, job: JobPlan) -> Unit:
+        """MiB for a job of which a GiB would be little to see, as for a model for trials; else GiB."""
+        return cls("GiB", GIB) if float(job.memory.device.max()) >= GIB / 10 else cls("MiB", 2**20)
+
+    def number(self, nbytes: float) -> str:
+        """Bytes in this unit."""
+        size = nbytes / self.nbytes
+        return f"{size:.3f}" if abs(size) >= 1e-3 or nbytes == 0 else f"{size:.3g}"
 
 
 @dataclass(frozen=True)
@@ -33,10 +51,9 @@ class Row:
     numbers: MinMeanMax
     is_part: bool = False
 
-    @property
-    def cells(self) -> tuple[str, str, str, str]:
-        """The label, and GiB."""
-        low, mean, high = (number_of_gib(self.numbers[name]) for name in ("min", "mean", "max"))
+    def cells(self, unit: Unit) -> tuple[str, str, str, str]:
+        """The label, and numbers in a unit."""
+        low, mean, high = (unit.number(self.numbers[name]) for name in ("min", "mean", "max"))
         return self.label, low, mean, high
 
 
@@ -45,6 +62,7 @@ class Section:
     """Rows that belong together; `note` explains what is not plain."""
 
     title: str
+    unit: Unit
     rows: tuple[Row, ...]
     note: str = ""
 
@@ -55,13 +73,9 @@ def sections_of(answer: Answer) -> Iterator[Section]:
     yield _moved(job)
     yield _memory(job)
     if answer.prefetch is not None:
-        yield _prefetched(answer.prefetch)
+        yield _prefetched(answer.prefetch, Unit.of(job))
     if answer.later is not None:
-        yield _later(answer.later)
-
-
-def number_of_gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.3f}" if abs(nbytes) >= GIB / 1000 or nbytes == 0 else f"{nbytes / GIB:.3g}"
+        yield _later(answer.later, Unit.of(job))
 
 
 def how_many(number: int, what: str) -> str:
@@ -91,6 +105,7 @@ def _rows(numbers: Ranges, labels: Mapping[str, str]) -> Iterator[Row]:
 
 
 def _moved(job: JobPlan) -> Section:
+    unit = Unit.of(job)
     hosts = len(set(job.cluster.hosts(job.world_size)))
     across = bytes_across_hosts(job)
     rows = (
@@ -100,7 +115,8 @@ def _moved(job: JobPlan) -> Section:
         Row("received, with --order sequential", range_of(job.sequential.received)),
     )
     return Section(
-        f"What a switch moves, GiB by rank: {how_many(job.world_size, 'rank')} on {how_many(hosts, 'host')}",
+        f"What a switch moves, {unit.name} by rank: {how_many(job.world_size, 'rank')} on {how_many(hosts, 'host')}",
+        unit,
         rows,
         "Least: what is needed in generation and not held in training; no plan can receive less.",
     )
@@ -130,20 +146,21 @@ def _memory(job: JobPlan) -> Section:
     )
     if job.memory.keeps_inference:
         note = "vLLM's weights stay while training, so the peak has them beside training state."
-    return Section("Memory, GiB by rank", rows, note)
+    unit = Unit.of(job)
+    return Section(f"Memory, {unit.name} by rank", unit, rows, note)
 
 
-def _prefetched(estimate: PrefetchEstimate) -> Section:
+def _prefetched(estimate: PrefetchEstimate, unit: Unit) -> Section:
     labels = {
         "returning": "parameters and optimizer state, which come back",
         "within_peak": "during a rollout, within the peak above",
         "with_room": "during a rollout, with a large prefetch_mb",
         "peak_with_room": "device peak with that",
     }
-    return Section("prefetch: auto, GiB by rank", tuple(_rows(prefetched_bytes(estimate), labels)))
+    return Section(f"prefetch: auto, {unit.name} by rank", unit, tuple(_rows(prefetched_bytes(estimate), labels)))
 
 
-def _later(later: LaterSwitches) -> Section:
-    title = f"Later switches, GiB by rank, with incremental: auto and incremental_mb: {later.incremental_mb}"
+def _later(later: LaterSwitches, unit: Unit) -> Section:
+    title = f"Later switches, {unit.name} by rank, with incremental: auto and incremental_mb: {later.incremental_mb}"
     kept = Row("kept on the device", range_of(np.asarray(later.kept)))
-    return Section(title, (*_rows(moved_bytes(later.bytes), _MOVED), kept))
+    return Section(title, unit, (*_rows(moved_bytes(later.bytes), _MOVED), kept))

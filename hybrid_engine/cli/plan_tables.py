@@ -11,7 +11,7 @@ from hybrid_engine.advisor.job_verdict import JobVerdict
 from hybrid_engine.advisor.memory_peaks import NOT_COUNTED
 from hybrid_engine.advisor.other_systems import SYMBOLS
 from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
-from hybrid_engine.advisor.sections import UNITS, Section, number_of_gib, sections_of
+from hybrid_engine.advisor.sections import UNITS, Section, Unit, sections_of
 from hybrid_engine.cli.output import Console, new_table
 from hybrid_engine.planning.plan import Link
 
@@ -33,7 +33,7 @@ def print_answer(answer: Answer) -> None:
     if answer.prefetch is not None:
         console.print(_prefetch_text(answer.prefetch))
     if answer.rank is not None:
-        console.print(_rank_table(answer.rank))
+        console.print(_rank_table(answer.rank, Unit.of(job)))
     console.print(UNITS)
     cost = answer.planning
     console.print(f"Planned in {cost['seconds']:.2f} s, peak memory {cost['peak_memory'] / GIB:.2f} GiB.")
@@ -49,24 +49,24 @@ def _print_verdict(console: Console, verdict: JobVerdict) -> None:
 def _print_section(console: Console, section: Section) -> None:
     table = new_table(section.title, "", "min", "mean", "max")
     for row in section.rows:
-        table.add_row(*row.cells)
+        table.add_row(*row.cells(section.unit))
     console.print(table)
     if section.note:
         console.print(section.note, markup=False)
 
 
 def _peers_table(job: JobPlan) -> Table:
-    table = new_table(
-        "The same job elsewhere, by formula: GiB received by each rank", "system", "formula", "mean", "saved here"
-    )
+    unit = Unit.of(job)
+    title = f"The same job elsewhere, by formula: {unit.name} received by each rank"
+    table = new_table(title, "system", "formula", "mean", "saved here")
     received = job.bytes.received.mean()
     for peer in job.peers:
         if peer.nbytes is None:
             table.add_row(peer.system, peer.formula, peer.reason, "")
         else:
             saved = f"{1 - received / peer.nbytes:.1%}" if peer.nbytes else ""
-            table.add_row(peer.system, peer.formula, number_of_gib(peer.nbytes), saved)
-    table.add_row("this plan", "", number_of_gib(received), "")
+            table.add_row(peer.system, peer.formula, unit.number(peer.nbytes), saved)
+    table.add_row("this plan", "", unit.number(received), "")
     return table
 
 
@@ -80,15 +80,15 @@ def _prefetch_text(estimate: PrefetchEstimate) -> str:
     )
 
 
-def _rank_table(facts: RankFacts) -> Table:
+def _rank_table(facts: RankFacts, unit: Unit) -> Table:
     table = new_table(f"Rank {facts['rank']}", "", "")
     for name, count in (("transfers", facts["transfers"]), ("buckets", facts["buckets"]), ("peers", facts["peers"])):
         table.add_row(name, str(count))
     for way, by_link in (("received", facts["received"]), ("sent", facts["sent"])):
         for link, nbytes in by_link.items():
             name = "copied within the rank" if link == Link.SELF else f"{way}, {_LINKS[link]}"
-            table.add_row(f"{name}, GiB", number_of_gib(nbytes))
-    table.add_row("messages between hosts, GiB of memory", number_of_gib(facts["staging"]))
+            table.add_row(f"{name}, {unit.name}", unit.number(nbytes))
+    table.add_row(f"messages between hosts, {unit.name} of memory", unit.number(facts["staging"]))
     table.add_row("planned in, seconds", f"{facts['planning_seconds']:.2f}")
     return table
 

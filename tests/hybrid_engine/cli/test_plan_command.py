@@ -215,7 +215,8 @@ def test_the_tables_say_what_the_engine_does(tmp_path: Path) -> None:
     )
     assert result.exit_code == 0, result.output
     for text in (
-        "What a switch moves, GiB by rank: 6 ranks on 1 host ",
+        "What a switch moves, MiB by rank: 6 ranks on 1 host ",
+        "Memory, MiB by rank",
         "of it from other hosts",
         "verl with mbridge: gather",
         "M: bytes of the model; held: what of them a rank holds in training; t, p: tensor",
@@ -223,7 +224,7 @@ def test_the_tables_say_what_the_engine_does(tmp_path: Path) -> None:
         "a switch, if vLLM's weights came all at once",
         "a switch, as it is: bucket by bucket",
         "self 2000, host 400, network 45",
-        "GiB are 2^30 bytes",
+        "GiB are 2^30 bytes, MiB 2^20",
         "Rank 1",
     ):
         assert text in result.output, text
