@@ -55,7 +55,6 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "pp": ("pipeline_model_parallel_size", "infer_pipeline_parallel_size"),
     "tp": ("tensor_model_parallel_size", "infer_tensor_parallel_size"),
 }
-"""Name that other frameworks have for a key, or for the like key of another section -> keys of ours."""
 """Names that other frameworks have for a key, or for a like key of another section -> keys of ours."""
 
 _MOST = 3
