@@ -96,7 +96,7 @@ def _violations(
 
 def _output_violations(k: object, limits: BatchLimits) -> Iterator[Violation]:
     if isinstance(k, bool) or not isinstance(k, int) or not 0 <= k <= limits.vocab_size:
-        problem = f"{shortened(k)} is no number of tokens out of {limits.vocab_size}"
+        problem = f"{shortened(k)} is not a number of tokens out of {limits.vocab_size}"
         yield Violation("top_k", problem, "Give 0 for none, or how many to report")
 
 

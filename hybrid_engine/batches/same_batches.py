@@ -1,7 +1,7 @@
-"""Ranks that compute a batch together pass the same, bit by bit: TP and PP ranks each compute a part of its rows.
+"""Ranks that compute rows together pass the same, bit by bit: TP and PP ranks each compute a part of them.
 
-With global data all ranks do, with local data those of one data parallel rank's model. Most often it is a reward with
-randomness in it that differs, and nothing else would show that.
+Of global data all ranks pass the same token ids and masks, too, though each data parallel rank computes its rows alone:
+results are joined. Most often it is a reward with randomness in it that differs, and nothing else would show that.
 """
 
 from __future__ import annotations
@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from hybrid_engine.batches.batch_checks import BatchLimits, Data, own_share
 from hybrid_engine.batches.sequences import Batch
 from hybrid_engine.batches.token_outputs import NO_OUTPUTS, Outputs
 from hybrid_engine.errors import BatchError, Violation
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.digests import box_digest, text_digest
+
+Contents = dict[str, tuple[str, int]]
+"""Name of a tensor -> its shape and type, and the digest of its bytes."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +30,14 @@ class _Passed:
         dp_rank: whose part it computes.
         call: name -> the argument; the same on all ranks, for those that join their results would wait for one that
             keeps its own.
-        tensors: name -> shape and type, digest of the bytes.
+        whole: of tensors in which all ranks pass the same.
+        share: of this part of all tensors.
     """
 
     dp_rank: int
     call: dict[str, str]
-    tensors: dict[str, tuple[str, int]]
+    whole: Contents
+    share: Contents
 
 
 def agreed_share(
@@ -49,50 +56,71 @@ def agreed_share(
     phase = "checking the batch"
     with agreement.phase(phase):
         share = own_share(batch, limits, data, outputs, needs_labels=needs_labels)
-        rows = f"shape {list(share['tokens'].shape)}"
-        call = {"data": repr(data), "entropy": str(outputs.entropy), "top_k": str(outputs.top_k), "tokens": rows}
-        tensors = {
-            name: (
-                f"shape {list(tensor.shape)} and type {str(tensor.dtype).removeprefix('torch.')}",
-                int(box_digest(tensor, tensor.dtype)),
-            )
-            for name, tensor in sorted(batch.items())
-        }
-    own = text_digest(repr(tensors))
-    by_part = [own if data == "global" or part == limits.dp_rank else None for part in range(limits.dp_size)]
-    if not agreement.is_same([text_digest(repr(call)), *by_part], phase):
-        passed: list[_Passed] = agreement.gather(_Passed(limits.dp_rank, call, tensors), phase)
-        raise BatchError(list(_differences(passed)))
+        passed = _Passed(
+            limits.dp_rank,
+            call={
+                "data": repr(data),
+                "entropy": str(bool(outputs.entropy)),
+                "top_k": str(outputs.top_k),
+                "tokens": f"shape {list(share['tokens'].shape)}",
+            },
+            whole=_contents(
+                {n: t for n, t in batch.items() if data == "global" and _is_exact(t)}, agreement.world_size > 1
+            ),
+            share=_contents(share, limits.dp_size < agreement.world_size),
+        )
+    of_share: list[int | None] = [None] * limits.dp_size
+    of_share[limits.dp_rank] = text_digest(repr(passed.share))
+    if not agreement.is_same([text_digest(repr(passed.call)), text_digest(repr(passed.whole)), *of_share], phase):
+        raise BatchError(list(_differences(agreement.gather(passed, phase))))
     return share
+
+
+def _is_exact(tensor: torch.Tensor) -> bool:
+    """What is computed on each rank by itself has the same bits everywhere only if it has no rounding."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def _contents(tensors: Batch, is_compared: bool) -> Contents:
+    """Those of no tensor where nobody is there to compare them with."""
+    if not (tensors and is_compared):
+        return {}
+    digests = [box_digest(tensor, tensor.dtype) for tensor in tensors.values()]
+    device = digests[0].device
+    numbers = torch.stack([each.to(device) for each in digests]).tolist()  # waits for the device only once
+    return {
+        name: (f"shape {list(tensor.shape)} and type {str(tensor.dtype).removeprefix('torch.')}", number)
+        for (name, tensor), number in sorted(zip(tensors.items(), numbers, strict=True))
+    }
 
 
 def _differences(passed: Sequence[_Passed]) -> Iterator[Violation]:
     """Of each name the first two ranks that differ; the same on all ranks."""
     remedy = 'Pass the same, and as many rows and columns, on every rank; data="local" is for parts of their own'
-    for name, first in passed[0].call.items():
+    for name, argument in passed[0].call.items():
         for rank, other in enumerate(passed):
-            if other.call[name] != first:
-                yield Violation(name, f"{first} on rank 0, {other.call[name]} on rank {rank}", remedy)
+            if other.call[name] != argument:
+                yield Violation(name, f"{argument} on rank 0, {other.call[name]} on rank {rank}", remedy)
                 break
     if any(each.call != passed[0].call for each in passed):
         return
-    is_global = passed[0].call["data"] == repr("global")
-    remedy = "Make it on one rank and broadcast it, or make it of the same numbers in the same order"
-    for name in sorted({name for each in passed for name in each.tensors}):
-        first_of: dict[int, int] = {}
-        for rank, each in enumerate(passed):
-            first_rank = first_of.setdefault(0 if is_global else each.dp_rank, rank)
-            here, there = passed[first_rank].tensors.get(name), each.tensors.get(name)
-            if here != there:
-                yield Violation(name, _difference(here, there, first_rank, rank), remedy)
-                break
+    remedy = "Compute it on one rank and broadcast it; it must be the same bit for bit"
+    found: dict[str, str] = {}
+    firsts: dict[int, int] = {}  # of each part, who computes it together
+    for rank, each in enumerate(passed):
+        first_of_part = firsts.setdefault(each.dp_rank, rank)
+        compared = ((0, passed[0].whole, each.whole), (first_of_part, passed[first_of_part].share, each.share))
+        for first, here, there in compared:
+            for name in sorted(here.keys() | there.keys()):
+                if name not in found and here.get(name) != there.get(name):
+                    found[name] = _difference(here.get(name), there.get(name), first, rank)
+    yield from (Violation(name, problem, remedy) for name, problem in sorted(found.items()))
 
 
 def _difference(here: tuple[str, int] | None, there: tuple[str, int] | None, first: int, other: int) -> str:
     if here is None or there is None:
-        return (
-            f"is missing on rank {first if here is None else other}, and not on rank {other if here is None else first}"
-        )
+        lacks, has = (first, other) if here is None else (other, first)
+        return f"is missing on rank {lacks}, and not on rank {has}"
     if here[0] != there[0]:
         return f"has {here[0]} on rank {first}, {there[0]} on rank {other}"
-    return f"has other values on rank {other} than on rank {first}, and they compute it together"
+    return f"has other values on rank {other} than on rank {first}; both must pass the same"

@@ -57,11 +57,12 @@ class Agreement:
     Collective. After a LostRankError the ranks have no agreement any more: every call raises.
 
     Attributes:
+        world_size: as given.
         lost: that error; None as long as the ranks are together.
     """
 
     def __init__(self, rank: int, world_size: int, timeout_seconds: float) -> None:
-        self._rank, self._world_size = rank, world_size
+        self._rank, self.world_size = rank, world_size
         self.timeout_seconds = timeout_seconds
         self.group: dist.ProcessGroup | None = _new_group(timeout_seconds)
         self._leaders: HostLeaders | None = None  # by which they meet; default: in the group
@@ -262,7 +263,7 @@ class Agreement:
             self._leaders.maximum(values)
 
     def _gather(self, value: object, phase: str, error: Exception | None = None) -> list[Any]:
-        values: list[Any] = [None] * self._world_size
+        values: list[Any] = [None] * self.world_size
         with self._connected(phase, error):
             dist.all_gather_object(values, value, group=self._open_group())
         return values

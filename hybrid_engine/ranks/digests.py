@@ -55,14 +55,17 @@ def _pieces(box: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def _words(piece: torch.Tensor) -> torch.Tensor:
     flat = piece.view(-1)
-    is_whole = flat.numel() * flat.element_size() % 4 == 0
-    return flat.view(torch.int32 if is_whole else _WORDS[flat.element_size()]).to(torch.int64)
+    if flat.numel() * flat.element_size() % 4:
+        return flat.view(_WORDS[flat.element_size()]).to(torch.int64)
+    if flat.storage_offset() * flat.element_size() % 4:  # a view of words must begin at a whole one
+        flat = flat.clone()
+    return flat.view(torch.int32).to(torch.int64)
 
 
 @functools.cache
 def _factors(device: torch.device) -> torch.Tensor:
     """The numbers r; the same on all ranks and devices."""
     generator = torch.Generator().manual_seed(0)
-    most_words = 2 * _PIECE_NUMEL  # of 8-byte elements
+    most_words = 4 * _PIECE_NUMEL  # of complex numbers, 16 bytes each
     random = torch.randint(-(2**63), 2**63 - 1, (most_words,), generator=generator, dtype=torch.int64)
     return (random | 1).to(device)

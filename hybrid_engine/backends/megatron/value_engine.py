@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from megatron.core import parallel_state
 
 from hybrid_engine.backends.megatron.pipeline_engine import PipelineEngine
 from hybrid_engine.batches.arrangement import Rows
@@ -24,7 +25,12 @@ class ValueEngine(PipelineEngine):
             return values.sum(), {"values": values}
 
         reports = self._run(batch, keep, forward_only=True)
-        return self._from_last_stage([report["values"] for report in reports], batch["tokens"].shape)
+        values = self._from_last_stage([report["values"] for report in reports], batch["tokens"].shape)
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            # each rank has computed them; they go into a batch, in which ranks must pass the same bits
+            source = parallel_state.get_tensor_model_parallel_src_rank()
+            torch.distributed.broadcast(values, source, parallel_state.get_tensor_model_parallel_group())
+        return values
 
     def _forward(self, model: torch.nn.Module, rows: Rows) -> torch.Tensor:
         output: torch.Tensor = model(**self._inputs.arguments(rows))

@@ -103,7 +103,7 @@ def test_ignored_labels_are_allowed_and_other_trainers_limits_are_told() -> None
 
 
 def test_outputs_are_checked() -> None:
-    with pytest.raises(BatchError, match=r"top_k: 11 is no number of tokens out of 10"):
+    with pytest.raises(BatchError, match=r"top_k: 11 is not a number of tokens out of 10"):
         own_share(batch(), LIMITS, outputs=Outputs(top_k=11))
     with pytest.raises(BatchError, match=r"entropy: is in the batch and was asked for"):
         own_share(batch(entropy=torch.zeros(4, 6)), LIMITS, outputs=Outputs(entropy=True))

@@ -37,7 +37,7 @@ CASES: dict[str, tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor], di
     "the same": (TOGETHER, BATCH, BATCH, {}, {}, ""),
     "another reward": (
         *(TOGETHER, BATCH, other("rewards"), {}, {}),
-        "rewards: has other values on rank 1 than on rank 0, and they compute it together. Make it on one rank and",
+        "rewards: has other values on rank 1 than on rank 0; both must pass the same. Compute it on one rank and",
     ),
     "another flag": (TOGETHER, BATCH, other("is_done"), {}, {}, "is_done: has other values on rank 1"),
     "other tokens of a part": (TOGETHER, BATCH, other("tokens"), {"data": "local"}, {"data": "local"}, "tokens: has"),
@@ -75,6 +75,7 @@ CASES: dict[str, tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor], di
         "entropy: False on rank 0, True",
     ),
     "own parts": (APART, BATCH, other("tokens"), {"data": "local"}, {"data": "local"}, ""),
+    "other rewards of its own rows": (APART, BATCH, other("rewards"), {}, {}, ""),
     "all rows, other rows": (
         APART,
         BATCH,

@@ -101,7 +101,7 @@ def _boundary(worker: Any) -> dict[str, Any]:
         "labels": ({name: batch[name] for name in ("tokens", *(["labels"] * (not is_at_fault)))}, {}),
         "another shape": ({name: tensor[: 2 + 2 * is_at_fault] for name, tensor in own.items()}, {"data": "local"}),
         "other data": (own, {"data": "local" if is_at_fault else "global"}),
-        "other rewards": ({**batch, "rewards": torch.full((len(batch["tokens"]),), float(is_at_fault))}, {}),
+        "other labels": ({**batch, "labels": batch["labels"].roll(int(is_at_fault), 1)}, {}),
     }
     for name, (bad, settings) in bad_batches.items():
         with pytest.raises(HybridEngineError) as caught:
@@ -227,7 +227,7 @@ def test_what_one_rank_does_wrong_is_told_to_all_and_changes_nothing(launched: O
     assert "labels: is missing" in first["labels"]
     assert all("BatchError" in each["another shape"] for each in (first, second))
     assert all("data: 'global' on rank 0, 'local' on rank 1" in each["other data"] for each in (first, second))
-    assert all("rewards: has other values on rank 1" in each["other rewards"] for each in (first, second))
+    assert all("labels: has other values on rank 1" in each["other labels"] for each in (first, second))
     assert second["loss"].startswith("LossError: loss function _boundary.<locals>.<lambda> returned None")
     assert first["loss"].startswith("RemoteError: loss function failed on 1 rank(s)")
     assert second["loss that is nan"].startswith("LossError: loss function _boundary.<locals>.<lambda> returned nan")

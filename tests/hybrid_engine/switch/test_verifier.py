@@ -51,6 +51,14 @@ def test_a_digest_does_not_depend_on_strides_and_casts_first(shape: tuple[int, .
     assert not torch.equal(box_digest(values, torch.bfloat16), box_digest(values, torch.float32))
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.complex128], ids=str)
+def test_a_slice_may_begin_within_a_word(dtype: torch.dtype) -> None:
+    values = torch.ones(8, 11, dtype=dtype)
+    assert torch.equal(box_digest(values[2:6], dtype), box_digest(values[2:6].clone(), dtype))
+    whole = torch.ones((1 << 18) + 2, dtype=dtype)
+    assert not torch.equal(box_digest(whole[:-1], dtype), box_digest(whole, dtype))
+
+
 def test_a_difference_in_any_piece_shows() -> None:
     values = torch.zeros(4, 1 << 18)
     digest = box_digest(values, torch.float32).item()
