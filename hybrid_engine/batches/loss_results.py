@@ -54,6 +54,7 @@ class CheckedLoss:
         self._function = function
         self._name = getattr(function, "__qualname__", type(function).__name__)
         self._reported: set[str] | None = None
+        self._given: list[torch.Tensor] = []
         self._losses: list[torch.Tensor] = []
         self.fault: LossError | None = None
 
@@ -61,6 +62,7 @@ class CheckedLoss:
         """The loss, and what is reported, without gradient."""
         if self.fault is None:
             try:
+                self._given.append(log_probs.detach().sum())
                 return self._checked(self._function(micro_batch, log_probs))
             except LossError as fault:
                 self.fault = fault
@@ -73,18 +75,12 @@ class CheckedLoss:
     def finish(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         """Look back at all micro batches, with the other ranks of the group. Collective.
 
-        Finds fault with losses that are not finite, of which one would make every weight NaN, and where ranks report
-        other names, which could not be averaged. Ranks that are at fault already take part, and are not compared.
+        Finds fault with losses that are not finite, of which one would make every weight NaN (with float16 as well:
+        where its loss scale overflows, gradients do), and where ranks report other names, which could not be averaged.
+        Ranks that are at fault already take part, and are not compared.
         """
-        if self.fault is None and self._losses:
-            losses = torch.stack(self._losses).tolist()  # here, so that the device is waited for only once
-            number = next((number for number, loss in enumerate(losses) if not math.isfinite(loss)), None)
-            if number is not None:
-                self.fault = self._refusal(
-                    f"returned {losses[number]} for micro batch {number}",
-                    "Look for a logarithm of 0, a division by 0 and an exponential of a large number, also where the "
-                    "mask is 0: 0 times infinity is NaN",
-                )
+        if self.fault is None:
+            self.fault = self._not_finite()
         number = text_digest(*sorted(self._reported or ()))
         told = (number, -number) if self.fault is None else (_NOT_COMPARED, _NOT_COMPARED)
         extremes = torch.tensor(told, dtype=torch.int64, device=device)
@@ -96,6 +92,23 @@ class CheckedLoss:
                 f"reported {names} here and other names on other data parallel ranks",
                 "Report the same names on all ranks",
             )
+
+    def _not_finite(self) -> LossError | None:
+        """What is said of the first loss that is not finite. Here, so that the device is waited for only once."""
+        losses, given = (torch.stack(each).tolist() if each else [] for each in (self._losses, self._given))
+        for number, (loss, sum_of_given) in enumerate(zip(losses, given, strict=True)):
+            if math.isfinite(loss):
+                continue
+            problem = f"returned {loss} for micro batch {number}"
+            if not math.isfinite(sum_of_given):
+                remedy = "What it was given is not finite either: weights or activations are not"
+                return self._refusal(problem, f"{remedy}. Load the last checkpoint, and lower the learning rate")
+            return self._refusal(
+                problem,
+                "Look for a logarithm of 0, a division by 0 and an exponential of a large number, also where the "
+                "mask is 0: 0 times infinity is NaN",
+            )
+        return None
 
     def _checked(self, result: object) -> tuple[torch.Tensor, Report]:
         loss, report = self._parts_of(result)

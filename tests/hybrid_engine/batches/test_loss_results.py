@@ -101,6 +101,14 @@ def test_a_loss_that_is_not_finite_is_found_at_the_end(
     assert f"returned {text} for micro batch 1. Look for a logarithm of 0" in str(checked.fault)
 
 
+def test_a_loss_of_what_is_not_finite_is_not_at_fault(rank_of_others: Callable[..., None]) -> None:
+    checked = CheckedLoss(lambda _batch, log_probs: log_probs.mean())
+    checked({}, log_probs() * float("nan"))
+    rank_of_others(CheckedLoss(lambda _batch, log_probs: log_probs.mean()))
+    checked.finish(torch.device("cpu"))
+    assert "returned nan for micro batch 0. What it was given is not finite either" in str(checked.fault)
+
+
 def nothing(_batch: Any, log_probs: torch.Tensor) -> None:
     log_probs.mean()
 
