@@ -57,6 +57,15 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 }
 """Names that other frameworks have for a key, or for a like key of another section -> keys of ours."""
 
+FOLLOWING = {
+    ("actor_config", "dp"): "the number of ranks over TP x PP x CP",
+    ("actor_config", "data_parallel_size"): "the number of ranks over TP x PP x CP",
+}
+"""Section and name of what is no key, and from what it follows."""
+
+_BESIDE = "critic_config"
+"""A section that most jobs lack, with keys of the same names as the actor's."""
+
 _MOST = 3
 """Proposals that are still an answer; more are a list to search."""
 
@@ -79,7 +88,10 @@ def proposal(place: Path, section: type[Section], root: type[Section], prefix: s
         root: where other keys are looked up.
         prefix: of keys below `root`, in messages.
     """
-    here, name, paths = place[:-1], clipped(place[-1]), list(paths_of(root))
+    if place in FOLLOWING:
+        return f"Leave it out: it is {FOLLOWING[place]}"
+    here, name = place[:-1], clipped(place[-1])
+    paths = [path for path in paths_of(root) if path[0] != _BESIDE or here[:1] == (_BESIDE,)]
     words = set(name.split("_"))
     spelling = nearest(name, section.model_fields) or nearest(name, {path[-1] for path in paths})
     kinds = (
@@ -91,7 +103,7 @@ def proposal(place: Path, section: type[Section], root: type[Section], prefix: s
         best = _best(found, here, name)
         best = [path for path in best if path[-1] == spelling] or best
         if 0 < len(best) <= _MOST:
-            shown = [path[-1] if path[:-1] == here else prefix + ".".join(path) for path in best]
+            shown = [_shown(path, here, prefix) for path in best]
             return f"{verb} {conjunction.join(filter(None, (', '.join(shown[:-1]), shown[-1])))}"
     return f"Known keys: {', '.join(section.model_fields)}"
 
@@ -102,6 +114,12 @@ def paths_of(section: type[Section], above: Path = ()) -> Iterator[Path]:
         yield (*above, name)
         if (inner := section_in(field.annotation)) is not None:
             yield from paths_of(inner, (*above, name))
+
+
+def _shown(path: Path, here: Path, prefix: str) -> str:
+    if path[:-1] == here:
+        return path[-1]
+    return prefix + ".".join(path) + (" at the top level" if len(path) == 1 else "")
 
 
 def _best(found: Iterable[Path], here: Path, name: str) -> list[Path]:

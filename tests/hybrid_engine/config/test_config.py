@@ -297,7 +297,13 @@ def test_every_wrong_key_and_value_is_reported_at_once(model: Path) -> None:
 
 PROPOSED = {
     "actor": "Use actor_config",
-    "lr": "Use actor_config.optimizer.lr and critic_config.optimizer.lr",
+    "lr": "Use actor_config.optimizer.lr",
+    "offload": "Use generate_config.offload_train_param, generate_config.offload_train_grad and generate_config.",
+    "actor_config.offload": "Use generate_config.offload_train_param, ",
+    "actor_config.dp": "Leave it out: it is the number of ranks over TP x PP x CP",
+    "actor_config.data_parallel_size": "Leave it out: it is the number of ranks",
+    "actor_config.revision": "Use revision at the top level",
+    "critic_config.lr": "Use critic_config.optimizer.lr",
     "actor_config.lr": "Use actor_config.optimizer.lr",
     "actor_config.max_model_len": "Use generate_config.max_model_len",
     "actor_config.tp": "Use tensor_model_parallel_size",
@@ -340,7 +346,7 @@ def test_the_number_of_ranks_is_the_environments_where_none_is_passed(
     values = {"model": model, "random_weights": True, "actor_config": {"tensor_model_parallel_size": 2}}
     monkeypatch.setenv("WORLD_SIZE", "2")
     load_config(values)
-    for told, problem in (("two", "'two' ranks"), ("0", "0 ranks"), (None, "neither given nor in the environment")):
+    for told, problem in (("two", "'two' ranks"), ("0", "0 ranks"), (None, "is not given, and WORLD_SIZE is not set")):
         monkeypatch.delenv("WORLD_SIZE")
         if told is not None:
             monkeypatch.setenv("WORLD_SIZE", told)
