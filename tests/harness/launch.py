@@ -24,8 +24,9 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,7 +41,7 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 ENGINES = ("hybrid_engine.backends.megatron", "hybrid_engine.backends.vllm", "tests.megatron_patches.gpt")
 """A rank that has imported one of them is taken to have built an engine; Megatron and vLLM themselves are preloaded."""
 
-_freeze = gc.freeze
+_freeze, _unfreeze = gc.freeze, gc.unfreeze
 
 REPO_ROOT = Path(__file__).resolve().parents[2]
 _SERVER = multiprocessing.get_context("forkserver")
@@ -180,8 +181,8 @@ def _run_rank(environment: Mapping[str, str], output: Connection, directory: Pat
     os.chdir(REPO_ROOT)
     rank = int(os.environ["RANK"])
     try:
-        # vLLM lets go of all that is frozen when an engine ends, and from then on each of its collections would go
-        # through all modules, which takes half a second.
+        # When an engine ends it lets go of all that is frozen, and from then on each of vLLM's collections would go
+        # through all modules, which takes half a second. `real_collector` is for tests of what an engine leaves.
         gc.freeze = gc.unfreeze = _do_nothing
         functions, with_engines = pickle.loads(calls)
         for number, (function, args) in enumerate(functions):
@@ -203,6 +204,16 @@ def _run_rank(environment: Mapping[str, str], output: Connection, directory: Pat
 
 def _do_nothing() -> None:
     pass
+
+
+@contextmanager
+def real_collector() -> Iterator[None]:
+    """The garbage collector of a rank as it is outside of tests, where engines freeze and unfreeze what it looks at."""
+    gc.freeze, gc.unfreeze = _freeze, _unfreeze
+    try:
+        yield
+    finally:
+        gc.freeze = gc.unfreeze = _do_nothing
 
 
 def _end_with_the_launcher() -> None:

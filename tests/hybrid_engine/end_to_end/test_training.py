@@ -16,7 +16,7 @@ import torch
 
 from hybrid_engine import ReferenceModel
 from hybrid_engine.errors import HybridEngineError
-from tests.harness.launch import Call, Outcomes, Ranks
+from tests.harness.launch import Call, Outcomes, Ranks, real_collector
 from tests.hybrid_engine.end_to_end.digests import training_state
 from tests.zoo import workers
 from tests.zoo.megatron_models import running
@@ -68,6 +68,7 @@ class TrainedWithSwitches(Trained):
     num_gloo_threads_more: int
 
 
+@real_collector()
 def train_with_switches(model: Path, actor: dict[str, Any], prefetch: str = "off") -> TrainedWithSwitches:
     """A switch and an offload of everything after each update."""
     num_threads = _num_gloo_threads()
