@@ -85,7 +85,7 @@ def _sizes(words: str) -> str:
 
 ONE_KV_HEAD = {"num_attention_heads": 8, "num_key_value_heads": 1}
 TWO_KV_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
-SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6}
+SIX_HEADS = {"hidden_size": 768, "num_attention_heads": 6, "num_key_value_heads": 6}
 
 LORA, APART = {"lora": {"rank": 4}}, {"lora_delivery": "adapter"}
 BY_MESSAGES = {"transport": "collective"}

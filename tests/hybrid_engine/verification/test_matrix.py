@@ -33,7 +33,7 @@ def test_no_cell_is_there_twice() -> None:
 
 
 def test_no_cell_is_lost() -> None:
-    """Raise these numbers with every cell that is added; docs/benchmarks.md says how many there are."""
+    """Raise these numbers with every cell that is added."""
     assert (len(MATRIX), len(IN_SUITE)) == (149, 15)
 
 
