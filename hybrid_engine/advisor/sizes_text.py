@@ -160,7 +160,9 @@ def _parse(text: str, option: str, sizes: Mapping[str, Size], found: list[Violat
         except (ValueError, KeyError):
             remedy = "See --help for examples"
             if "=" in value:
-                remedy = f"Separate sizes by commas: {clipped(re.sub('[, ]+', ',', text.strip()))}"
+                remedy = (
+                    f"Separate sizes by commas: {clipped(re.sub('[, ]+', ',', re.sub(' *= *', '=', text.strip())))}"
+                )
             found.append(Violation(f"{option} {key}", f"{shortened(value)} cannot be read", remedy))
             continue
         if size.name in values:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ def build_batch(
 
     Returns `tokens` and `labels` [B, S] int64, where `labels[i, t]` is the token after `tokens[i, t]`; `mask` [B, S]
     fp32, 1 where the label is a token of the completion; `weights` [B, S], see `mean_weights`. Raises BatchError, which
-    is a ValueError, naming everything that is no token ids, and every sequence that does not fit.
+    is a ValueError, naming everything that is not token ids, and every sequence that does not fit.
     """
     samples = samples_of(prompts, completions, seq_length, pad_token_id)
     rows = torch.full((len(samples), seq_length + 1), pad_token_id, dtype=torch.int64)
@@ -90,7 +91,7 @@ def samples_of(
 
 def required_whole(value: object, key: str, remedy: str, least: int | None = None) -> Iterator[Violation]:
     """What is wrong with a value that is to be a whole number."""
-    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or (least is not None and value < least):
         yield Violation(key, f"is {shortened(value)}", remedy)
 
 
@@ -104,7 +105,7 @@ def _all_token_ids(key: str, given: object, found: list[Violation]) -> list[tupl
     if None in read:
         first = read.index(None)
         others = f", and {count} more" if (count := read.count(None) - 1) else ""
-        problem = f"is no token ids but {shortened(listed[first], 80)}{others}"
+        problem = f"is not a list of token ids but {shortened(listed[first], 80)}{others}"
         found.append(Violation(f"{key}[{first}]", problem, _remedy_for(listed[first])))
     return [each for each in read if each is not None]
 

@@ -78,7 +78,7 @@ def _number_of_ranks(given: object, found: list[Violation]) -> int:
         told = os.environ.get("WORLD_SIZE")
         if told is None:
             remedy = "Pass world_size, or start the script with torchrun"
-            found.append(Violation("world_size", "is neither given nor in the environment, as WORLD_SIZE", remedy))
+            found.append(Violation("world_size", "is not given, and WORLD_SIZE is not set", remedy))
             return 1
         size = int(told) if told.isascii() and told.isdigit() and len(told) < 20 else told
     if isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= LARGEST_SIZE:

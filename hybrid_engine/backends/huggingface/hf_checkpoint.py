@@ -237,7 +237,7 @@ def _float_name(dtype: object) -> str | None:
     if name is None or (isinstance(name, str) and name in _FLOATS):
         return name
     remedy = f"Use one of {', '.join(_FLOATS)}, as a name or torch's, or leave it out for the weights' own"
-    raise ArgumentError([Violation("dtype", f"{shortened(dtype)} is none that weights are stored in", remedy)])
+    raise ArgumentError([Violation("dtype", f"weights cannot be stored as {shortened(dtype)}", remedy)])
 
 
 def _check_names(

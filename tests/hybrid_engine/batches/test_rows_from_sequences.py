@@ -96,19 +96,19 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "nothing to learn": ({"prompts": [[1, 2]], "completions": [[]]}, ["no token to learn from"]),
     "groups": (
         {"prompts": [[1, 2], [3]], "completions": [[One(), One()], [One()]]},
-        [r"completions\[0\]: is no token ids but .*, and 1 more\. Flatten the groups"],
+        [r"completions\[0\]: is not a list of token ids but .*, and 1 more\. Flatten the groups"],
     ),
     "lists of groups": (
         {"prompts": [[1, 2]], "completions": [[[1], [2]]]},
-        [r"completions\[0\]: is no token ids but \[\[1\], \[2\]\]\. Flatten"],
+        [r"completions\[0\]: is not a list of token ids but \[\[1\], \[2\]\]\. Flatten"],
     ),
     "completions": ({"completions": [One()] * 4}, [r"completions\[0\]: .*\. Pass its token_ids"]),
     "texts": (
         {"prompts": ["one", "two"], "completions": "a text"},
-        [r"prompts\[0\]: is no token ids but 'one'", "completions: is 'a text'"],
+        [r"prompts\[0\]: is not a list of token ids but 'one'", "completions: is 'a text'"],
     ),
-    "one sequence": ({"prompts": [1, 2]}, [r"prompts\[0\]: is no token ids but 1, and 1 more"]),
-    "fractions": ({"prompts": torch.ones(4, 2)}, [r"prompts\[0\]: is no token ids but tensor"]),
+    "one sequence": ({"prompts": [1, 2]}, [r"prompts\[0\]: is not a list of token ids but 1, and 1 more"]),
+    "fractions": ({"prompts": torch.ones(4, 2)}, [r"prompts\[0\]: is not a list of token ids but tensor"]),
     "no list": ({"prompts": None}, ["prompts: is None. Pass a list"]),
     "other numbers of them": (
         {"prompts": PROMPTS[:2]},

@@ -76,7 +76,7 @@ def check_token_ids(prompts: Sequence[Sequence[int]], max_tokens: int, limit: in
 
     Args:
         prompts: token ids.
-        max_tokens: to be drawn after each.
+        max_tokens: to be generated after each.
         limit: longest prompt and completion.
         vocabulary: number of tokens.
     """
@@ -85,7 +85,7 @@ def check_token_ids(prompts: Sequence[Sequence[int]], max_tokens: int, limit: in
         if not len(prompt):
             violations.append(Violation(f"prompts[{index}]", "it has no tokens", "Leave it out"))
         elif len(prompt) + max_tokens > limit:
-            problem = f"{len(prompt)} tokens and {max_tokens} to draw, but {limit} fit together"
+            problem = f"{len(prompt)} tokens and {max_tokens} to generate, but {limit} fit together"
             violations.append(Violation(f"prompts[{index}]", problem, "Shorten it or raise max_model_len"))
         elif min(prompt) < 0 or max(prompt) >= vocabulary:
             problem = f"token ids from {min(prompt)} to {max(prompt)}, but the vocabulary has {vocabulary}"

@@ -83,7 +83,7 @@ def test_every_token_list_that_cannot_be_completed_is_named() -> None:
         check_token_ids([[], [1] * 60, [500], [1]], max_tokens=8, limit=64, vocabulary=130)
     assert [finding.key for finding in caught.value.findings] == ["prompts[0]", "prompts[1]", "prompts[2]"]
     assert "it has no tokens" in str(caught.value)
-    assert "60 tokens and 8 to draw, but 64 fit together" in str(caught.value)
+    assert "60 tokens and 8 to generate, but 64 fit together" in str(caught.value)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "llama"])
