@@ -32,7 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     """Append the record, unless tests were interrupted or could not be collected."""
     run = config.option.record
-    if run is None or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+    is_part = hasattr(config, "workerinput")  # of pytest-xdist, whose controller counts the whole
+    if run is None or is_part or exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         return
     counts = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
     record = Record(

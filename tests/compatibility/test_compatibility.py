@@ -153,6 +153,10 @@ def test_a_run_leaves_a_record_if_it_comes_to_its_end(tmp_path: Path) -> None:
     (found,) = records.read(path)
     assert (found.run, found.passed, found.failed, found.skipped) == ("pure-tests", 2, 2, 1)
     assert (found.python, found.megatron, found.vllm) == (sys.version.split()[0], "", "")
+    path.unlink()
+    assert "bringing up nodes" in _pytest(tmp_path, "--record", "pure-tests", "-p", "xdist", "-n", "2")
+    (found,) = records.read(path)
+    assert (found.passed, found.failed, found.skipped) == (2, 2, 1)
 
 
 def _pytest(directory: Path, *options: str) -> str:
