@@ -61,7 +61,7 @@ FOLLOWING = {
     ("actor_config", "dp"): "the number of ranks over TP x PP x CP",
     ("actor_config", "data_parallel_size"): "the number of ranks over TP x PP x CP",
 }
-"""Section and name of what is no key, and from what it follows."""
+"""(section, name) that users try, though it is not a key -> what its value follows from."""
 
 _BESIDE = "critic_config"
 """A section that most jobs lack, with keys of the same names as the actor's."""
