@@ -1,7 +1,7 @@
 """Batches of token sequences: what is in them, how rows are computed, what losses get and give. Pure torch.
 
     making.py          rows from prompts and completions
-    tensor_shapes.py    tensors that must have the shape of another
+    tensor_shapes.py   tensors that must have the shape of another
     row_packing.py     several sequences in a row
     batch_checks.py    what is refused at the boundary, before any collective
     same_batches.py    ranks that compute a batch together pass the same

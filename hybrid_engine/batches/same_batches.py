@@ -31,7 +31,7 @@ class _Passed:
         call: name -> the argument; the same on all ranks, for those that join their results would wait for one that
             keeps its own.
         whole: of tensors in which all ranks pass the same.
-        share: of this part of all tensors.
+        share: of this part of the other tensors.
     """
 
     dp_rank: int
@@ -56,6 +56,8 @@ def agreed_share(
     phase = "checking the batch"
     with agreement.phase(phase):
         share = own_share(batch, limits, data, outputs, needs_labels=needs_labels)
+        exact = {name: tensor for name, tensor in batch.items() if data == "global" and _is_exact(tensor)}
+        others = {name: tensor for name, tensor in share.items() if name not in exact}
         passed = _Passed(
             limits.dp_rank,
             call={
@@ -64,10 +66,8 @@ def agreed_share(
                 "top_k": str(outputs.top_k),
                 "tokens": f"shape {list(share['tokens'].shape)}",
             },
-            whole=_contents(
-                {n: t for n, t in batch.items() if data == "global" and _is_exact(t)}, agreement.world_size > 1
-            ),
-            share=_contents(share, limits.dp_size < agreement.world_size),
+            whole=_contents(exact, agreement.world_size > 1),
+            share=_contents(others, limits.dp_size < agreement.world_size),
         )
     of_share: list[int | None] = [None] * limits.dp_size
     of_share[limits.dp_rank] = text_digest(repr(passed.share))
