@@ -22,16 +22,13 @@ import torch.distributed as dist
 from hybrid_engine.batches.sequences import Batch
 from hybrid_engine.batches.token_outputs import ENTROPY, TOP_LOG_PROBS, TOP_TOKEN_IDS
 from hybrid_engine.errors import LossError, shortened
-from hybrid_engine.ranks.digests import text_digest
+from hybrid_engine.ranks.digests import are_same, extremes_of, text_digest
 
 Report = dict[str, torch.Tensor]
 """Scalars by name."""
 LossResult = torch.Tensor | Mapping[str, Any] | tuple[torch.Tensor, Mapping[str, Any]]
 LossFunction = Callable[[Batch, torch.Tensor], LossResult]
 """(micro batch, log-probabilities [b, S] of the labels) -> mean loss, with or without scalars to report."""
-
-_NOT_COMPARED = -(2**62)
-"""Less than any number of 56 bits, or the negative of one."""
 
 _ASKED_FOR = {
     ENTROPY: "Call update(..., entropy=True)",
@@ -81,12 +78,10 @@ class CheckedLoss:
         """
         if self.fault is None:
             self.fault = self._not_finite()
-        number = text_digest(*sorted(self._reported or ()))
-        told = (number, -number) if self.fault is None else (_NOT_COMPARED, _NOT_COMPARED)
-        extremes = torch.tensor(told, dtype=torch.int64, device=device)
+        names_here = text_digest(*sorted(self._reported or ())) if self.fault is None else None
+        extremes = extremes_of([names_here]).to(device)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-        highest, negated_lowest = extremes.tolist()
-        if self.fault is None and highest != -negated_lowest:
+        if self.fault is None and not are_same(extremes):
             names = ", ".join(sorted(self._reported or ())) or "nothing"
             self.fault = self._refusal(
                 f"reported {names} here and other names on other data parallel ranks",

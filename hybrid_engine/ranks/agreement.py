@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import HybridEngineError, LostRankError, RemoteError, ReshardError, StateError
+from hybrid_engine.ranks.digests import are_same, extremes_of
 from hybrid_engine.ranks.failure_watch import FailureWatch
 from hybrid_engine.ranks.host_groups import HostLeaders
 from hybrid_engine.ranks.pace import Pace
@@ -39,9 +40,6 @@ SECONDS_OF_A_ROUND = 5.0
 
 SHORT_PATIENCE = 30.0
 """Seconds for which a rank that failed waits for others that cannot come back, since they wait for it in a library."""
-
-_LOWEST = -(2**62)
-"""Less than any number that ranks compare, and than its negative."""
 
 
 class Agreement:
@@ -248,12 +246,10 @@ class Agreement:
         In the place of a None the others' numbers are compared.
         """
         self.conclude(phase)
-        given = [(_LOWEST, _LOWEST) if value is None else (value, -value) for value in values]
-        extremes = torch.tensor(given, dtype=torch.int64)
+        extremes = extremes_of(values)
         with self._connected(phase):
             self._maximum(extremes)
-        highest, negated_lowest = extremes.unbind(1)
-        return bool(((highest == -negated_lowest) | (highest == _LOWEST)).all())
+        return are_same(extremes)
 
     def _maximum(self, values: torch.Tensor) -> None:
         """Over all ranks, in place."""

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
+
+_LOWEST = -(2**62)
+"""Less than any number that ranks compare, and than its negative."""
 
 _PIECE_NUMEL = 1 << 18
 """Elements of a piece: on the device two copies of it, in 64 bits, beside the numbers r."""
@@ -25,8 +28,21 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def text_digest(*texts: str) -> int:
-    """A number of 56 bits, so that it and its negative fit 64, as `Agreement.is_same` needs it."""
+    """A number of 56 bits, so that `extremes_of` can hold it and its negative."""
     return int.from_bytes(hashlib.blake2b(repr(texts).encode(), digest_size=7).digest(), "big")
+
+
+def extremes_of(values: Sequence[int | None]) -> torch.Tensor:
+    """Numbers to compare, int64 [N, 2]: once each element is the largest of all ranks', `are_same` tells. None takes no
+    part."""
+    given = [(_LOWEST, _LOWEST) if value is None else (value, -value) for value in values]
+    return torch.tensor(given, dtype=torch.int64)
+
+
+def are_same(extremes: torch.Tensor) -> bool:
+    """Whether all ranks that took part gave the same numbers."""
+    highest, negated_lowest = extremes.unbind(1)
+    return bool(((highest == -negated_lowest) | (highest == _LOWEST)).all())
 
 
 @torch.no_grad()
