@@ -22,8 +22,8 @@ Who calls what, on every rank (switch/sharding_manager.py, switch/weight_contain
         prefetch NearEnd.call -> ShardingManager.near_end -> onload          + what fits of training state
      7  back     InferenceWeights.release, onload                            state TRAIN
 
-With `generate_config.incremental`, 2 ends with Trainer.versions and InferenceWeights.committed, which say what of 4 is
-left out, and `release` names groups that may stay.
+With `generate_config.incremental`, 3 ends with digests of the source tensors and InferenceWeights.committed, which say
+what of 4 is left out, and `release` names groups that may stay.
 
 On failure `abandon` (and `drain`) stand in place of `run`, `sent` and `commit`, so that no rank waits for one that has
 failed. A second trainer implements `Trainer`, a second engine `InferenceWeights` and `InferenceCaches`. A flat buffer
@@ -95,10 +95,6 @@ class LoadableWeights(TrainingWeights, Protocol):
         ...
 
 
-Version = tuple[int, ...]
-"""Counters of what may have written a tensor: optimizer steps, writes that torch counts."""
-
-
 class Trainer(Protocol):
     """Whoever trains: its weights, and what of its state can leave the device.
 
@@ -126,14 +122,10 @@ class Trainer(Protocol):
 
     @property
     def frozen(self) -> Collection[str]:
-        """Those of this rank's canonical tensors that no optimizer step changes, as things stand at set-up."""
-        ...
+        """Those of this rank's canonical tensors that no optimizer step changes, as things stand at set-up.
 
-    def versions(self) -> Mapping[str, Version]:
-        """Canonical tensor of this rank -> what differs from an earlier answer if the tensor was written in between.
-
-        It may differ where nothing was written; a tensor without one counts as written. No collective, and the tensors
-        themselves are not read: they may be off the device. Asked for with `generate_config.incremental` alone.
+        With `generate_config.incremental` they get buckets of their own. Whether a tensor changed is never asked, but
+        seen.
         """
         ...
 

@@ -258,7 +258,6 @@ class ActorHybridWorker(SwitchContexts):
         What Megatron has saved is loaded in the same layout, what FSDP2 has saved on any number of ranks.
         """
         self.sharding.require(State.TRAIN)
-        self.weights_changed()
         self.train.load_checkpoint(directory)
 
     def load_hf_checkpoint(self, path: str | Path) -> None:
@@ -272,7 +271,6 @@ class ActorHybridWorker(SwitchContexts):
         self.sharding.require(State.TRAIN)
         from hybrid_engine.backends.huggingface import load_hf_checkpoint
 
-        self.weights_changed()
         load_hf_checkpoint(path, self.train.weights.base, self.table, self.job)
         self.train.reload_main_params()
 

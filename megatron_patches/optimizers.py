@@ -248,34 +248,9 @@ def _step_patch(module: str, owner: str, since: str = "") -> Patch:
     )
 
 
-def _build_clip_qk(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def clip_qk(self: Any) -> None:
-        original(self)
-        for param in self.parameters():
-            torch.autograd.graph.increment_version(param)
-
-    return clip_qk
-
-
-def _clip_qk_patch(module: str, owner: str) -> Patch:
-    return Patch(
-        name=f"hooks.clip_qk.{owner}",
-        group="hooks",
-        target=f"megatron.core.transformer.{module}:{owner}.clip_qk",
-        reason="writes to weights by `.data`, after skipped steps too: no counter of steps or of writes sees it",
-        versions=CORE_VERSIONS,
-        remove_when="megatron-core writes to the parameters themselves",
-        build=_build_clip_qk,
-        since="0.16.0",
-    )
-
-
 PATCHES: tuple[Patch, ...] = (
     _step_patch("optimizer", "MixedPrecisionOptimizer"),
     _step_patch("optimizer", "FP32Optimizer"),
     _step_patch("optimizer", "ChainedOptimizer"),
     _step_patch("layer_wise_optimizer", "LayerWiseDistributedOptimizer", since="0.16.0"),
-    _clip_qk_patch("attention", "SelfAttention"),
-    _clip_qk_patch("multi_latent_attention", "MLASelfAttention"),
 )

@@ -72,7 +72,7 @@ def attach(
                 require_vllm(allow_version=checked.generate_config.allow_version)
                 job.require_timeout(checked.generate_config.timeout_seconds)
             engine = engine_beside(
-                lambda: _guarded_model(chunks, optimizer, checked, table, num_steps, job, owner),
+                lambda: _live_model(chunks, optimizer, checked, table, num_steps, job, owner),
                 checked,
                 table,
                 job,
@@ -92,7 +92,7 @@ def _timeout_in(values: Mapping[str, Any]) -> float:
         return GenerateConfig().timeout_seconds
 
 
-def _guarded_model(
+def _live_model(
     chunks: Sequence[torch.nn.Module],
     optimizer: Any,
     config: HybridConfig,
@@ -101,7 +101,7 @@ def _guarded_model(
     job: Job,
     owner: ExitStack,
 ) -> Trainer:
-    """The live model, which refuses to compute while its weights are off the device."""
+    """The live model; at the end it is its owner's alone."""
     from hybrid_engine.backends.megatron.live_model import live_model
     from hybrid_engine.backends.megatron.live_settings import in_ddp
 
@@ -113,8 +113,7 @@ def _guarded_model(
         noop_layers=config.actor_config.noop_layers,
         allow_unreviewed=config.generate_config.allow_unreviewed,
     )
-    for chunk in chunks:
-        owner.callback(chunk.register_forward_pre_hook(lambda *_: live.guard(["param"])).remove)
+    owner.callback(live.close)
     _warn_of_ordinary_memory(live, job, in_ddp=in_ddp(chunks))
     return live
 

@@ -37,6 +37,11 @@ def describe(flat: torch.Tensor, padding: tuple[Extent, ...]) -> Buffer:
     return Buffer(flat.numel(), dtype_name(flat), padding=padding, exported=exported_buffer_of(flat) is not None)
 
 
+def is_frozen(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter that requires no gradient."""
+    return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+
+
 def dtype_name(tensor: torch.Tensor) -> str:
     """Of a tensor's elements, as records have it."""
     return str(tensor.dtype).removeprefix("torch.")

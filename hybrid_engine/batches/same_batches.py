@@ -85,12 +85,12 @@ def _contents(tensors: Batch, is_compared: bool) -> Contents:
     """Those of no tensor where nobody is there to compare them with."""
     if not (tensors and is_compared):
         return {}
-    digests = [box_digest(tensor, tensor.dtype) for tensor in tensors.values()]
-    device = digests[0].device
-    numbers = torch.stack([each.to(device) for each in digests]).tolist()  # waits for the device only once
     return {
-        name: (f"shape {list(tensor.shape)} and type {str(tensor.dtype).removeprefix('torch.')}", number)
-        for (name, tensor), number in sorted(zip(tensors.items(), numbers, strict=True))
+        name: (
+            f"shape {list(tensor.shape)} and type {str(tensor.dtype).removeprefix('torch.')}",
+            box_digest(tensor),
+        )
+        for name, tensor in sorted(tensors.items())
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +12,8 @@ from typing import Literal
 import torch
 
 from hybrid_engine.memory.growing_pages import GrowingPages
+
+logger = logging.getLogger("hybrid_engine")
 
 Direction = Literal["to host", "to device"]
 _CHUNK = 64 * 1024**2  # bytes per copy on CUDA, so that both directions and other traffic take turns on the bus
@@ -20,7 +24,11 @@ class Arena:
 
     def __init__(self) -> None:
         self._pages = GrowingPages()
-        self.memory = self._pages.tensor()
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it, as bytes; not to be kept, for it may move when it grows."""
+        return self._pages.tensor()
 
     def reserve(self, nbytes: int, *, pinned: bool) -> None:
         """Provide at least `nbytes`, page-locked if `pinned`; what is in it stays. No copy may be under way.
@@ -29,12 +37,38 @@ class Arena:
 
         Raises OffloadError; then it is as before, and a later call may succeed.
         """
-        nbytes = max(nbytes, self.memory.numel())
-        self.memory = torch.empty(0, dtype=torch.uint8)  # it may move
-        try:
-            self._pages.grow(nbytes, pinned=pinned)
-        finally:
-            self.memory = self._pages.tensor()
+        self._pages.grow(max(nbytes, self._pages.nbytes), pinned=pinned)
+
+
+class BackgroundCopy:
+    """A copy that somebody else may make in the meantime; it is made once, and never after it was called off."""
+
+    def __init__(self, make: Callable[[], float], *, is_queued: bool = False) -> None:
+        """`make` copies, or waits for a copy that is queued, and returns its seconds."""
+        self._make: Callable[[], float] | None = make
+        self._is_queued = is_queued
+        self._lock = threading.Lock()
+        self._seconds = 0.0
+
+    def run(self) -> None:
+        """Make it, unless that was done; what fails is left to `wait`, which tries again."""
+        with self._lock:
+            if self._make is not None:
+                self._seconds = self._make()
+                self._make = None
+
+    def wait(self) -> float:
+        """Return when it is made, by the caller if nobody has begun; how many seconds it took, less the wait here."""
+        started = time.perf_counter()
+        self.run()
+        return max(0.0, self._seconds - (time.perf_counter() - started))
+
+    def cancel(self) -> None:
+        """Let it not be made any more; one that is being made, or that is queued, is made first."""
+        with self._lock:
+            if self._is_queued and self._make is not None:
+                self._make()
+            self._make = None
 
 
 class Copier:
@@ -48,46 +82,44 @@ class Copier:
     def __init__(self) -> None:
         self._streams: dict[tuple[torch.device, Direction, bool], torch.cuda.Stream] = {}
         self._thread: ThreadPoolExecutor | None = None
-        self._in_background: dict[Direction, list[Callable[[], float]]] = {"to host": [], "to device": []}
 
-    def copy(
-        self, destination: torch.Tensor, source: torch.Tensor, direction: Direction, *, background: bool = False
-    ) -> None:
-        """Copy flat bytes; neither side may be freed or written before `finish`, or `finish_background`."""
+    def copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction) -> None:
+        """Copy flat bytes; neither side may be freed or written before `finish`."""
         device = source.device if direction == "to host" else destination.device
         if device.type == "cuda":
-            stream = self._stream(device, direction, background)
-            if not background:
-                _queue_copy(destination, source, stream)
-                return
+            _queue_copy(destination, source, self._stream(device, direction, background=False))
+        else:
+            destination.copy_(source)
+
+    def begin_copy(
+        self, copies: list[BackgroundCopy], destination: torch.Tensor, source: torch.Tensor, direction: Direction
+    ) -> None:
+        """Begin to copy flat bytes in the background, as one of `copies`; both sides are to be left alone until then.
+
+        Where no thread can be had, whoever waits for the copy makes it.
+        """
+        device = source.device if direction == "to host" else destination.device
+        if device.type == "cuda":
+            stream = self._stream(device, direction, background=True)
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record(stream)
             _queue_copy(destination, source, stream)
             end.record(stream)
-            self._in_background[direction].append(lambda: _seconds_between(begin, end))
-        elif background:
+            copies.append(BackgroundCopy(lambda: _seconds_between(begin, end), is_queued=True))
+            return
+        copy = BackgroundCopy(lambda: _timed_copy(destination, source))
+        copies.append(copy)  # before a thread has it: it never runs without somebody who waits for it
+        try:
             self._thread = self._thread or ThreadPoolExecutor(1, "offload")
-            self._in_background[direction].append(self._thread.submit(_timed_copy, destination, source).result)
-        else:
-            destination.copy_(source)
+            self._thread.submit(copy.run)
+        except RuntimeError as error:
+            logger.info("no thread for a copy in the background (%s): it is made when its contents are needed", error)
 
     def finish(self, direction: Direction) -> None:
         """Wait until every copy in this direction is done, but for those in the background."""
         for (_, queued, background), stream in self._streams.items():
             if queued == direction and not background:
                 stream.synchronize()
-
-    def finish_background(self, direction: Direction) -> float:
-        """Wait for those in the background; return the seconds that they took, less the wait here."""
-        started, seconds, copies = time.perf_counter(), 0.0, self._in_background[direction]
-        while copies:
-            try:
-                seconds += copies[0]()
-            except Exception:
-                copies.pop(0)
-                raise
-            copies.pop(0)  # only now: an interrupted wait goes on with the next call
-        return max(0.0, seconds - (time.perf_counter() - started))
 
     def _stream(self, device: torch.device, direction: Direction, background: bool) -> torch.cuda.Stream:
         key = (device, direction, background)

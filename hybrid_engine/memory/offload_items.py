@@ -14,8 +14,10 @@ from typing import Literal
 import torch
 
 from hybrid_engine.errors import OffloadError
+from hybrid_engine.memory.arena import BackgroundCopy
 from hybrid_engine.memory.elastic import ElasticBuffer, exported_buffer_of
 from hybrid_engine.memory.spans import Spans
+from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.ranks.torch_internals import storage_id, wrapped_tensors
 
 Kind = Literal["param", "grad", "optimizer"]
@@ -126,7 +128,10 @@ class Storage:
         in_arena: its contents are in the arena already, or on their way.
         saved: byte ranges whose contents are in the arena, or on their way.
         done: byte ranges that may be released: saved, or not to be kept.
-        released: byte ranges without memory.
+        released: byte ranges whose contents are not on the device; noted before their memory goes, and until their
+            contents are back.
+        is_coming: it has memory again, and the copies of its contents are under way.
+        copies: in the background, in either direction; whoever needs them done waits for them.
     """
 
     key: int
@@ -141,6 +146,18 @@ class Storage:
     saved: Spans = field(default_factory=Spans)
     done: Spans = field(default_factory=Spans)
     released: Spans = field(default_factory=Spans)
+    is_coming: bool = False
+    copies: list[BackgroundCopy] = field(default_factory=list)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether nothing of it is on the device, or on its way there."""
+        return self.released.nbytes == self.nbytes and not self.is_coming
+
+    @property
+    def has_begun_to_leave(self) -> bool:
+        """Whether any of its contents are elsewhere, or may be."""
+        return bool(self.in_arena or self.saved.nbytes or self.done.nbytes or self.released.nbytes)
 
     @property
     def device(self) -> torch.device:
@@ -156,11 +173,11 @@ class Storage:
 
     def free(self) -> None:
         """Release all memory; contents are lost."""
+        self.released.add(0, self.nbytes)
         if self.buffer is not None:
             self.buffer.release()
         else:
             self.storage.resize_(0)
-        self.released.add(0, self.nbytes)
 
     def release_inside(self, start: int, stop: int) -> int:
         """Release the granules that lie wholly in this byte range of an elastic storage; return their bytes."""
@@ -169,8 +186,8 @@ class Storage:
         first = -(-start // granule) * granule
         last = stop if stop == self.nbytes else stop // granule * granule
         for gap in self.released.missing(first, last):
-            self.buffer.release(*gap)
             self.released.add(*gap)
+            self.buffer.release(*gap)
         return self.released.nbytes - before
 
     def take_back(self) -> None:
@@ -191,11 +208,37 @@ class Storage:
             for start, stop in [gap for span in self.done for gap in self.released.missing(*span)]:
                 self.bytes_view()[start:stop].zero_()  # dropped bytes on pages that kept bytes share
 
+    def call_off(self) -> None:
+        """Begin no copy any more; what had memory again gives it back. Contents stay where they are."""
+        while self.copies:
+            self.copies[-1].cancel()
+            self.copies.pop()
+        if self.is_coming:
+            self.is_coming = False
+            if self.buffer is None:
+                self.storage.resize_(0)
+                return
+            for start, stop in self.released:
+                self.buffer.release(start, stop)
+
+    def complete(self) -> float:
+        """Wait for its copies; what was coming is on the device again. Returns the seconds they took in the background.
+
+        Raises what a copy raised: nothing is lost, and the next call makes it again.
+        """
+        seconds = 0.0
+        while self.copies:
+            seconds += self.copies[-1].wait()
+            self.copies.pop()
+        if self.is_coming:
+            self.forget_departure()
+        return seconds
+
     def forget_departure(self) -> None:
         """Note that everything is on the device again."""
-        self.saved.clear()
-        self.done.clear()
-        self.released.clear()
+        for spans in (self.released, self.saved, self.done):  # what is not released needs none of the rest
+            spans.clear()
+        self.in_arena = self.is_coming = False
 
     def resident_nbytes(self) -> int:
         """Return the bytes of device memory behind it now."""
@@ -301,6 +344,31 @@ def lay_out(placed: Iterable[Storage], new: Iterable[Storage]) -> None:
         if storage.action == "copy":
             storage.arena_offset = -(-end // _ALIGNMENT) * _ALIGNMENT
             end = storage.arena_stop
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What the arena has of a storage: where, how many bytes, and their digest."""
+
+    offset: int
+    nbytes: int
+    digest: int
+
+    @classmethod
+    def of(cls, storage: Storage) -> Saved:
+        """Of one that is on the device and in the arena."""
+        return cls(storage.arena_offset, storage.nbytes, box_digest(storage.bytes_view()))
+
+
+def reuse_places(storages: Iterable[Storage], saved: Mapping[int, Saved]) -> bool:
+    """Keep the places in the arena, if all of these storages have one; what is there as it is now counts as copied."""
+    copied = [storage for storage in storages if storage.action == "copy"]
+    if not all(each.key in saved and saved[each.key].nbytes == each.nbytes for each in copied):
+        return False
+    for storage in copied:
+        storage.arena_offset = saved[storage.key].offset
+        storage.in_arena = Saved.of(storage) == saved[storage.key]
+    return True
 
 
 def names_of(storages: Iterable[Storage]) -> str:

@@ -7,7 +7,7 @@
     offload_parts(kind, parts)     parts of elastic storages go early, page by page; offload({kind}) does the rest
     save_parts(kind, parts)        on CUDA their copies begin even earlier
     begin_offload(kinds)           copies go on in the background; offload(kinds) waits for them and frees
-    onload(..., read_only=True)    contents in the arena stay valid: the next offload of the kind copies nothing
+    onload(..., read_only=True)    expected not to be written: the next offload of the kind copies what was all the same
     onload(..., wait=False)        copies go on in the background; wait() completes them
     onload(..., limit=nbytes)      only what fits; the next onload brings the rest
     residual()                     training bytes that are still on the device, by owner
@@ -23,13 +23,13 @@ host are the same memory: offloading then saves only what is dropped, and exists
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NoReturn
 
 import torch
 
 from hybrid_engine.errors import HybridEngineError, OffloadError
-from hybrid_engine.memory.arena import Arena, Copier, Direction
+from hybrid_engine.memory.arena import Arena, Copier
 from hybrid_engine.memory.offload_items import (
     KINDS,
     Kind,
@@ -38,12 +38,14 @@ from hybrid_engine.memory.offload_items import (
     OffloadReport,
     Part,
     Reached,
+    Saved,
     Storage,
     checked,
     elastic_ranges,
     forget,
     lay_out,
     names_of,
+    reuse_places,
     survey,
 )
 from hybrid_engine.memory.residual import Residual
@@ -79,16 +81,23 @@ class Offloader:
         self._residual = Residual(reachable, self._device_type)
         self._arenas: dict[Kind, Arena] = {kind: Arena() for kind in KINDS}
         self._copier = Copier()
-        self._leaving: dict[Kind, list[Storage]] = {}  # from their first part on, until they are away or back
-        self._away: dict[Kind, list[Storage]] = {}
-        self._unchanged: dict[Kind, list[Storage]] = {}  # on the device, and by promise the same as in the arena
-        self._pending: dict[Direction, set[Kind]] = {"to host": set(), "to device": set()}  # copies may be under way
+        self._departed: dict[Kind, list[Storage]] = {}  # from their first part on, until all of the kind is back
+        self._offloaded: dict[Kind, object] = {}  # those that left whole, until they are whole again; see `departure`
+        self._unchanged: dict[Kind, dict[int, Saved]] = {}  # by storage: what the arena has of it
         self._hidden_seconds = 0.0
         self._saves_ahead = self._device_type == "cuda"  # elsewhere a copy is done when the call returns
 
     def is_offloaded(self, kind: Kind) -> bool:
-        """Return True from a successful offload until a complete onload; False while only parts are offloaded."""
-        return checked(kind) in self._away
+        """Return True from a successful offload until an onload of all has begun; False while only parts are gone."""
+        storages = self._departed[kind] if checked(kind) in self._offloaded else None
+        return storages == [] or any(s.released.nbytes and not s.is_coming for s in storages or ())
+
+    def departure(self, kind: Kind) -> object | None:
+        """Return what is the same object for as long as nothing of an offloaded kind was on the device, or coming.
+
+        So its contents are the same, too. None for a kind that is not offloaded.
+        """
+        return self._offloaded.get(checked(kind))
 
     def offload(self, kinds: Iterable[Kind] = KINDS) -> OffloadReport:
         """Move these kinds off the device, all that is there of them; kinds that are off already are left alone.
@@ -100,31 +109,25 @@ class Offloader:
         requested = set(map(checked, kinds))
         to_move = self._on_device(requested)
         moved = Moved(to_move)
-        self._wait_for(to_move)
+        self._call_off(to_move, moved)
         if self._device_type == "cuda":
             torch.cuda.synchronize()  # training may have used other streams; later releases wait for the current one
         found = survey(self._inventory(), self._device_type)
         self._begin(to_move, found.storages)
-        away: dict[Kind, list[Storage]] = {kind: [] for kind in KINDS if kind in to_move}
         try:
             self._reserve_arenas(to_move)
-            storages = [storage for kind in away for storage in self._leaving[kind]]
             # Dropped ones last: their contents are lost, so nothing that can fail may come after them.
-            for storage in sorted(storages, key=lambda storage: storage.action == "drop"):
+            for storage in sorted(self._storages(to_move), key=lambda storage: storage.action == "drop"):
                 self._take_off(storage, moved)
-                away[storage.kind].append(storage)
         except Exception as error:
-            self._undo(away, error)
-        self._away.update(away)
-        for kind in to_move:
-            del self._leaving[kind]
+            self._undo(to_move, error)
+        self._offloaded.update({kind: object() for kind in to_move})
         listed = found.keys()
         forget([item for item in found.caches if item.kind in requested], moved)
         found.caches.clear()  # the last references to them
         if self._device_type == "cuda":
             torch.cuda.empty_cache()  # to the device, where the inference engine's own allocator finds it
-        offloaded = [storage for storages in self._away.values() for storage in storages]
-        self._residual.warn(found.storages, offloaded, listed)
+        self._residual.warn(found.storages, [s for s in self._storages(KINDS) if s.is_away], listed)
         return moved.report()
 
     def begin_offload(self, kinds: Iterable[Kind] = KINDS) -> None:
@@ -136,14 +139,13 @@ class Offloader:
             OffloadError: as `offload`.
         """
         begun = self._on_device(set(map(checked, kinds)))
-        self._wait_for(begun)
+        self._call_off(begun)
         self._begin(begun, survey(self._inventory(), self._device_type).storages)
         try:
             self._reserve_arenas(begun)
-            for storage in [storage for kind in KINDS if kind in begun for storage in self._leaving[kind]]:
+            for storage in self._storages(begun):
                 if not (storage.action == "drop" or storage.in_arena or storage.saved.nbytes):
-                    self._pending["to host"].add(storage.kind)
-                    self._copier.copy(self._slot(storage), storage.bytes_view(), "to host", background=True)
+                    self._copier.begin_copy(storage.copies, self._slot(storage), storage.bytes_view(), "to host")
                     storage.in_arena = True
         except Exception as error:
             self.onload(begun)
@@ -162,7 +164,7 @@ class Offloader:
         Raises:
             OffloadError: the contents are then on the device or in the arena; `onload({kind})` restores everything.
         """
-        if checked(kind) in self._away:
+        if self.is_offloaded(kind):
             return 0
         given = self._leaving_ranges(kind, parts)
         try:
@@ -183,56 +185,46 @@ class Offloader:
 
         On CUDA, where copies are queued; elsewhere it does nothing. Raises as `offload_parts`.
         """
-        if self._saves_ahead and checked(kind) not in self._away:
+        if self._saves_ahead and not self.is_offloaded(kind):
             self._save_all(self._leaving_ranges(kind, parts))
 
     def onload(
-        self,
-        kinds: Iterable[Kind] = KINDS,
-        *,
-        read_only: bool = False,
-        wait: bool = True,
-        limit: int | None = None,
+        self, kinds: Iterable[Kind] = KINDS, *, read_only: bool = False, wait: bool = True, limit: int | None = None
     ) -> OffloadReport:
         """Move these kinds back to the device, what is off it of each; kinds that are there are left alone.
 
         Args:
             kinds: what to move back.
-            read_only: the caller promises that contents do not change until the next offload of the kind, which then
-                copies nothing. A call without it revokes the promise, also for kinds that are there already.
+            read_only: the contents are not expected to change until the next offload of the kind, which then compares
+                digests and copies only what changed. Takes them here, so not with `wait=False`.
             wait: False: the copies go on in the background, on CUDA on a side stream, on the CPU in a thread, and
                 `wait` completes them; until then the kinds must not be touched.
             limit: most bytes of device memory to take. Of a kind that does not fit whole, storages that fit come, in
                 order; the kind must not be written before an onload has brought the rest.
 
         Raises:
-            OffloadError: it failed, for example for lack of memory. What was restored stays on the device and the rest
-                in the arena; the message names both, and a later call continues from there.
+            OffloadError: what was restored stays on the device and the rest in the arena; the message names both, and a
+                later call continues from there.
         """
         requested = dict.fromkeys(map(checked, kinds))
-        moved = Moved(kind for kind in requested if kind in self._away or kind in self._leaving)
-        if self._pending["to host"] & requested.keys():
-            self._finish("to host")
+        moved = Moved(kind for kind in requested if kind in self._departed)
         for kind in requested:
             if not read_only:
                 self._unchanged.pop(kind, None)
-            where = self._away if kind in self._away else self._leaving
-            if kind in where:
+            if kind in self._departed:
+                if kind in self._offloaded:
+                    self._offloaded[kind] = object()
                 self._copier.finish("to host")  # what `save_parts` began
-                self._pending["to device"].add(kind)
-                is_whole = self._onload_kind(where[kind], moved, limit, background=not wait)
-                if not is_whole:
-                    continue
-                storages = where.pop(kind)
-                if read_only and all(storage.in_arena or storage.action == "drop" for storage in storages):
-                    self._unchanged[kind] = storages
-        if wait:
-            self.wait()
+                self._onload_kind(self._departed[kind], moved, limit, background=not wait)
+                if wait:
+                    self._complete(kind, read_only=read_only)
         return moved.report()
 
     def wait(self) -> None:
-        """Complete the copies that `onload(wait=False)` began; call it before the contents are used."""
-        self._finish("to device")
+        """Complete what `onload(wait=False)` began, before it is used. Raises OffloadError; a later call goes on."""
+        for kind in list(self._departed):
+            if any(storage.is_coming for storage in self._departed[kind]):
+                self._complete(kind)
 
     def take_hidden_seconds(self) -> float:
         """Return how long copies went on in the background, less the waits for them, since the last call."""
@@ -241,7 +233,8 @@ class Offloader:
 
     def away_nbytes(self, kinds: Iterable[Kind] = KINDS) -> dict[Kind, int]:
         """Return the device memory that an onload would take, by kind."""
-        return {kind: sum(s.released.nbytes for s in self._away.get(kind, ())) for kind in map(checked, kinds)}
+        away = {kind: [s for s in self._storages([kind]) if not s.is_coming] for kind in map(checked, kinds)}
+        return {kind: sum(storage.released.nbytes for storage in storages) for kind, storages in away.items()}
 
     def resident_nbytes(self) -> dict[str, dict[str, int]]:
         """Return the bytes on the device by kind and owner; a storage counts once, under its first owner."""
@@ -257,16 +250,26 @@ class Offloader:
         """Return the bytes of host memory that the arenas hold."""
         return sum(arena.memory.numel() for arena in self._arenas.values())
 
-    def _on_device(self, kinds: set[Kind]) -> set[Kind]:
-        """Return those of these kinds that are on the device, at least partly; the latter may leave again."""
-        for kind in kinds & self._away.keys():
-            if any(not storage.released.nbytes for storage in self._away[kind]):
-                self._leaving[kind] = self._away.pop(kind)
-        return kinds - self._away.keys()
+    def _storages(self, kinds: Collection[Kind]) -> list[Storage]:
+        """What has begun to leave of these kinds, in their order."""
+        return [storage for kind in KINDS if kind in kinds for storage in self._departed.get(kind, ())]
+
+    def _on_device(self, kinds: Collection[Kind]) -> set[Kind]:
+        """Return those of these kinds that are on the device, or on their way there, at least partly."""
+        return {
+            kind for kind in kinds if kind not in self._offloaded or not all(s.is_away for s in self._departed[kind])
+        }
+
+    def _call_off(self, kinds: Collection[Kind], moved: Moved | None = None) -> None:
+        """Bring nothing of these kinds any more."""
+        for storage in (each for each in self._storages(kinds) if each.is_coming):
+            storage.call_off()
+            if moved is not None:
+                moved.nbytes[storage.kind] += storage.released.nbytes
 
     def _begin(self, kinds: set[Kind], storages: Iterable[Storage]) -> None:
-        """List what leaves with these kinds: what `offload_parts` has begun, and everything else of them."""
-        known = {storage.key for group in (self._away, self._leaving) for some in group.values() for storage in some}
+        """List what leaves with these kinds: what has begun to leave, and everything else of them."""
+        known = {storage.key for storage in self._storages(KINDS) if storage.has_begun_to_leave}
         fresh = [s for s in storages if s.kind in kinds and s.key not in known and s.nbytes > 0]
         reasons = [
             f"{storage.owner} ({storage.kind}, {storage.nbytes} bytes): {reason}"
@@ -276,36 +279,27 @@ class Offloader:
         if reasons:
             raise OffloadError("cannot be offloaded, nothing was moved:\n  " + "\n  ".join(reasons))
         for kind in kinds:
-            leaving = self._leaving.setdefault(kind, [])
+            begun = [storage for storage in self._departed.get(kind, ()) if storage.has_begun_to_leave]
             new = [storage for storage in fresh if storage.kind == kind]
-            if leaving or not self._reuse_arena(kind, new):
-                lay_out(leaving, new)
-            leaving.extend(new)
-
-    def _reuse_arena(self, kind: Kind, storages: Iterable[Storage]) -> bool:
-        """Use the arena's contents if all of these storages are unchanged since; return whether they are."""
-        known = {storage.key: storage for storage in self._unchanged.pop(kind, [])}
-        copied = [storage for storage in storages if storage.action == "copy"]
-        if not all(s.key in known and (known[s.key].action, known[s.key].nbytes) == ("copy", s.nbytes) for s in copied):
-            return False
-        for storage in copied:
-            storage.arena_offset, storage.in_arena = known[storage.key].arena_offset, True
-        return True
+            if begun or not reuse_places(new, self._unchanged.pop(kind, {})):
+                lay_out(begun, new)
+            self._departed[kind] = begun + new
 
     def _reserve_arenas(self, kinds: Iterable[Kind]) -> None:
         """Make room for everything of these kinds."""
         self._copier.finish("to host")  # memory that grows may move
         for kind in kinds:
-            ends = [storage.arena_stop for storage in self._leaving[kind] if storage.action == "copy"]
+            self._hidden_seconds += sum(storage.complete() for storage in self._departed[kind])
+            ends = [storage.arena_stop for storage in self._departed[kind] if storage.action == "copy"]
             self._arenas[kind].reserve(max(ends, default=0), pinned=self._device_type == "cuda")
 
     def _leaving_ranges(self, kind: Kind, parts: Iterable[Part]) -> list[tuple[Storage, Spans]]:
         """Return the byte ranges of these parts by elastic storage; from here on the kind is leaving."""
-        self._wait_for({kind})
-        if kind not in self._leaving:
+        self._call_off({kind})
+        if kind not in self._departed:
             self._begin({kind}, survey(self._inventory(), self._device_type).storages)
             self._reserve_arenas({kind})
-        return elastic_ranges(self._leaving[kind], parts)
+        return elastic_ranges(self._departed[kind], parts)
 
     def _save_all(self, given: Iterable[tuple[Storage, Spans]]) -> None:
         for storage, ranges in given:
@@ -315,6 +309,7 @@ class Offloader:
     def _take_off(self, storage: Storage, moved: Moved) -> None:
         """Save what is not saved yet, then free the storage."""
         remaining = storage.nbytes - storage.released.nbytes
+        self._hidden_seconds += storage.complete()
         copied = self._save(storage, 0, storage.nbytes)
         self._copier.finish("to host")
         storage.done.add(0, storage.nbytes)
@@ -335,26 +330,25 @@ class Offloader:
             copied += gap_stop - gap_start
         return copied
 
-    def _onload_kind(self, storages: Sequence[Storage], moved: Moved, limit: int | None, *, background: bool) -> bool:
-        """Restore those of these storages that fit; return whether all are back. What is back stays in the list."""
-        is_whole = True
+    def _onload_kind(self, storages: Sequence[Storage], moved: Moved, limit: int | None, *, background: bool) -> None:
+        """Begin to bring back those of these storages that fit."""
         for index, storage in enumerate(storages):
-            if limit is not None and storage.released.nbytes > limit - sum(moved.nbytes.values()):
-                is_whole = False
+            fits = limit is None or storage.released.nbytes <= limit - sum(moved.nbytes.values())
+            if storage.is_coming or not fits:
                 continue
             try:
                 self._put_back(storage, moved, background=background)
             except Exception as error:
-                self._finish("to device")
+                self._hidden_seconds += sum(earlier.complete() for earlier in storages[:index])
                 raise OffloadError(
                     f"onload of {storage.owner} ({storage.kind}, {storage.nbytes} bytes) failed: {error}. "
                     f"On the device: {names_of(storages[:index])}. Still in host memory: {names_of(storages[index:])}. "
                     "Free device memory and onload again"
                 ) from error
-        return is_whole
 
     def _put_back(self, storage: Storage, moved: Moved, *, background: bool) -> None:
-        """Restore memory and contents wherever they were released."""
+        """Take memory wherever it was released, and begin to copy contents back; `_complete` ends it."""
+        storage.call_off()
         if not storage.released.nbytes:
             storage.forget_departure()
             return
@@ -362,38 +356,44 @@ class Offloader:
         if storage.action == "copy":
             contents = storage.bytes_view()
             for start, stop in storage.released:
-                slot = self._slot(storage)[start:stop]
-                self._copier.copy(contents[start:stop], slot, "to device", background=background)
+                pair = contents[start:stop], self._slot(storage)[start:stop]
+                if background:
+                    self._copier.begin_copy(storage.copies, *pair, "to device")
+                else:
+                    self._copier.copy(*pair, "to device")
                 moved.copied[storage.kind] += stop - start
         moved.nbytes[storage.kind] += storage.released.nbytes
-        storage.forget_departure()
+        storage.is_coming = True  # not before all of its copies have begun
+
+    def _complete(self, kind: Kind, *, read_only: bool = False) -> None:
+        """Wait for what is coming of a kind; it is no longer away when all is back."""
+        storages = self._departed[kind]
+        saved = [storage for storage in storages if storage.action == "copy"]
+        is_saved = all(storage.in_arena for storage in saved)
+        try:
+            self._copier.finish("to device")
+            self._hidden_seconds += sum(storage.complete() for storage in storages if storage.is_coming)
+        except Exception as error:
+            raise OffloadError(f"onload of {kind} failed: {error}. Nothing is lost; onload it again") from error
+        if not any(storage.released.nbytes for storage in storages):
+            if read_only and is_saved:
+                self._unchanged[kind] = {storage.key: Saved.of(storage) for storage in saved}
+            self._offloaded.pop(kind, None)
+            del self._departed[kind]
 
     def _slot(self, storage: Storage) -> torch.Tensor:
         """Return the storage's part of the arena."""
         return self._arenas[storage.kind].memory[storage.arena_offset : storage.arena_stop]
 
-    def _undo(self, away: Mapping[Kind, list[Storage]], error: Exception) -> NoReturn:
+    def _undo(self, kinds: Collection[Kind], error: Exception) -> NoReturn:
         """Put back what a failed offload moved, then raise; what cannot be put back stays offloaded and is named."""
-        zeroed = [storage for storages in away.values() for storage in storages if storage.action == "drop"]
+        zeroed = [each for each in self._storages(kinds) if each.action == "drop" and each.released.nbytes]
         try:
-            for kind in away:
-                self._away[kind] = [s for s in self._leaving.pop(kind) if s in away[kind] or s.released.nbytes]
-            self.onload(away)
+            self.onload(kind for kind in KINDS if kind in kinds)
         except HybridEngineError as second:
             raise OffloadError(f"offload failed: {error}; and putting back failed: {second}") from error
         lost = f" (dropped, hence zero: {names_of(zeroed)})" if zeroed else ""
         raise OffloadError(f"offload failed, everything was put back{lost}: {error}") from error
-
-    def _finish(self, direction: Direction) -> None:
-        self._copier.finish(direction)
-        self._hidden_seconds += self._copier.finish_background(direction)
-        self._pending[direction].clear()
-
-    def _wait_for(self, kinds: set[Kind]) -> None:
-        """Complete copies of these kinds before they are touched."""
-        for direction, pending in self._pending.items():
-            if pending & kinds:
-                self._finish(direction)
 
 
 MegatronOffloader = Offloader  # its name in programs of others: Megatron's was the first trainer

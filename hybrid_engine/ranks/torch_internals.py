@@ -53,6 +53,10 @@ PRIVATE_NAMES = (
         "torch:_foreach_copy_",
         "copies many boxes in one call: on the CPU without Python in between, on CUDA in one kernel where it can",
     ),
+    PrivateName(
+        "torch:_int_mm",
+        "multiplies 8-bit integers exactly, on CUDA as fast as memory gives them: no public operator does",
+    ),
 )
 
 
@@ -74,6 +78,11 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 def copy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into the destination at its position, casting; on CUDA the copies are queued."""
     torch._foreach_copy_(destinations, sources)  # type: ignore[arg-type]  # its stub wants lists or tuples
+
+
+def int8_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """[m, k] int8 times [k, n] int8: [m, n] int32, exact below k = 2**17. On CUDA m > 16, and 8 divides k and n."""
+    return torch._int_mm(left, right)
 
 
 def wrapped_tensors(tensor: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
     sharding_manager.py   ShardingManager: the states, the order of a switch, the way back after a failure
       states.py             the states, and what each needs on the device
+      entered.py            the context of a state, and which one runs
       contexts.py           `rollout_context` and the like, for HybridEngine and ActorHybridWorker
       hooks.py              how users' hooks are called
       report.py             ReshardReport, and the tally that it is made from

@@ -16,7 +16,7 @@ from hybrid_engine.switch.states import State
 
 
 class SwitchContexts(ABC):
-    """Base of what has a `sharding`. All methods are collective, but for the hooks' and `weights_changed`.
+    """Base of what has a `sharding`. All methods are collective, but for the hooks'.
 
     As a context manager it is shut down at the end of the block, whatever ends it.
     """
@@ -58,13 +58,6 @@ class SwitchContexts(ABC):
     def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
         """In a rollout: begin to bring training state back; see `ShardingManager.prefetch`."""
         self.sharding.prefetch(kinds)
-
-    def weights_changed(self) -> None:
-        """With `incremental`: say that this rank's weights were written in a way that nothing counts, such as `.data`.
-
-        The next switch sends them again. No collective.
-        """
-        self.sharding.weights_changed()
 
     def on_reshard_start(self, hook: Hook) -> Hook:
         """Decorator: call `hook(from_state, to_state)` before every switch, or `hook()` if it takes no argument."""

@@ -1,13 +1,14 @@
 """What the inference side got in earlier switches and still has, so that it is neither read nor sent again.
 
-    versions of what this rank trains  --\
-                                          reasons to send each bucket; one rank's reason counts for all  ->  the rest
-    groups that are live on this rank  --/                                                                   is skipped
+    digests of what this rank trains     --\
+                                            reasons to send each bucket; one rank's reason counts for all  ->  the rest
+    groups that are live on this rank    --/                                                                 is skipped
 
     leaving INFER   keep      which groups stay within the bound
-    next switch     reasons   of this rank  ->  Agreement.any_of  ->  next: a Delivery
+    next switch     digests   of the bytes to be read
+                    reasons   of this rank  ->  Agreement.any_of  ->  next: a Delivery
+                    forget    nothing counts as delivered while a fill goes on, or after one that did not end
                     note      the fill succeeded on every rank
-    a failure       forget    nothing counts as delivered
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from dataclasses import dataclass
 import torch
 
 from hybrid_engine.memory.offload_items import Part
+from hybrid_engine.memory.spans import Spans
 from hybrid_engine.planning.plan import Bucket
 from hybrid_engine.planning.release_schedule import Releases, release_schedule
 from hybrid_engine.planning.residency import Residency
-from hybrid_engine.ports import Version
+from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.weight_container import WeightContainer
+
+Digests = Sequence[tuple[int, ...]]
+"""By bucket, of each run of bytes in which this rank has its tensors; empty where it has none of them."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +36,13 @@ class Delivery:
     """What one switch sends, on one rank.
 
     Attributes:
-        versions: of this rank's tensors.
+        digests: of this rank's weights.
         skipped: buckets that all ranks leave out.
         unread: what that leaves unread of this rank's training buffers; it can go at once.
         releases: what can go after each of the other buckets.
     """
 
-    versions: Mapping[str, Version]
+    digests: Digests
     skipped: frozenset[int]
     unread: Releases
     releases: Sequence[Releases]
@@ -56,7 +61,7 @@ class Deliveries:
         source: what this rank holds for training.
         groups: of this rank's inference weights.
         residency: how much of them may stay.
-        frozen: tensors that no step changes, as far as is known; their buckets stay before others.
+        frozen: tensors that no step changes, as far as is known; their buckets stay before others from the beginning.
         rank: of this process.
 
     Ranks that were told the same flags keep the same buckets.
@@ -71,48 +76,59 @@ class Deliveries:
         frozen: Collection[str],
         rank: int,
     ) -> None:
-        held = {shard.region.tensor for shard in source.shards}
         self._buckets, self._shards, self._residency, self._rank = buckets, source.shards, residency, rank
-        self._held = [[tensor for tensor in bucket.tensors if tensor in held] for bucket in buckets]
         self._groups = [[group for group in bucket.groups if group in groups] for bucket in buckets]
+        self._runs: list[dict[str, Spans]] = [{} for _ in buckets]  # by buffer, in elements
+        bucket_of = {tensor: bucket.index for bucket in buckets for tensor in bucket.tensors}
+        for shard in source.shards:
+            if (index := bucket_of.get(shard.region.tensor)) is not None:
+                extent = shard.place.extent(shard.region.lengths)
+                self._runs[index].setdefault(shard.place.buffer.name, Spans()).add(extent.start, extent.stop)
         self._num_changes = [int(not frozenset(frozen).issuperset(bucket.tensors)) for bucket in buckets]
-        self._delivered: Mapping[str, Version] = {}
+        self._delivered: Digests | None = None
 
-    def reasons(self, versions: Mapping[str, Version], live: Collection[str]) -> list[bool]:
-        """This rank's reasons to send: for each bucket that a tensor was written, then for each that a group is gone.
+    def digests(self, buffers: Mapping[str, torch.Tensor]) -> Digests:
+        """Of what is in these training buffers now. Reads all of it."""
+        return [
+            tuple(box_digest(buffers[name][start:stop]) for name, spans in runs.items() for start, stop in spans)
+            for runs in self._runs
+        ]
+
+    def reasons(self, digests: Digests, live: Collection[str]) -> list[bool]:
+        """This rank's reasons to send: for each bucket that its bytes changed, then for each that a group is gone.
 
         Args:
-            versions: of this rank's tensors (`Trainer.versions`).
+            digests: of this rank's weights.
             live: groups of this rank that hold what they got last.
         """
-        live = frozenset(live)
-        written = [any(self._is_written(tensor, versions) for tensor in tensors) for tensors in self._held]
-        return [*written, *(not live.issuperset(groups) for groups in self._groups)]
+        live, delivered = frozenset(live), self._delivered
+        changed = [bool(now) and (delivered is None or now != delivered[index]) for index, now in enumerate(digests)]
+        return [*changed, *(not live.issuperset(groups) for groups in self._groups)]
 
-    def next(self, versions: Mapping[str, Version], flags: Sequence[bool], releases: Sequence[Releases]) -> Delivery:
+    def next(self, digests: Digests, flags: Sequence[bool], releases: Sequence[Releases]) -> Delivery:
         """What is to be sent: the buckets that any rank has a reason for.
 
         Args:
-            versions: of this rank's tensors.
+            digests: of this rank's weights.
             flags: `reasons` of any rank.
             releases: what can go after each bucket if all are sent.
         """
-        written, gone = flags[: len(self._buckets)], flags[len(self._buckets) :]
-        for index, flag in enumerate(written):
+        changed, gone = flags[: len(self._buckets)], flags[len(self._buckets) :]
+        for index, flag in enumerate(changed):
             self._num_changes[index] += flag
-        skipped = frozenset(index for index, found in enumerate(zip(written, gone, strict=True)) if not any(found))
+        skipped = frozenset(index for index, found in enumerate(zip(changed, gone, strict=True)) if not any(found))
         unread: Releases = {}
         if skipped:
             unread, *releases = self._schedule(skipped)
-        return Delivery(versions, skipped, unread, releases)
+        return Delivery(digests, skipped, unread, releases)
 
     def note(self, delivery: Delivery) -> None:
         """Every rank has what this one sent, and what it skipped."""
-        self._delivered = delivery.versions
+        self._delivered = delivery.digests
 
     def forget(self) -> None:
-        """Send everything next time."""
-        self._delivered = {}
+        """Send everything next time, unless a delivery is noted before."""
+        self._delivered = None
 
     def kept(self) -> frozenset[int]:
         """The buckets that stay when the devices train again: those that changed least often, in the plan's order."""
@@ -140,7 +156,3 @@ class Deliveries:
         first = [tensor for index in sorted(skipped) for tensor in self._buckets[index].tensors]
         rest = [bucket.tensors for bucket in self._buckets if bucket.index not in skipped]
         return release_schedule(self._shards, [first, *rest])
-
-    def _is_written(self, tensor: str, versions: Mapping[str, Version]) -> bool:
-        version = versions.get(tensor)
-        return version is None or version != self._delivered.get(tensor)

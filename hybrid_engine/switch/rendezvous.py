@@ -113,7 +113,8 @@ def connect(
         config: transport, bucket size and timeout; the same on all ranks.
         owner: ends what is made here.
         may_stay_unread: source tensors that no destination needs to read.
-        frozen: called for those of this rank's that no step changes, with `config.incremental`.
+        frozen: called for those of this rank's that no step changes, with `config.incremental`: they get buckets of
+            their own.
         source_layouts: of all ranks, where they are known (`gather_layouts`).
         timed: called with "layout" and "plan"; default: nobody looks at the time.
 
@@ -161,7 +162,7 @@ def connect(
             router = TransportSet.connect(wiring, config.transport)
             owner.callback(router.close)
             router.check(made, exported=handles_of_all)
-            container = WeightContainer(destination, made, router)
+            container = WeightContainer(destination, made, router, num_ranks=job.world_size)
             schedule = release_schedule(source_layouts[job.rank].shards, [bucket.tensors for bucket in made.buckets])
             regions, deliveries = None, None
             if config.verify != "off":

@@ -9,7 +9,8 @@
 The phases of a switch are in the package's docstring; each ends with an agreement of all ranks. The device holds at
 most the larger of training state and inference weights, and a few buckets. (With `incremental`, up to `incremental_mb`
 of inference weights stay: deliveries.py.) A failure restores the state before; the training weights are only ever
-read, and those that left come back.
+read, and those that left come back. From the first thing that leaves to the last that is there the state is
+INTERRUPTED: so it is what an exception leaves that nobody may hold up (Ctrl-C), and the next switch starts from that.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from hybrid_engine.ports import BucketFollower, InferenceCaches, InferenceWeight
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import Layout
-from hybrid_engine.switch.deliveries import Delivery, parts_of
+from hybrid_engine.switch.deliveries import Delivery, Digests, parts_of
+from hybrid_engine.switch.entered import Contexts, Entered
 from hybrid_engine.switch.hooks import SwitchHooks
 from hybrid_engine.switch.prefetch import Prefetcher, resident_nbytes, total
 from hybrid_engine.switch.release_fence import ReleaseFence
@@ -60,8 +62,7 @@ class ShardingManager(SwitchHooks):
         job: of all ranks; outlives this object.
         training_layouts: of all ranks, where they are known (`rendezvous.gather_layouts`).
 
-    Knows neither Megatron nor vLLM. The plan is made once, here; a later switch that finds the training weights
-    elsewhere raises (`TrainingWeights.prepare`).
+    The plan is made once, here; a later switch that finds the training weights elsewhere raises.
     """
 
     def __init__(
@@ -85,7 +86,8 @@ class ShardingManager(SwitchHooks):
         self.job = job
         self.state = State.TRAIN
         self.last_report: ReshardReport | None = None
-        self._context_state: State | None = None
+        self._contexts: Contexts = []
+        self._digested: tuple[object | None, Digests] = None, ()  # what was read of parameters before a departure
         self._tally = SwitchTally()
         self._prefetcher = Prefetcher(offloader, inference, config, job.device)
         self._connection: Connection | None = None
@@ -128,32 +130,21 @@ class ShardingManager(SwitchHooks):
         """The inference weights, as the switch fills them."""
         return self._require_open().container
 
-    @contextmanager
-    def entered(self, state: State) -> Iterator[None]:
+    def entered(self, state: State) -> AbstractContextManager[None]:
         """Be in `state` inside the context. The state is kept at the end: the next context switches if it must.
 
         Raises StateError inside another state's context, which would go on in the wrong state. IDLE frees the device
         for a model beside the actor, inside any context: then that one's state is back at the end, but for errors.
         """
-        outer = self._context_state
-        if outer not in (None, state) and state is not State.IDLE:
-            raise StateError(f"{state.context} inside {outer.context}; leave the latter first")
-        self.enter(state)
-        self._context_state = state
-        try:
-            yield
-        finally:
-            self._context_state = outer
-        if outer not in (None, state):
-            self.enter(outer)
+        return Entered(state, self.enter, self._contexts)
 
     def enter(self, target: State) -> ReshardReport | None:
         """Switch to `target`; None when it is the present state already.
 
         Raises on all ranks when any rank fails. Then the state before is restored (IDLE, when the inference weights
-        were lost on the way, or when the message says that restoring failed too); every later switch starts from what
-        is really there. When only an end hook failed, the switch itself stands. After a LostRankError nothing is
-        restored, and no switch can follow.
+        were lost on the way; INTERRUPTED, when the message says that restoring failed too, after Ctrl-C and the like);
+        every later switch starts from what is really there. When only an end hook failed, the switch itself stands.
+        After a LostRankError nothing is restored, and no switch can follow.
         """
         self._require_open()
         if target is self.state:
@@ -169,13 +160,12 @@ class ShardingManager(SwitchHooks):
         self._prefetcher.reset()
         with self._phase("start hooks"):
             self._call_start_hooks(before, target)
+        self.state = State.INTERRUPTED
         try:
             self._switch(before, target)
-        except LostRankError:
-            self.state = State.IDLE
-            raise
         except Exception as error:
-            self._restore(before, target, error)
+            if not isinstance(error, LostRankError):
+                self._restore(before, target, error)
             raise
         self.state = target
         self._tally.seconds_hidden = self.offloader.take_hidden_seconds()
@@ -187,30 +177,21 @@ class ShardingManager(SwitchHooks):
             self._call_end_hooks(report)
         return report
 
-    def weights_changed(self) -> None:
-        """Send what this rank trains at the next switch: it was written as `Trainer.versions` misses. No collective."""
-        if (deliveries := self._require_open().deliveries) is not None:
-            deliveries.forget()
-
     def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
         """Begin to bring training state back while the last completions are generated, in state INFER.
 
-        The switch to TRAIN finds these kinds there; a switch to another state takes off again what that does not need.
         Memory: theirs beside the inference weights', so name what fits ("optimizer", say). The copies run on a side
         stream on CUDA, in a thread on the CPU. Raises StateError in any other state, OffloadError when memory runs out;
         both lose nothing. With `prefetch: auto` nobody needs to call this; see prefetch.py.
         """
         self._require_open()
-        if self.state is not State.INFER:
-            raise StateError(f"training state is prefetched while vLLM generates; the state is {self.state.value}")
+        self.require(State.INFER)
         with self.job.agreement.phase("prefetch"):
             self._prefetcher.bring(kinds)
 
     def near_end(self) -> None:
-        """This rank's replica has drawn nearly all of a rollout: bring training state as far as it fits. No collective.
-
-        Does nothing in any other state than INFER. What fails is logged, and left to the next switch.
-        """
+        """This rank's replica has drawn nearly all of a rollout: in INFER, bring training state as far as it fits. No
+        collective. What fails is logged, and left to the next switch."""
         if self._connection is not None and self.state is State.INFER:
             self._prefetcher.begin()
 
@@ -225,29 +206,29 @@ class ShardingManager(SwitchHooks):
     def _switch(self, before: State, target: State) -> None:
         with self._phase("survey"):
             self._note_peak()
-        if before in (State.INFER, State.IDLE):  # IDLE may follow a release that failed
+        if before not in (State.TRAIN, State.FORWARD):  # IDLE may follow a release that failed
             self._release_inference()
+        delivery = None
         if target is State.INFER:
-            self._fill_inference()
-        elif before is State.TRAIN:  # what is pending would write parameters that count as unchanged from here on
+            delivery = self._fill_inference()
+        elif before is State.TRAIN:  # what is pending would write parameters that leave, or are only read
             self._prepare()
         wanted = resident_kinds(target, self.config)
         self._offload(_ALL_KINDS - wanted)
+        if delivery is not None:
+            self._digested = self.offloader.departure("param"), delivery.digests
         self._onload(wanted, read_only=target is not State.TRAIN)
         if target is State.INFER:
             with self._phase("resume"):
                 self.caches.wake_kv_cache()
                 self.caches.reset_caches()
 
-    def _fill_inference(self) -> None:
+    def _fill_inference(self) -> Delivery:
         leaving = _ALL_KINDS - resident_kinds(State.INFER, self.config) - {"param"}
         take_off = self._begin_offload if self.config.prefetch == "auto" else self._offload
         take_off(leaving)
         delivery = self._next_delivery()
-        if len(delivery.skipped) < len(self.plan.buckets):
-            self._onload({"param"}, read_only=True)
         if not self.offloader.is_offloaded("param"):
-            self._prepare()
             with self._phase("check"):
                 if self.config.check_nan:
                     self.training.check_values(delivery.unread)
@@ -257,8 +238,9 @@ class ShardingManager(SwitchHooks):
             with self._phase("offload"):
                 unread = parts_of(self.training.buffers(), delivery.unread)
                 self._tally.offloaded += self.offloader.offload_parts("param", unread)
-        verification = None if self._verifier is None else self._verifier.begin()
+        self._forget_deliveries()
         with self._phase("fill"):
+            verification = None if self._verifier is None else self._verifier.begin()
             buffers = self.training.buffers()
             follower = self._follower(buffers, delivery)
             with ExitStack() as observing:
@@ -271,6 +253,11 @@ class ShardingManager(SwitchHooks):
             self._tally.add_verified(verification.conclude())
         if (deliveries := self._require_open().deliveries) is not None:
             deliveries.note(delivery)
+        return delivery
+
+    def _forget_deliveries(self) -> None:
+        if (deliveries := self._require_open().deliveries) is not None:
+            deliveries.forget()
 
     def _begin_offload(self, kinds: frozenset[Kind]) -> None:
         """Gradients leave now; the rest leaves when `_make_room` needs its memory, or after the fill."""
@@ -285,17 +272,31 @@ class ShardingManager(SwitchHooks):
                 self._tally.offloaded += total(self.offloader.offload(kinds))
 
     def _next_delivery(self) -> Delivery:
-        """What all ranks send; inference weights that it renews are released."""
+        """What all ranks send, with parameters on the device unless it is nothing. What it renews is released."""
         connection = self._require_open()
         if (deliveries := connection.deliveries) is None:
-            return Delivery({}, frozenset(), {}, connection.releases)
+            self._bring_parameters()
+            return Delivery((), frozenset(), {}, connection.releases)
+        departure, digests = self._digested
+        is_known = departure is not None and departure is self.offloader.departure("param")
+        (must_read,) = self.job.agreement.any_of([not is_known], "compare")
+        if must_read:
+            self._bring_parameters()
         with self._phase("compare"):
-            versions = self.trainer.versions()
-            reasons = deliveries.reasons(versions, self.container.kept())
-        delivery = deliveries.next(versions, self.job.agreement.any_of(reasons, "compare"), connection.releases)
+            if must_read:
+                digests = deliveries.digests(self.training.buffers())
+            reasons = deliveries.reasons(digests, self.container.kept())
+        flags = self.job.agreement.any_of(reasons, "compare")
         with self._phase("release"):
+            delivery = deliveries.next(digests, flags, connection.releases)
             self.container.release(deliveries.groups_of(delivery.skipped))
+        if not must_read and len(delivery.skipped) < len(self.plan.buckets):
+            self._bring_parameters()
         return delivery
+
+    def _bring_parameters(self) -> None:
+        self._onload({"param"}, read_only=True)
+        self._prepare()
 
     def _prepare(self) -> None:
         # where gathers overlap, the others wait in one for a rank that fails here
@@ -346,14 +347,10 @@ class ShardingManager(SwitchHooks):
             self._note_peak()
 
     def _restore(self, before: State, target: State, error: Exception) -> None:
-        """After a failed switch: drop what was filled and bring back what `before` needs.
-
-        Inference weights are gone by then, so INFER itself is not restored. Nothing of training is ever lost.
-        """
-        self.state = State.IDLE
+        """After a failed switch: drop what was filled and bring back what `before` needs, but for inference weights."""
         self.offloader.take_hidden_seconds()
-        restored = State.IDLE if before is State.INFER else before
-        self.weights_changed()
+        restored = before if before in (State.TRAIN, State.FORWARD) else State.IDLE
+        self._forget_deliveries()
         try:
             with self.job.agreement.phase("restore"):
                 self.container.release()
@@ -363,10 +360,11 @@ class ShardingManager(SwitchHooks):
         except LostRankError as lost:
             raise LostRankError(f"{error}\nThe state before could not be restored: {lost}") from error
         except Exception as restore_error:
-            away = [kind for kind in KINDS if self.offloader.is_offloaded(kind)]
+            away = [kind for kind, nbytes in self.offloader.away_nbytes().items() if nbytes]
             raise ReshardError(
                 f"switch {before.value}->{target.value} failed ({error}) and so did the way back ({restore_error}); "
-                f"in host memory: {', '.join(away) or 'nothing'}; the state is idle, and the next switch starts from it"
+                f"in host memory: {', '.join(away) or 'nothing'}; the state is {self.state.value}, and the next switch "
+                "starts from it"
             ) from error
         self.state = restored
         logger.error("[Reshard] %s->%s failed; state is %s: %s", before.value, target.value, restored.value, error)

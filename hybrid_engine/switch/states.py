@@ -17,6 +17,8 @@ class State(StrEnum):
     FORWARD = "forward"
     INFER = "infer"
     IDLE = "idle"
+    INTERRUPTED = "interrupted"
+    """A switch is under way, or did not end: where things are is known to the next one alone."""
 
     @property
     def context(self) -> str:
@@ -31,6 +33,7 @@ NEEDED_KINDS: Mapping[State, frozenset[Kind]] = {
     State.FORWARD: frozenset({"param"}),
     State.INFER: frozenset(),
     State.IDLE: frozenset(),
+    State.INTERRUPTED: frozenset(),
 }
 """State -> kinds of training state that are on the device in it, whatever the configuration offloads."""
 
@@ -49,5 +52,6 @@ def require(present: State, wanted: Collection[State]) -> None:
     """Raise StateError unless the present state is one of these."""
     if present not in wanted:
         contexts = " or ".join(state.context for state in wanted)
-        here = "" if present is State.IDLE else f" ({present.context})"  # also the state after a failure
+        # neither is only of a context: they are what a failure leaves, too
+        here = "" if present in (State.IDLE, State.INTERRUPTED) else f" ({present.context})"
         raise StateError(f"the engine is in state {present.value}{here}; call this in {contexts}")

@@ -83,12 +83,12 @@ class _Digests:
     """Of one side on this rank: a digest for each region, in the same order."""
 
     regions: list[PlacedRegion] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)  # int64, a vector for each bucket
+    values: list[int] = field(default_factory=list)
 
     def rows(self) -> torch.Tensor:
         """[N, 2] int64: number of the region, digest."""
-        numbers = torch.tensor([region.number for region in self.regions], dtype=torch.int64)
-        return torch.stack([numbers, torch.cat([numbers[:0], *self.values])], dim=1)
+        pairs = [(region.number, value) for region, value in zip(self.regions, self.values, strict=True)]
+        return torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
 
 
 class Verification:
@@ -139,16 +139,13 @@ class Verification:
         buffers: Mapping[str, torch.Tensor],
         digests: _Digests,
     ) -> None:
-        values = []
         for name in names:
             dtype = getattr(torch, self._regions.dtypes[name])
             for part in own[name]:
                 box = strided(buffers[part.place.buffer.name].detach(), part.lengths, part.place)
-                values.append(box_digest(box, dtype))
+                digests.values.append(box_digest(box, dtype))
                 digests.regions.append(part)
                 self._nbytes += box.numel() * box.element_size()
-        if values:
-            digests.values.append(torch.stack(values).cpu())  # one wait for the device a bucket
 
     def _compare(self, sources: Sequence[torch.Tensor]) -> None:
         rows = torch.cat(list(sources))

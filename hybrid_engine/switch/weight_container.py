@@ -32,7 +32,7 @@ from itertools import pairwise
 
 import torch
 
-from hybrid_engine.errors import HybridEngineError, PlanError, ReshardError, StateError
+from hybrid_engine.errors import HybridEngineError, LostRankError, PlanError, ReshardError, StateError
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ports import BucketFollower, FillObserver, InferenceWeights
@@ -88,20 +88,30 @@ class WeightContainer:
         plan: made from their layout.
         router: the transports, connected for the plan.
         sends_ahead: the next bucket's messages go while one is committed; the same on all ranks.
+        num_ranks: that fill together.
 
     No collective. Raises PlanError when the plan's buckets do not complete every group of this rank once.
     """
 
     def __init__(
-        self, weights: InferenceWeights, plan: ReshardPlan, router: TransportSet, *, sends_ahead: bool = True
+        self,
+        weights: InferenceWeights,
+        plan: ReshardPlan,
+        router: TransportSet,
+        *,
+        sends_ahead: bool = True,
+        num_ranks: int = 1,
     ) -> None:
         self._weights = weights
         self._plan = plan
         self._router = router
         self._sends_ahead = sends_ahead
+        self._num_ranks = num_ranks
         buffers = weights.layout().buffers
         self._groups = {buffer.group for buffer_id, buffer in buffers.items() if buffer_id.rank == router.rank}
         self._state = ContainerState.EMPTY
+        self._doing, self._filling = "", list[str]()  # what the fill is at, and its groups, for messages
+        self._is_in_step = True  # with the others: no message of an earlier fill is under way
         self._num_met = 0  # by the router, when the fill began
         self._walked: Sequence[Bucket] = ()  # in the fill
         self._following: Mapping[int, Bucket] = {}  # bucket -> the one whose messages go meanwhile
@@ -134,34 +144,62 @@ class WeightContainer:
 
         The caller fences before (all sources are final) and, without a follower, after (nobody reads them any more).
         Raises StateError unless empty. On any other failure the state is PARTIAL, the remaining buckets are abandoned,
-        so that no peer waits for this rank, and the error is raised: the engine's own as it is, others as ReshardError.
+        so that no peer waits for this rank, and the error is raised: the engine's own and interrupts (Ctrl-C) as they
+        are, others as ReshardError. Raises LostRankError where an earlier fill was interrupted even in that.
         """
         if self._state is not ContainerState.EMPTY:
             raise StateError(f"the weight container is {self._state.value}; release() it before the next fill")
+        if not self._is_in_step:
+            raise LostRankError(
+                f"rank {self._router.rank} was interrupted while it told the others that it had been interrupted: "
+                "messages of that switch may be under way. The job cannot go on; the training weights are whole"
+            )
         left_out = [group for index in skipped for group in self._owned(self._plan.buckets[index])]
         if gone := [group for group in left_out if group not in self._kept]:
             raise StateError(f"groups {_first_of(gone)} were not kept: their buckets cannot be skipped")
+        tally, self._doing, self._filling = _Tally(), "before the first bucket", []
+        self._is_in_step = self._num_ranks == 1  # until it has ended, or told the others that it does not
         self._state = ContainerState.PARTIAL
-        tally = _Tally()
-        self._walked = [bucket for bucket in self._plan.buckets if bucket.index not in skipped]
-        self._following = self._sent_ahead()
-        self._num_met = self._router.num_met
-        with self._abandoning("before the first bucket", follower):
-            self._router.prepare()
-        for bucket in self._walked:
-            with span("bucket", index=bucket.index, bytes=bucket.nbytes):
-                self._fill_bucket(bucket, source, follower, observer, tally)
-        with self._abandoning("after the last bucket", follower):
-            if follower is not None:
-                follower.finish()
-            self._weights.finish_fill()
-            tally.staging_nbytes = self._router.trim()
+        try:
+            self._fill(source, follower, observer, skipped, tally)
+        except BaseException as error:
+            self._abandon(f"rank {self._router.rank}, {self._doing}: {type(error).__name__}: {error}", follower)
+            self._is_in_step = True
+            if isinstance(error, HybridEngineError) or not isinstance(error, Exception):
+                raise
+            groups = f", groups {_first_of(self._filling)}" if self._filling else ""
+            raise ReshardError(
+                f"rank {self._router.rank}, {self._doing}{groups}: {type(error).__name__}: {error}. "
+                "The inference weights are partly filled; release() them"
+            ) from error
+        self._is_in_step = True
         self._state = ContainerState.FILLED
         return replace(
             tally.report(),
             least_nbytes=sum(bucket.least.get(self._router.rank, 0) for bucket in self._walked),
             skipped_nbytes=sum(self._read_nbytes(self._plan.buckets[index]) for index in skipped),
         )
+
+    def _fill(
+        self,
+        source: Mapping[str, torch.Tensor],
+        follower: BucketFollower | None,
+        observer: FillObserver | None,
+        skipped: Collection[int],
+        tally: _Tally,
+    ) -> None:
+        self._num_met = self._router.num_met
+        self._walked = [bucket for bucket in self._plan.buckets if bucket.index not in skipped]
+        self._following = self._sent_ahead()
+        self._router.prepare()
+        for bucket in self._walked:
+            with span("bucket", index=bucket.index, bytes=bucket.nbytes):
+                self._fill_bucket(bucket, source, follower, observer, tally)
+        self._doing, self._filling = "after the last bucket", []
+        if follower is not None:
+            follower.finish()
+        self._weights.finish_fill()
+        tally.staging_nbytes = self._router.trim()
 
     def release(self, keep: Collection[str] = ()) -> None:
         """Free the inference weights, whatever was filled; afterwards the container is empty. Idempotent.
@@ -197,7 +235,7 @@ class WeightContainer:
         pairs = pairwise(self._walked) if self._sends_ahead else ()
         return {one.index: other for one, other in pairs if (other.index - one.index) % NUM_SLOTS}
 
-    def _owned(self, bucket: Bucket) -> Sequence[str]:
+    def _owned(self, bucket: Bucket) -> list[str]:
         return [group for group in bucket.groups if group in self._groups]
 
     def _fill_bucket(
@@ -208,42 +246,25 @@ class WeightContainer:
         observer: FillObserver | None,
         tally: _Tally,
     ) -> None:
-        groups, phase = self._owned(bucket), "allocate"
-        try:
-            with tally.time(phase):
-                destination = self._weights.allocate(groups) if groups else {}
-            phase = "transfer"
-            tally.add_run(self._router.run(bucket, source, destination, self._following.get(bucket.index)))
-            if observer is not None:
-                phase = "verify"
-                observer.filled(bucket, source, destination)
-            if follower is not None:
-                follower.sent(bucket.index)
-            phase = "commit"
-            with tally.time(phase):
-                if groups:
-                    self._weights.commit(groups)
-        except Exception as error:
-            reason = f"rank {self._router.rank} failed in bucket {bucket.index}, {phase}: {error}"
-            self._abandon(reason, follower)
-            if isinstance(error, HybridEngineError):
-                raise
-            raise ReshardError(
-                f"rank {self._router.rank}, bucket {bucket.index}, phase {phase}, groups {_first_of(groups)}: "
-                f"{type(error).__name__}: {error}. The inference weights are partly filled; release() them"
-            ) from error
+        groups = self._owned(bucket)
 
-    @contextmanager
-    def _abandoning(self, when: str, follower: BucketFollower | None) -> Iterator[None]:
-        """Abandon the fill should this block fail; raises as `fill`."""
-        try:
-            yield
-        except Exception as error:
-            reason = f"rank {self._router.rank} failed {when}: {type(error).__name__}: {error}"
-            self._abandon(reason, follower)
-            if isinstance(error, HybridEngineError):
-                raise
-            raise ReshardError(reason) from error
+        def begin(phase: str) -> str:
+            self._doing, self._filling = f"bucket {bucket.index}, phase {phase}", groups
+            return phase
+
+        with tally.time(begin("allocate")):
+            destination = self._weights.allocate(groups) if groups else {}
+        begin("transfer")
+        tally.add_run(self._router.run(bucket, source, destination, self._following.get(bucket.index)))
+        if observer is not None:
+            begin("verify")
+            observer.filled(bucket, source, destination)
+        if follower is not None:
+            begin("release")
+            follower.sent(bucket.index)
+        with tally.time(begin("commit")):
+            if groups:
+                self._weights.commit(groups)
 
     def _abandon(self, reason: str, follower: BucketFollower | None) -> None:
         """Walk the buckets that are left without filling them, for peers that wait for this rank; then keep no memory

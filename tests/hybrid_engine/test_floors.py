@@ -44,7 +44,7 @@ OUTSIDE = {
     "errors": set(),
     "files": {"huggingface_hub", "yaml"},
     "records": {"numpy"},
-    "ranks": {"torch"},
+    "ranks": {"torch", "xxhash"},
     "ranks.hosts": set(),
     "models": set(),
     "models.config_schema": {"pydantic"},

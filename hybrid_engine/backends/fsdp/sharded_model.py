@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hybrid_engine.backends.access_guards import guard_model, guard_optimizer
+from hybrid_engine.backends.flat_buffers import is_frozen
 from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor, LoraDelivery
 from hybrid_engine.backends.fsdp.model_checks import require_torch
-from hybrid_engine.backends.fsdp.sharded_tensors import reshard, write_count
+from hybrid_engine.backends.fsdp.sharded_tensors import reshard
 from hybrid_engine.backends.fsdp.training_state import TrainingState
 from hybrid_engine.backends.fsdp.wrapped_names import transformers_model
 from hybrid_engine.errors import ModelError
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.ports import Version
 
 
 class ShardedModel:
@@ -36,7 +37,7 @@ class ShardedModel:
     Attributes:
         weights: what is resharded.
         guard: called with the kinds of state that a call is about to use; raises StateError where they may be off the
-            device. Set by `HybridEngine`. Every forward pass of the model and every step of an optimizer call it.
+            device. Set by `HybridEngine`. Forward passes, steps and state dicts call it (access_guards.py).
 
     Raises ModelError, with all faults, for a model or an optimizer that cannot be driven.
     """
@@ -62,7 +63,6 @@ class ShardedModel:
         self.guard = lambda kinds: None
         self._state = TrainingState(self.weights, self.optimizers)
         self._num_steps: Counter[torch.optim.Optimizer] = Counter()
-        self._num_writes: Counter[torch.Tensor] = Counter()  # by steps; torch does not count those of fused kernels
         self._ends = ExitStack()
         _driven[model] = weakref.ref(self)
         self._ends.callback(_driven.pop, model, None)
@@ -81,20 +81,7 @@ class ShardedModel:
     @property
     def frozen(self) -> list[str]:
         """Canonical tensors that are made of parameters which require no gradient now."""
-        return [name for name, origins in self.weights.origins().items() if all(map(_is_frozen, origins))]
-
-    @torch.no_grad()
-    def versions(self) -> Mapping[str, Version]:
-        """As `ports.Trainer`: steps of the optimizers of each parameter, and writes that torch counts on it.
-
-        Not seen: a write by `.data`, and one by a kernel outside torch's operators and outside an optimizer's step.
-        """
-        return {
-            name: tuple(
-                count for each in origins for count in (self._num_writes[each], each._version, write_count(each))
-            )
-            for name, origins in self.weights.origins().items()
-        }
+        return [name for name, origins in self.weights.origins().items() if all(map(is_frozen, origins))]
 
     def offload_items(self) -> list[OffloadItem]:
         """Parameters, gradients and optimizer state, as they are now; gathered parameters are freed."""
@@ -106,27 +93,29 @@ class ShardedModel:
         return self._state.reachable()
 
     def _watch(self) -> None:
-        """Hear of every forward pass of the model, and of every step of any optimizer: one may be made after this."""
+        """Hear of what needs the model's state, and of every step of any optimizer: one may be made after this."""
         own = weakref.ref(self)
 
-        def before_forward(*_: Any) -> None:
+        def guard(kinds: Iterable[str]) -> None:
             if (model := own()) is not None:
-                model.guard(["param"])
+                model.guard(kinds)
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if (model := own()) is not None and model._adopt(optimizer):
-                model.guard(KINDS)
+                guard(KINDS)
 
         def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if (model := own()) is not None and optimizer in model.optimizers:
                 model._num_steps[optimizer] += 1
-                model._num_writes.update(_written_by(optimizer))
 
+        self._guard = guard
         handles = [
-            # before FSDP2's own, which gathers parameters; on what PEFT and torch.compile call, too
-            transformers_model(self.model).register_forward_pre_hook(before_forward, prepend=True),
+            *guard_model(self.model, guard),
+            # on what PEFT and torch.compile call, too
+            *guard_model(transformers_model(self.model), guard),
             register_optimizer_step_pre_hook(before_step),
             register_optimizer_step_post_hook(after_step),
+            *(handle for optimizer in self.optimizers for handle in guard_optimizer(optimizer, guard)),
         ]
         for handle in handles:
             self._ends.callback(handle.remove)
@@ -146,6 +135,8 @@ class ShardedModel:
             return False
         _require_own_parameters(self.model, [optimizer])
         self.optimizers.append(optimizer)
+        for handle in guard_optimizer(optimizer, self._guard):
+            self._ends.callback(handle.remove)
         return True
 
 
@@ -157,16 +148,6 @@ def _require_free(model: torch.nn.Module) -> None:
     driver = _driven.get(model)
     if driver is not None and driver() is not None:
         raise ModelError("an engine drives this model already: call its shutdown() before the next one is built")
-
-
-def _is_frozen(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-
-
-def _written_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Parameters that its last step may have written."""
-    for group in optimizer.param_groups:
-        yield from (each for each in group["params"] if each.requires_grad or each.grad is not None)
 
 
 def _require_own_parameters(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -57,7 +57,10 @@ class ShardedTensors:
 
     def moved(self) -> list[str]:
         """Names of tensors that are not where `parts` says, or not the model's any more."""
-        now = self._model.state_dict(keep_vars=True)
+        # not by state_dict(), which is refused while a switch is under way
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        buffers = dict(self._model.named_buffers(remove_duplicate=False))
+        now = parameters | {name: tensor for name, tensor in buffers.items() if name in self.tensors}
         return [name for name in self.tensors | now if not self._is_home(name, now.get(name))]
 
     def _is_home(self, name: str, tensor: torch.Tensor | None) -> bool:
@@ -86,14 +89,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, as memory: without autograd."""
     local = tensor.detach()
     return local.to_local() if isinstance(local, DTensor) else local
-
-
-def write_count(tensor: torch.Tensor) -> int:
-    """What torch counts of in-place writes to this rank's part itself, beside those to the sharded tensor.
-
-    Without gradients, or the part is a view that was made just now.
-    """
-    return int((tensor.to_local() if isinstance(tensor, DTensor) else tensor)._version)
 
 
 def box_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

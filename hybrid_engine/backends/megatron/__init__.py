@@ -12,7 +12,6 @@
              elastic_weights.py   weights outside of DDP's buffers in memory that peers can map
     layout   model_tensors.py     global names of this rank's tensors, and the flat buffers they lie in
              adaptor.py           `MegatronAdaptor`: where every canonical tensor is (port `TrainingWeights`)
-             weight_versions.py   which weights may have been written since an earlier moment
     offload  training_state.py    what is on the device, and what can leave it
     train    live_model.py        `LiveModel`: a model as the switch sees it (port `Trainer`), whoever trains it
              live_settings.py     what a model that somebody else has built says of itself, and whether it can be driven

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 
+from hybrid_engine.backends.access_guards import guard_model, guard_optimizer
+from hybrid_engine.backends.flat_buffers import is_frozen
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.elastic_weights import (
     keep_expert_bias_in_float32,
@@ -17,13 +20,11 @@ from hybrid_engine.backends.megatron.elastic_weights import (
 )
 from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 from hybrid_engine.backends.megatron.training_state import TrainingState
-from hybrid_engine.backends.megatron.weight_versions import WeightVersions
 from hybrid_engine.errors import ConfigError, StateError, Violation
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
-from hybrid_engine.ports import Version
 from megatron_patches.applying import hooks_applied, require_supported_version
-from megatron_patches.optimizers import set_weight_version, weight_version
+from megatron_patches.optimizers import optimizer_members, set_weight_version, weight_version
 from megatron_patches.review import live_settings, refusals
 
 
@@ -72,6 +73,30 @@ class LiveModel:
         )
         self._state = TrainingState(self.weights, optimizer)
         self.guard: Callable[[Iterable[str]], None] = lambda kinds: None
+        self._watch()
+
+    def _watch(self) -> None:
+        """Have the guard called by whatever needs the model's or the optimizer's state."""
+        own = weakref.ref(self)
+
+        def guard(kinds: Iterable[str]) -> None:
+            if (model := own()) is not None:
+                model.guard(kinds)
+
+        members = [] if self.optimizer is None else optimizer_members(self.optimizer)
+        handles = [
+            *(handle for chunk in self.chunks for handle in guard_model(chunk, guard)),
+            *(handle for _, member in members for handle in guard_optimizer(member.optimizer, guard)),
+        ]
+        self._ends = ExitStack()
+        for each in handles:
+            self._ends.callback(each.remove)
+        weakref.finalize(self, self._ends.close)
+
+    def close(self) -> None:
+        """Let model and optimizer be their owner's alone; idempotent."""
+        self._ends.close()
+        self.guard = lambda kinds: None
 
     @property
     def unserved(self) -> list[str]:
@@ -86,16 +111,8 @@ class LiveModel:
 
     @property
     def frozen(self) -> list[str]:
-        """Canonical tensors of this rank that no optimizer step changes."""
-        return self._versions.frozen
-
-    @cached_property
-    def _versions(self) -> WeightVersions:
-        return WeightVersions(self.weights)
-
-    def versions(self) -> Mapping[str, Version]:
-        """As `ports.Trainer`: optimizer steps, and writes to a parameter or buffer itself, but for those by `.data`."""
-        return self._versions.now(self.version)
+        """Canonical tensors of this rank that are made of parameters which require no gradient now."""
+        return [name for name, origins in self.weights.origins().items() if all(map(is_frozen, origins))]
 
     def offload_items(self) -> list[OffloadItem]:
         """Everything of this model that can leave the device: parameters, gradients, optimizer state, caches."""

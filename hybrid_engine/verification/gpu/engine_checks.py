@@ -355,7 +355,7 @@ class EngineChecks:
     def _digests(self) -> list[int]:
         """Of all that an offload copies."""
         items = [item for item in self._require().train.offload_items() if item.action == "copy"]
-        return [int(box_digest(item.tensor, item.tensor.dtype)) for item in items]
+        return [box_digest(item.tensor) for item in items]
 
 
 def _taken(device: torch.device) -> int:

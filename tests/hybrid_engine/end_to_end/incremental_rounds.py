@@ -171,21 +171,17 @@ def with_adapters(model_path: Path, directory: Path) -> dict[str, Round]:
 
     rounds = Rounds(worker, worker.inference, save_once, path, worker.adapter)
     found = {name: rounds.run(action) for name, action in {"first": None, "step": step, "another": step}.items()}
-    found |= {"none": rounds.run(), "told": rounds.run(worker.weights_changed)}
+    found |= {"none": rounds.run(), "forgotten": rounds.run(worker.sharding._forget_deliveries)}
     worker.shutdown()
     return found
 
 
 def _common(rounds: Rounds, engine: SwitchContexts, step: Action, write_unseen: Action) -> dict[str, Round]:
-    def write_and_tell() -> None:
-        write_unseen()
-        engine.weights_changed()
-
     return {
         "first": rounds.run(),
         "step": rounds.run(step),
         "another": rounds.run(step),
         "none": rounds.run(),
-        "told": rounds.run(engine.weights_changed),
-        "written": rounds.run(write_and_tell),
+        "forgotten": rounds.run(engine.sharding._forget_deliveries),
+        "written": rounds.run(write_unseen),
     }

@@ -75,9 +75,9 @@ def test_without_a_step_nothing_is_sent(all_by_rank: list[dict[str, Round]]) -> 
 
 def test_what_is_written_is_sent(by_rank: list[dict[str, Round]]) -> None:
     for found in by_rank:
-        for name in ("told", "written", "loaded"):
-            assert found[name].skipped == 0, name
-        assert found["unfrozen"].read > 0
+        assert found["forgotten"].skipped == 0
+        for name in ("written", "loaded", "unfrozen"):
+            assert found[name].read > 0, name
 
 
 def test_the_fewest_bytes_are_received(all_by_rank: list[dict[str, Round]]) -> None:
@@ -93,5 +93,5 @@ def test_no_more_stays_than_the_bound(by_rank: list[dict[str, Round]]) -> None:
 def test_vllm_computes_with_what_stayed_as_with_what_is_sent_anew(all_by_rank: list[dict[str, Round]]) -> None:
     for found in all_by_rank:
         for stayed in ("another", "none"):
-            for one, other in zip(found[stayed].logprobs, found["told"].logprobs, strict=True):
+            for one, other in zip(found[stayed].logprobs, found["forgotten"].logprobs, strict=True):
                 assert torch.equal(one, other)

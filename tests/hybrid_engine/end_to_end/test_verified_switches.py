@@ -91,7 +91,7 @@ def inject(directory: str) -> dict[str, Seen]:
 
 def _training_digests(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[int]:
     tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
-    return [int(box_digest(local_of(tensor), tensor.dtype)) for tensor in tensors]
+    return [box_digest(local_of(tensor)) for tensor in tensors]
 
 
 @contextmanager

@@ -158,3 +158,66 @@ def test_seconds_in_the_background_are_counted_once(rig: Rig, monkeypatch: pytes
     rig.offloader.offload()
     assert rig.offloader.take_hidden_seconds() == pytest.approx(40, abs=1)
     assert rig.offloader.take_hidden_seconds() == 0
+
+
+# What a copy in the background that fails, or that nobody can make, leaves.
+
+
+def test_without_a_thread_the_copy_is_made_when_it_is_waited_for_and_never_later(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+):
+    start, refused = threading.Thread.start, ["once"]
+
+    def refusing(self: threading.Thread) -> None:
+        if refused:
+            raise RuntimeError(f"can't start new thread, {refused.pop()}")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    rig.offloader.offload()
+    rig.offloader.onload(wait=False)
+    assert not refused
+    rig.offloader.onload()
+    rig.assert_back()
+    rig.write(1)  # over which a copy that was left in a queue would go
+    rig.offloader.begin_offload(["optimizer"])
+    rig.offloader.offload()
+    rig.offloader.onload()
+    rig.assert_back()
+
+
+@pytest.mark.parametrize("is_lasting", [False, True])
+def test_contents_whose_copy_failed_stay_in_host_memory(rig: Rig, is_lasting: bool, monkeypatch: pytest.MonkeyPatch):
+    copy, errors = arena._timed_copy, [OSError("bus")] * (100 if is_lasting else 1)
+
+    def failing(*tensors: torch.Tensor) -> float:
+        if errors:
+            raise errors.pop()
+        return copy(*tensors)
+
+    rig.offloader.offload()
+    monkeypatch.setattr(arena, "_timed_copy", failing)
+    rig.offloader.onload(["optimizer"], wait=False)
+    if is_lasting:
+        with pytest.raises(OffloadError, match=r"onload of optimizer failed: bus\. Nothing is lost"):
+            rig.offloader.wait()
+        errors.clear()
+    rig.offloader.onload()
+    rig.assert_back()
+    rig.write(1)
+    rig.offloader.offload()
+    rig.offloader.onload()
+    rig.assert_back()
+
+
+@pytest.mark.parametrize("copies_first", [False, True])
+def test_what_was_coming_and_goes_again_is_called_off(rig: Rig, gate: threading.Event, copies_first: bool):
+    rig.offloader.offload()
+    rig.offloader.onload(["optimizer"], wait=False)
+    if copies_first:
+        gate.set()
+    threading.Timer(0.05, gate.set).start()  # one copy may be under way, and is waited for
+    assert rig.offloader.offload().copied_nbytes["optimizer"] == 0
+    assert rig.on_device("optimizer") == [False] * 4
+    rig.offloader.onload()
+    rig.assert_back()

@@ -13,6 +13,7 @@ from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory import offload_items as inventory_module
 from hybrid_engine.memory.arena import Copier
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
+from hybrid_engine.memory.host_pages import HostMemory
 from hybrid_engine.memory.offload_items import OffloadItem, Part
 from hybrid_engine.memory.offloader import MegatronOffloader
 
@@ -343,3 +344,44 @@ def test_an_offload_that_fails_puts_parts_back(monkeypatch: pytest.MonkeyPatch):
 def test_impossible_records(make, message: str):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("as_parts", [False, True])
+@pytest.mark.parametrize("is_released", [False, True])
+def test_an_exception_while_pages_go_loses_no_contents(
+    as_parts: bool, is_released: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Before they are gone, or after: they are noted as gone first, so what was saved comes back."""
+    flat = filled(4 * PAGE)
+    expected = flat.clone()
+    offloader = offloader_of(flat)
+    release = HostMemory.release
+
+    def failing(self: HostMemory, *span: int) -> None:
+        if is_released:
+            release(self, *span)
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(HostMemory, "release", failing)
+    with pytest.raises(OffloadError, match="no memory"):
+        offloader.offload_parts("param", [Part(flat, 0, 2 * PAGE)]) if as_parts else offloader.offload()
+    monkeypatch.undo()
+    offloader.onload()
+    assert torch.equal(flat, expected)
+
+
+@pytest.mark.parametrize("as_parts", [False, True])
+def test_what_is_written_though_it_was_not_expected_is_kept(as_parts: bool):
+    flat = filled(4 * PAGE)
+    offloader = offloader_of(flat)
+    offloader.offload()
+    for number in range(3):
+        offloader.onload({"param"}, read_only=True)
+        flat.data[number * PAGE] += 1
+        expected = flat.clone()
+        if as_parts:
+            offloader.offload_parts("param", [Part(flat, 0, 2 * PAGE)])
+        offloader.offload({"param"})
+        offloader.onload({"param"}, read_only=True)
+        assert torch.equal(flat, expected)
+        offloader.offload({"param"})

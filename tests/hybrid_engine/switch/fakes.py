@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import OffloadError
@@ -70,7 +71,6 @@ class FakeTraining:
         self.param.copy_(torch.cat([canonical(name, 0).chunk(num_ranks)[rank].flatten() for name in SHAPES]))
         self.main, self.moment = self.param.clone(), torch.full((numel,), 0.25)
         self.moment[:2] = torch.tensor([float("nan"), -0.0])  # bits must survive, not only values
-        self.num_writes = dict.fromkeys(SHAPES, 0)
         self._remember()
 
     @property
@@ -107,9 +107,6 @@ class FakeTraining:
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
         self.script.reach("check")
 
-    def versions(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: (writes,) for name, writes in self.num_writes.items()}
-
     def offload_items(self) -> list[OffloadItem]:
         return [
             OffloadItem("param", "param", self.param),
@@ -129,12 +126,20 @@ class FakeTraining:
             numel = rows // self.num_ranks * columns
             if name not in self.frozen:
                 self.param[offset : offset + numel].add_(1)
-                self.num_writes[name] += 1
             offset += numel
         self.main.add_(1)
         self.moment[2:].mul_(0.5)
         self.grad.fill_(self.version)
         self._remember()
+
+    def write(self) -> None:
+        """To the last tensor, as no counter of torch's sees it."""
+        self.param.data[-1:] += 1
+        self.remember_parameters()
+
+    def remember_parameters(self) -> None:
+        """That they were written, where moments are off the device."""
+        self.values["param"] = [self.param.clone()]
 
     def _remember(self) -> None:
         self.values = {"param": [self.param.clone()], "optimizer": [self.main.clone(), self.moment.clone()]}
@@ -298,9 +303,13 @@ class Rig:
             assert self.manager.container.state is ContainerState.EMPTY
             return
         assert self.inference.in_force == set(SHAPES)
-        for name in SHAPES:
-            expected = canonical(name, self.training.num_writes[name])
-            assert torch.equal(self.inference.live[name].view(SHAPES[name]), expected)
+        trained = self.training.values["param"]
+        if self.training.num_ranks > 1:
+            trained = [torch.empty_like(trained[0]) for _ in range(self.training.num_ranks)]
+            dist.all_gather(trained, self.training.values["param"][0])
+        sizes = [rows * columns // len(trained) for rows, columns in SHAPES.values()]
+        for name, *parts in zip(SHAPES, *(flat.split(sizes) for flat in trained), strict=True):
+            assert torch.equal(self.inference.live[name], torch.cat(parts))
 
 
 def canonical(name: str, version: int) -> torch.Tensor:

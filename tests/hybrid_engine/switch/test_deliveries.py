@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,6 +62,9 @@ class Rank:
     writes: dict[str, int]
     live: dict[str, int] = field(default_factory=dict)  # group -> the value that was committed
     kept: frozenset[str] = frozenset()
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {name: torch.full((4,), float(count)) for name, count in self.writes.items()}
 
 
 def rank_of(job: Job, rank: int) -> Rank:
@@ -124,14 +128,13 @@ def test_every_rank_always_has_the_latest_values(job: Job, events: list[tuple[st
 
 def deliver(job: Job, ranks: Sequence[Rank]) -> list[Delivery]:
     """What the ranks agree on."""
-    versions = [{name: (count,) for name, count in rank.writes.items()} for rank in ranks]
+    digests = [rank.deliveries.digests(rank.buffers()) for rank in ranks]
     live = [rank.kept & rank.live.keys() for rank in ranks]
-    reasons = [rank.deliveries.reasons(*own) for rank, own in zip(ranks, zip(versions, live, strict=True), strict=True)]
+    reasons = [rank.deliveries.reasons(*own) for rank, own in zip(ranks, zip(digests, live, strict=True), strict=True)]
     flags = [any(of_rank) for of_rank in zip(*reasons, strict=True)]
     all_sent = [rank.deliveries._schedule(())[1:] for rank in ranks]
     return [
-        rank.deliveries.next(own, flags, releases)
-        for rank, own, releases in zip(ranks, versions, all_sent, strict=True)
+        rank.deliveries.next(own, flags, releases) for rank, own, releases in zip(ranks, digests, all_sent, strict=True)
     ]
 
 

@@ -111,7 +111,7 @@ WAYS_BACK = {
 @pytest.mark.parametrize("elastic", [True, False], ids=["elastic", "plain"])
 @pytest.mark.parametrize("target", [TRAIN, FORWARD, INFER])
 @pytest.mark.parametrize("back", WAYS_BACK)
-def test_when_the_way_back_fails_too_it_is_idle_and_the_next_switch_recovers(
+def test_when_the_way_back_fails_too_it_is_interrupted_and_the_next_switch_recovers(
     job: None, back: str, target: State, elastic: bool
 ):
     rig = Rig(elastic=elastic)
@@ -122,8 +122,8 @@ def test_when_the_way_back_fails_too_it_is_idle_and_the_next_switch_recovers(
     with pytest.raises(ReshardError, match=r"(?s)train->infer.*disk on fire.*way back.*no memory left") as failure:
         rig.manager.enter(INFER)
     assert away in str(failure.value)
-    assert "idle" in str(failure.value)
-    assert rig.manager.state is IDLE
+    assert "the state is interrupted" in str(failure.value)
+    assert rig.manager.state is State.INTERRUPTED
     rig.manager.enter(target)
     rig.assert_is(target)
     rig.manager.enter(TRAIN)

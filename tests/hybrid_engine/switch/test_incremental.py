@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 
 import pytest
+import torch
 
 from hybrid_engine.errors import OffloadError, ReshardError
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
-from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, SHAPES, TRAIN, Rig
+from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, NEEDED, SHAPES, TRAIN, Rig
 
 NBYTES = {name: 4 * rows * columns for name, (rows, columns) in SHAPES.items()}
 BOTH = set(SHAPES)
@@ -158,7 +160,6 @@ def test_it_is_off_unless_asked_for(rig: Rig) -> None:
         assert (report.bytes_skipped, report.bytes_kept) == (0, 0)
         assert "compare" not in report.seconds_by_phase
     assert "skipped" not in str(report)
-    rig.manager.weights_changed()
 
 
 def test_memory_that_is_never_released_has_no_bound(job: None) -> None:
@@ -168,27 +169,56 @@ def test_memory_that_is_never_released_has_no_bound(job: None) -> None:
     assert sent(rig) == {"second"}
 
 
-def test_a_word_of_the_user_sends_everything(job: None) -> None:
-    rig = rig_with(2, "first")
+WRITES = {
+    "data": lambda flat: flat.data.mul_(2),
+    "foreach": lambda flat: torch._foreach_mul_([flat], 2),
+    "view": lambda flat: flat.view(torch.int32)[:1].add_(1),
+    "numpy-like": lambda flat: torch.frombuffer(memory_of(flat), dtype=torch.uint8)[:1].add_(1),
+}
+
+
+def memory_of(flat: torch.Tensor) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
+
+
+@pytest.mark.parametrize("written", WRITES)
+def test_whatever_writes_is_seen(job: None, written: str) -> None:
+    rig = rig_with(2)
     rig.manager.enter(INFER)
     rig.manager.enter(TRAIN)
-    rig.training.param.data[:] += 0  # which nothing counts
-    rig.manager.weights_changed()
+    WRITES[written](rig.training.param)
+    rig.training.remember_parameters()
     rig.script.take()
     rig.manager.enter(INFER)
-    assert sent(rig) == BOTH
+    assert sent(rig) == (BOTH if written in ("data", "foreach") else {"first"})
     switch(rig, step=False)
     assert sent(rig) == set()
 
 
-def test_a_tensor_without_a_version_is_sent(job: None) -> None:
+@pytest.mark.parametrize("state", [TRAIN, FORWARD])
+def test_a_write_in_any_state_that_has_parameters_reaches_both_sides(job: None, state: State) -> None:
     rig = rig_with(2)
     rig.manager.enter(INFER)
-    del rig.training.num_writes["second"]
+    rig.manager.enter(state)
+    rig.training.param.add_(1)
+    rig.training.remember_parameters()
+    rig.manager.enter(INFER)
+    assert sent(rig) >= BOTH
+    rig.assert_is(INFER)
+    rig.manager.enter(IDLE)
     rig.manager.enter(TRAIN)
+    rig.assert_is(TRAIN, kept=BOTH)
+
+
+def test_a_step_that_writes_the_same_bytes_sends_nothing(job: None) -> None:
+    rig = rig_with(2)
+    rig.manager.enter(INFER)
+    rig.manager.enter(TRAIN)
+    rig.training.version += 1
+    rig.training.param.copy_(rig.training.param.clone())
     rig.script.take()
     rig.manager.enter(INFER)
-    assert sent(rig) == {"second"}
+    assert sent(rig) == set()
 
 
 def test_an_engine_that_lost_what_it_was_to_keep_gets_it_again(job: None) -> None:
@@ -238,7 +268,7 @@ def test_a_release_that_fails_keeps_nothing(job: None) -> None:
 @pytest.mark.parametrize("megabytes", [0, 1, 2])
 def test_every_switch_with_and_without_steps(job: None, megabytes: int) -> None:
     rig = rig_with(megabytes, "second")
-    for number, target in enumerate([INFER, *itertools.chain(*itertools.permutations(State, 2))]):
+    for number, target in enumerate([INFER, *itertools.chain(*itertools.permutations(NEEDED, 2))]):
         rig.manager.enter(target)
         assert rig.manager.state is target
         if target is INFER:

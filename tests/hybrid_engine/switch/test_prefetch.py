@@ -192,14 +192,14 @@ def test_a_failure_while_state_leaves_restores_it(job: None, call: str, gate: th
 def test_a_prefetch_that_fails_is_logged_and_left_to_the_switch(
     ahead: Rig, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    copy, outcomes = arena.Copier.copy, [None, error]
+    copy, outcomes = arena.Copier.begin_copy, [None, error]
 
     def failing(self: arena.Copier, *arguments: object, **options: object) -> None:
         if outcomes and (outcome := outcomes.pop(0)) is not None:
             raise outcome
         copy(self, *arguments, **options)
 
-    monkeypatch.setattr(arena.Copier, "copy", failing)
+    monkeypatch.setattr(arena.Copier, "begin_copy", failing)
     with caplog.at_level(logging.WARNING, "hybrid_engine"):
         ahead.manager.near_end()
     assert "prefetch failed, the next switch brings the rest" in caplog.text

@@ -14,7 +14,7 @@ from hybrid_engine.errors import ConfigError, OffloadError, PlanError, RemoteErr
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.shared_memory import SharedMemoryTransport
 from tests.harness.launch import Ranks
-from tests.hybrid_engine.switch.fakes import IDLE, INFER, NBYTES, SHAPES, TRAIN, Rig
+from tests.hybrid_engine.switch.fakes import INFER, NBYTES, SHAPES, TRAIN, Rig
 
 SCENARIOS: dict[str, Callable[[], object]] = {}
 
@@ -239,7 +239,7 @@ def only_what_changed() -> dict[str, object]:
     rounds("first")
     rounds("step", rig.training.step)
     rounds("nothing")
-    rounds("told", on_rank_1(rig.manager.weights_changed))
+    rounds("written", on_rank_1(rig.training.write))
     rounds("lost", on_rank_1(rig.inference.release))
     rig.manager.enter(TRAIN)
     rig.training.step()
@@ -337,8 +337,8 @@ def test_what_one_rank_has_a_reason_for_all_ranks_send(two_ranks: list[dict[str,
     for results in two_ranks:
         found = results["only_what_changed"]
         assert {name: calls for name, (calls, _) in found.items()} == {
-            **dict.fromkeys(("first", "told", "lost", "failed"), both),
-            **{"step": ["commit second"], "nothing": []},
+            **dict.fromkeys(("first", "lost", "failed"), both),
+            **{"step": ["commit second"], "written": ["commit second"], "nothing": []},
         }
         assert found["nothing"][1] == NBYTES
 
@@ -350,10 +350,10 @@ def test_a_start_hook_that_fails_on_one_rank(two_ranks: list[dict[str, dict]]):
     assert "rank 1: OSError: no licence" in remote["text"]
 
 
-def test_the_way_back_fails_on_one_rank_and_both_are_idle(two_ranks: list[dict[str, dict]]):
+def test_the_way_back_fails_on_one_rank_and_both_are_interrupted(two_ranks: list[dict[str, dict]]):
     for results in two_ranks:
         error = results["way_back_fails_on_rank_1"]
-        assert error["state"] == IDLE
+        assert error["state"] == "interrupted"
         assert error["names"][0] == ReshardError.__name__
         assert "disk on fire" in error["text"]
         assert "no memory left" in error["text"]
@@ -371,7 +371,7 @@ def test_one_rank_prefetches_and_both_go_on(two_ranks: list[dict[str, dict]]):
 def test_release_fails_on_one_rank_and_both_go_on(two_ranks: list[dict[str, dict]]):
     for results in two_ranks:
         error = results["release_fails_on_rank_0"]
-        assert error["state"] == IDLE
+        assert error["state"] == "interrupted"
         assert error["names"][0] == ReshardError.__name__
         assert "disk on fire" in error["text"]
         assert "busy" in error["text"]

@@ -230,8 +230,8 @@ def test_errors_of_the_engine_pass_as_they_are():
     ("fail_in", "fail_at", "message"),
     [
         ("commit", "group2", "bucket 1, phase commit"),
-        ("finish_fill", "", "rank 0 failed after the last bucket: MemoryError: no memory for finish_fill"),
-        ("", "", "rank 0 failed after the last bucket: MemoryError: finish"),
+        ("finish_fill", "", "rank 0, after the last bucket: MemoryError: no memory for finish_fill"),
+        ("", "", "rank 0, after the last bucket: MemoryError: finish"),
     ],
 )
 def test_a_fill_that_fails_keeps_nothing_of_peers_mapped(fail_in: str, fail_at: str, message: str):
@@ -381,12 +381,12 @@ def test_no_rank_waits_for_one_that_failed(ranks: Ranks):
     of_rank_0, of_rank_1 = ranks.launch(fill_on_rank, 2, timeout=200)
     assert all(own[0].startswith("ReshardError: rank 0") for own in of_rank_0)
     assert all("MemoryError: not a byte left" in own[0] for own in of_rank_0[2:])
-    assert "rank 0 failed before the first bucket" in of_rank_1[2][0]
-    assert "rank 0 failed in bucket 0, transfer" in of_rank_1[3][0]
+    assert "rank 0, before the first bucket" in of_rank_1[2][0]
+    assert "rank 0, bucket 0, phase transfer" in of_rank_1[3][0]
     assert "phase allocate" in of_rank_0[0][0]
     assert "phase commit" in of_rank_0[1][0]
     assert "PeerTransportError" in of_rank_1[0][0]
-    assert "rank 0 failed in bucket 0, allocate" in of_rank_1[0][0]
+    assert "rank 0, bucket 0, phase allocate" in of_rank_1[0][0]
     assert of_rank_1[1][0] == "filled"  # the last bucket's commit is nobody else's business
     for _, seconds, nbytes in of_rank_1:
         assert seconds < 30
