@@ -257,8 +257,8 @@ class InferenceWeights(WeightAdaptor, Protocol):
 
     def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> AbstractContextManager[None]:
         """Within this context `commit` proves of every group with one of these canonical tensors that the engine
-        computes with what the group was filled with; `unproven` is told what is not so. Called where a fill is
-        verified only."""
+        computes with what the group was filled with. Its end proves that all such groups, of earlier fills too, still
+        have the bytes that were committed. `unproven` is told what is not so. Called where a fill is verified only."""
         ...
 
     def resident_nbytes(self) -> int:

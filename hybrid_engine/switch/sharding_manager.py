@@ -245,6 +245,7 @@ class ShardingManager(SwitchHooks):
             follower = self._follower(buffers, delivery)
             with ExitStack() as observing:
                 if verification is not None:
+                    verification.skipped(self.plan.buckets[index] for index in delivery.skipped)
                     observing.enter_context(self.inference.proving(verification.tensors, verification.unproven))
                 self._tally.add_fill(self.container.fill(buffers, follower, verification, delivery.skipped))
             self._note_peak()

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -115,6 +115,10 @@ class Verification:
             self._num_tensors += len(names)
             self._digest(names, self._regions.source, source, self._source)
             self._digest(names, self._regions.destination, destination, self._destination)
+
+    def skipped(self, buckets: Iterable[Bucket]) -> None:
+        """Count what is not sent: training has the digests of what was, and vLLM holds it unchanged (`unproven`)."""
+        self._num_tensors += sum(name in self.tensors for bucket in buckets for name in bucket.tensors)
 
     def unproven(self, finding: str) -> None:
         """Note what the engine found to be wrong; `conclude` raises it."""

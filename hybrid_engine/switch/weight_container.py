@@ -3,8 +3,8 @@
     for bucket in plan.buckets:                     on every rank, but for those that all ranks skip
         buffers = weights.allocate(groups)          this rank's groups of the bucket, maybe none
         router.run(bucket, source, buffers, next)   read, transfer, write; the next bucket's messages go meanwhile
-        observer.filled(bucket, source, buffers)    where the fill is verified
         follower.sent(bucket.index)                 training memory of earlier buckets can go (switch/release_fence.py)
+        observer.filled(bucket, source, buffers)    where the fill is verified
         weights.commit(groups)                      the engine's own post-load processing
     weights.finish_fill()                           staging memory is freed
 
@@ -256,12 +256,12 @@ class WeightContainer:
             destination = self._weights.allocate(groups) if groups else {}
         begin("transfer")
         tally.add_run(self._router.run(bucket, source, destination, self._following.get(bucket.index)))
-        if observer is not None:
-            begin("verify")
-            observer.filled(bucket, source, destination)
         if follower is not None:
             begin("release")
             follower.sent(bucket.index)
+        if observer is not None:  # nothing comes between this and the commit
+            begin("verify")
+            observer.filled(bucket, source, destination)
         with tally.time(begin("commit")):
             if groups:
                 self._weights.commit(groups)

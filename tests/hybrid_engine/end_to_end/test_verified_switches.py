@@ -27,6 +27,7 @@ from tests.zoo.families import served_config, write_config
 
 GREEDY = Sampling(temperature=0.0, max_tokens=4, ignore_eos=True)
 OUTPUT_PROJECTION = "model.layers.1.self_attn.o_proj"
+NORM = "model.norm"
 EXPERTS = "model.layers.1.mlp.experts"
 
 
@@ -185,11 +186,30 @@ def expert_kernel(engine: Any, seen: Seen) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def live_weight(engine: Any, seen: Seen) -> Iterator[None]:
+    """The final norm of rank 1, a bit of which flips after its commit."""
+    adaptor = engine.inference.adaptor
+    finish, norm = adaptor.finish_fill, adaptor.model.get_submodule(NORM)
+
+    def flip() -> None:
+        finish()
+        if dist.get_rank() == 1:
+            norm.weight.data[:1].view(torch.int16).bitwise_xor_(1)
+
+    adaptor.finish_fill = flip
+    try:
+        yield
+    finally:
+        del adaptor.finish_fill
+
+
 FAULTS: dict[str, Callable[[Any, Seen], Any]] = {
     "flipped bit": flipped_bit,
     "stale bucket": stale_bucket,
     "dense kernel": dense_kernel,
     "expert kernel": expert_kernel,
+    "live weight": live_weight,
 }
 
 
@@ -217,7 +237,9 @@ def _lines(found: Seen) -> list[str]:
     return [line.strip(" -") for line in found.error.splitlines() if line.startswith("  - ")]
 
 
-@pytest.mark.parametrize(("fault", "rank"), [("flipped bit", 1), ("dense kernel", 1), ("expert kernel", 0)])
+@pytest.mark.parametrize(
+    ("fault", "rank"), [("flipped bit", 1), ("dense kernel", 1), ("expert kernel", 0), ("live weight", 1)]
+)
 def test_one_place_is_named_on_all_ranks(seen: list[dict[str, Seen]], fault: str, rank: int) -> None:
     errors = [found[fault].error for found in seen]
     assert [error.partition(":")[0] for error in errors] == (
@@ -253,6 +275,11 @@ def test_a_stale_kernel_is_named_with_its_weights(seen: list[dict[str, Seen]]) -
     )
     assert f"{EXPERTS}.0.down_proj.weight" in experts
     assert "(UnquantizedFusedMoEMethod) computes with other weights than it was given" in experts
+
+
+def test_a_live_weight_that_changed_is_named(seen: list[dict[str, Seen]]) -> None:
+    (line,) = _lines(seen[0]["live weight"])
+    assert line == f"{NORM}.weight: on rank 1, vLLM's weights changed after they were committed"
 
 
 # -- the trace ---------------------------------------------------------------------------------------------------------

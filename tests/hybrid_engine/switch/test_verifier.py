@@ -158,6 +158,18 @@ def test_a_flipped_bit_is_named_and_rolled_back(verified: Rig) -> None:
     verified.assert_is(INFER)
 
 
+def test_what_is_skipped_is_compared_too(job: None) -> None:
+    """Training by digests of what was sent, the engine by its own proof."""
+    rig = Rig(elastic=True, incremental="auto", incremental_mb=2, verify="full")
+    rig.manager.enter(INFER)
+    rig.manager.enter(TRAIN)
+    rig.script.take()
+    report = rig.manager.enter(INFER)
+    assert not any(call.startswith("commit") for call in rig.script.take())
+    assert report.tensors_verified == 2
+    rig.close()
+
+
 def test_what_the_engine_cannot_prove_fails_the_switch(verified: Rig) -> None:
     told = []
     proving = verified.inference.proving

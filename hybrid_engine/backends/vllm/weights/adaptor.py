@@ -24,6 +24,7 @@ from hybrid_engine.backends.vllm.weights.storages import flat_view
 from hybrid_engine.backends.vllm.weights.traced_layout import STAGED
 from hybrid_engine.backends.vllm.weights.traced_model import ProcessedModel, unwritten_extents
 from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory
+from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.records.layout import Layout
 
 
@@ -67,6 +68,7 @@ class VllmAdaptor:
         self._filling: dict[str, dict[str, torch.Tensor]] = {}  # by group and buffer, between allocate and commit
         self._observers: list[Observer] = []
         self._proof: CommitProof | None = None
+        self._live_digests: dict[str, int] = {}  # of groups whose commit was proved, as they were then
 
     # -- the port -----------------------------------------------------------------------------------------------------
 
@@ -100,7 +102,10 @@ class VllmAdaptor:
         with torch.no_grad(), kept, self._processed.context():
             for name in groups:
                 with self._failing([name]):
-                    commit_group(self._processed, name, self._filling[name], self._observe, self._proof_of(name))
+                    proof = self._proof_of(name)
+                    commit_group(self._processed, name, self._filling[name], self._observe, proof)
+                    if proof is not None:
+                        self._live_digests[name] = self._live_digest(name)
                 del self._filling[name]
                 self._states.advance(Event.COMMIT, [name])
 
@@ -149,12 +154,28 @@ class VllmAdaptor:
 
     @contextlib.contextmanager
     def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> Iterator[None]:
-        """As the port says; see proof.py."""
-        self._proof = CommitProof(tensors, unproven)
+        """As the port says; see proof.py. At the end, what was committed, in this fill or before, is still the same."""
+        proof = self._proof = CommitProof(tensors, unproven)
         try:
             yield
+            for name in sorted(self._live_digests.keys() & self.committed()):
+                if self._live_digest(name) != self._live_digests[name]:
+                    proof.of_group(self._traced, self._traced.groups[name]).report_changed()
         finally:
             self._proof = None
+
+    def _live_digest(self, name: str) -> int:
+        """Of the parameters and buffers that the modules of a group compute with now."""
+        storages = (self._traced.storages[each] for each in self._traced.groups[name].storages)
+        modules = dict.fromkeys(binding.module for storage in storages for binding in storage.bindings)
+        held = (self._processed.modules[module] for module in modules)
+        return hash(
+            tuple(
+                box_digest(tensor.detach())
+                for module in held
+                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            )
+        )
 
     def resident_nbytes(self) -> int:
         """Bytes of weights in memory now; a packed copy counts as many bytes as its loader layout."""
@@ -200,6 +221,7 @@ class VllmAdaptor:
         self._states.advance(Event.VOID, groups)
         for name in groups:
             self._filling.pop(name, None)
+            self._live_digests.pop(name, None)
 
     @contextlib.contextmanager
     def _failing(self, groups: Sequence[str]) -> Iterator[None]:
@@ -225,6 +247,7 @@ class VllmAdaptor:
     def _drop(self, groups: Iterable[str]) -> None:
         for name in groups:
             self._filling.pop(name, None)
+            self._live_digests.pop(name, None)
             drop_group(self._processed, name)
 
     def _loader_tensors(self, groups: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """Whether vLLM computes with what a group was filled with, found out while it is committed.
 
-    live parameter        is it the tensor that was filled, as it was filled?
+    live parameter        is it the tensor that was filled, as it was filled? At the end of the fill, has it changed?
     dense layer           what its kernel makes of unit vectors is the weight, whatever the kernel packed it into
     experts, MLA, ...     copies of the modules process the same weights anew: do both hold the same bytes?
       quantised layer     the same, and do both kernels make the same of unit vectors?
@@ -67,6 +67,10 @@ class GroupProof:
         """`what`: the tensors and the rank, for messages."""
         self._what, self._unproven, self.is_wanted = what, unproven, is_wanted
         self._given: dict[str, torch.Tensor] = {}  # by storage
+
+    def report_changed(self) -> None:
+        """Say that what vLLM computes with is not what was committed."""
+        self._unproven(f"{self._what}, vLLM's weights changed after they were committed")
 
     def remember(self, model: ProcessedModel, name: str) -> None:
         """Before the processing: keep copies of the weights that it is given."""
