@@ -221,7 +221,7 @@ class GenerateConfig(Section):
     transport: Literal["auto", "shared_memory", "collective"] = "auto"
     """auto pulls from mapped memory on one host and sends messages across, once per host; the others force one way."""
     incremental: Literal["auto", "off"] = "off"
-    """auto neither reads nor sends weights that nothing wrote since vLLM got them, as far as incremental_mb lets them
+    """auto does not send weights whose bytes are those that vLLM got last, as far as incremental_mb lets them
     stay there."""
     incremental_mb: Annotated[int, Number, Field(ge=0, le=2**24)] = 1024
     """With incremental: MiB of inference weights per rank that stay on the device while it trains, those first that no

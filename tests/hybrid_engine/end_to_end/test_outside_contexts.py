@@ -1,0 +1,131 @@
+"""After a rollout, and in it, whatever users call to read or write the model is right or refused; real engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from hybrid_engine import HybridEngine
+from hybrid_engine.backends.fsdp.sharded_tensors import local_of
+from hybrid_engine.errors import StateError
+from hybrid_engine.switch.contexts import SwitchContexts
+from tests.harness.launch import Ranks
+from tests.zoo import sharded_models, workers
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+Calls = Mapping[str, Callable[[], object]]
+
+
+@dataclass
+class Seen:
+    """By call: what came of it in a rollout, after it, and in `train_context`; whether training state is as it was."""
+
+    inside: dict[str, str]
+    outside: dict[str, str]
+    training: dict[str, str]
+    is_unchanged: bool
+
+
+def outcome_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except StateError as error:
+        return "refused" if "train_context" in str(error) else str(error)
+    return "done"
+
+
+def seen_by(engine: SwitchContexts, calls: Calls, state: Callable[[], list[torch.Tensor]]) -> Seen:
+    with engine.train_context():
+        before = [tensor.clone() for tensor in state()]
+    with engine.rollout_context():
+        inside = {name: outcome_of(call) for name, call in calls.items()}
+    outside = {name: outcome_of(call) for name, call in calls.items()}
+    with engine.train_context():
+        is_unchanged = all(map(torch.equal, state(), before))
+        training = {name: outcome_of(call) for name, call in calls.items()}
+    return Seen(inside, outside, training, is_unchanged)
+
+
+def gathered(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What transformers can save."""
+    tensors = model.state_dict().items()
+    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in tensors}
+
+
+def with_fsdp(directory: Path) -> Seen:
+    model = sharded_models.from_config(directory)
+    engine = HybridEngine(model=model, rollout_config={"max_model_len": 64, "max_num_seqs": 8}, train_config={})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = torch.arange(8)[None]
+    model(tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    with engine.train_context():
+        whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        moments = optimizer.state_dict()
+    calls: Calls = {
+        "state_dict": model.state_dict,
+        "state_dict of a layer": model.model.layers[0].state_dict,
+        "load_state_dict": lambda: model.load_state_dict(whole),
+        "save_pretrained": lambda: model.save_pretrained(directory / "saved", state_dict=gathered(model)),
+        "torch.distributed.checkpoint": lambda: get_model_state_dict(model),
+        "forward": lambda: model(tokens),
+        "step": optimizer.step,
+        "optimizer.state_dict": optimizer.state_dict,
+        "optimizer.load_state_dict": lambda: optimizer.load_state_dict(moments),
+    }
+    state = [*model.parameters(), *(value for each in optimizer.state.values() for value in each.values())]
+    seen = seen_by(engine, calls, lambda: [local_of(tensor) for tensor in state])
+    engine.shutdown()
+    return seen
+
+
+def with_megatron(directory: Path) -> Seen:
+    worker = workers.build_worker(directory, {}, {})
+    with worker.train_context():
+        worker.update(workers.batch(seed=0), workers.cross_entropy)
+        (chunk,) = worker.actor.chunks
+        optimizer = worker.actor.optimizer
+        whole = {name: value for name, value in chunk.state_dict().items() if isinstance(value, torch.Tensor)}
+        whole = {name: tensor.clone() for name, tensor in whole.items()}
+    calls: Calls = {
+        "state_dict": chunk.state_dict,
+        "sharded_state_dict": lambda: chunk.module.sharded_state_dict(),
+        "load_state_dict": lambda: chunk.load_state_dict(whole, strict=False),
+        "step": optimizer.step,
+        "optimizer.state_dict": optimizer.state_dict,
+        "save_checkpoint of the worker": lambda: worker.save_checkpoint(directory / "checkpoint"),
+    }
+    parameters = [*chunk.parameters()]
+    seen = seen_by(worker, calls, lambda: [parameter.detach() for parameter in parameters])
+    worker.shutdown()
+    return seen
+
+
+def run(directory: Path) -> dict[str, Seen]:
+    found = {"megatron": with_megatron(directory)}
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    return found | {"fsdp": with_fsdp(directory)}
+
+
+@pytest.fixture(scope="module")
+def seen(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    directory = workers.write_model(tmp_path_factory.mktemp("outside") / "model", "qwen3")
+    return engines.launch(run, 1, directory)[0]
+
+
+@pytest.mark.parametrize("trainer", ["fsdp", "megatron"])
+def test_what_needs_training_state_is_refused_until_it_is_back(seen: dict[str, Seen], trainer: str) -> None:
+    found = seen[trainer]
+    assert set(found.inside.values()) == {"refused"}, found.inside
+    assert set(found.outside.values()) == {"refused"}, found.outside
+    assert set(found.training.values()) == {"done"}, found.training
+    assert found.is_unchanged
