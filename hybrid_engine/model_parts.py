@@ -107,7 +107,7 @@ def _checked_config(
     dtype = weights_dtype({own: tensors[own] for own in names.weights.values()}, wire_dtype)
     actor = {"params_dtype": dtype, "seq_length": 1, "fsdp": fsdp}
     settings = {"model": str(directory), "actor_config": actor, "generate_config": values}
-    config = load_config(settings, job.world_size, weights_only=True, own_weights=True)  # the loop is the caller's
+    config = load_config(settings, job.world_size, own_loop=True, own_weights=True)  # the loop is the caller's
     read_model_weights(model, tensors, table_for(config.hf_config()), config.generate_config.lora_delivery)
     return config
 

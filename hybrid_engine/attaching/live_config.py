@@ -58,12 +58,19 @@ def live_config(
         found += _contradictions(given, live)
         values = {**values, "actor_config": {**given, **live, **dict.fromkeys(_BUILT_HERE)}}
     try:
-        config = load_config(values, megatron.world_size(), weights_only=True, own_weights=True, directory=directory)
+        config = load_config(
+            values,
+            megatron.world_size(),
+            weights_only=optimizer is None,
+            own_loop=True,
+            own_weights=True,
+            directory=directory,
+        )
     except ConfigError as error:
         raise ConfigError([*found, *error.findings]) from None
     table, _ = read_model(config.model)
     found += _guarded(chunks, optimizer, config.generate_config.allow_unreviewed)
-    found += _model_findings(table, chunks[0])
+    found += model_findings(table, chunks)
     if found:
         raise ConfigError(found)
     return config, table
@@ -85,13 +92,20 @@ def _guarded(chunks: Sequence[torch.nn.Module], optimizer: Any, allowed: Sequenc
     return [Violation(f"{one.section}.{one.field}", one.problem, one.remedy) for one in found]
 
 
-def _model_findings(table: ModelTable, chunk: torch.nn.Module) -> list[Violation]:
-    """Where Megatron's model is not the table's. What a class of the user's own may compute is taken on trust."""
+def model_findings(table: ModelTable, chunks: Sequence[torch.nn.Module]) -> list[Violation]:
+    """Where Megatron's model is not the table's. What a class of the user's own may compute is taken on trust.
+
+    Raises ConfigError for a table that the megatron-core in use cannot build.
+    """
     from hybrid_engine.backends.megatron import live_settings as megatron
 
-    arguments, config = megatron.model_arguments(chunk), megatron.config_of(chunk)
-    found = [*model_mismatches(table, arguments, config, LIVE), *vocabulary_mismatches(table, arguments, LIVE)]
-    if (own := megatron.own_class(chunk)) is None:
+    found: list[Violation] = []
+    for chunk in chunks:
+        arguments, config = megatron.model_arguments(chunk), megatron.config_of(chunk)
+        found += model_mismatches(table, arguments, config, LIVE)
+        found += vocabulary_mismatches(table, arguments, LIVE)
+    found = list(dict.fromkeys(found))
+    if (own := megatron.own_class(chunks[0])) is None:
         return found
     for each in found:
         if each.key == BEYOND_MEGATRON:

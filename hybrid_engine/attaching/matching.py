@@ -1,23 +1,26 @@
 """Is the model that Megatron's arguments or objects describe the one of a Hugging Face config?
 
 vLLM computes what the config says, Megatron what its settings say: every difference is reported under the flag, or the
-field, that would remove it. The table of the architecture says what to expect; settings it is silent about are
-training's own.
+field, that would remove it. Which fields of megatron-core change what is computed is in the list of reviewed fields,
+under "function". Each has to be what megatron-core itself makes of the architecture's table: at its default where the
+table is silent. The other fields are training's own.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
+import torch
 from torch.nn.functional import gelu, silu
 
 from hybrid_engine.errors import Violation
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.models.variants import Extras, RotaryScaling
+from megatron_patches.review import function_fields
 
 _FLAGS = {
     "activation_func": "--swiglu, --squared-relu, --quick-geglu, --no-bias-gelu-fusion",
@@ -30,33 +33,17 @@ _FLAGS = {
 }
 """Settings of megatron-core whose flag has another name."""
 
-_OF_TRAINING = {"moe_router_load_balancing_type", "moe_router_dtype"}
-"""Settings that tables give for models built here, and that are training's own choice all the same."""
-
 _OF_PATTERN = {"num_layers", "moe_layer_freq"}
 """Settings that --hybrid-layer-pattern sets where it is given; `config` compares the pattern with the model."""
 
-_DEFAULTS = {
-    "normalization": "LayerNorm",
-    "gated_linear_unit": False,
-    "add_bias_linear": True,
-    "add_qkv_bias": False,
-    "qk_layernorm": False,
-    "qk_l2_norm": False,
-    "layernorm_zero_centered_gamma": False,
-    "rotary_interleaved": False,
-    "softmax_scale": None,
-    "multi_latent_attention": False,
-    "num_moe_experts": None,
-    "window_size": None,
-    "softmax_type": "vanilla",
-    "no_rope_freq": None,
-    "attention_output_gate": False,
-}
-"""What a table that is silent about these means: megatron-core's own defaults."""
+_YARN = frozenset({"rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"})
+"""Settings that megatron-core reads where `rope_type` is yarn, or `mscale_all_dim` is not 0."""
 
 _MEGATRON_SCALING = RotaryScaling("llama3", 8.0, 1.0, 4.0, 8192)
 """What --use-rope-scaling computes."""
+
+_FREQUENCY_ERROR = 1e-5
+"""Relative. Larger ones turn a head by another angle after some 10,000 tokens."""
 
 _ARGS = {
     "position_embedding_type": "position_embedding_type",
@@ -113,10 +100,12 @@ def model_mismatches(table: ModelTable, args: Namespace, config: Any, names: Nam
         config: megatron-core's TransformerConfig.
         names: of what differs.
     """
+    has_pattern = getattr(args, "hybrid_layer_pattern", None) is not None
     return [
-        *_layers(_expected(table, getattr(args, "hybrid_layer_pattern", None)), config, names),
+        *_layers(table, config, has_pattern, names),
         *_outside_layers(table, args, names),
-        *_beyond_megatron(table, bool(args.use_rope_scaling), names),
+        *_rotary(table, args, names),
+        *_beyond_megatron(table),
     ]
 
 
@@ -130,27 +119,52 @@ def vocabulary_mismatches(table: ModelTable, args: Namespace, names: Names = FLA
     return [Violation(key, f"{padded} rows after padding, the Hugging Face config has {wanted}", remedy)]
 
 
-def _expected(table: ModelTable, hybrid_pattern: str | None) -> dict[str, Any]:
-    """Settings of the layers; the width of an MLP that no layer has is none of them."""
-    unread = _OF_TRAINING | (set() if table.dims.ffn_hidden_size else {"ffn_hidden_size"})
-    unread |= _OF_PATTERN if hybrid_pattern else set()
-    return {name: value for name, value in {**_DEFAULTS, **table.transformer}.items() if name not in unread}
+def _layers(table: ModelTable, config: Any, has_pattern: bool, names: Names) -> Iterator[Violation]:
+    """Every field that changes what is computed is what megatron-core itself makes of the table."""
+    from hybrid_engine.backends.megatron.megatron_config import described_config
+
+    found, wanted = _computed(config), _computed(described_config(table))
+    unread = set(_OF_PATTERN) if has_pattern else set()
+    if not table.dims.ffn_hidden_size:  # no layer has an MLP of that width
+        unread.add("ffn_hidden_size")
+    if table.transformer["activation_func"] is None:  # `not_built` names it
+        unread.add("activation_func")
+    # a field that only one of them reads follows from another one, in which they differ
+    for name in (name for name in wanted if name in found and name not in unread):
+        if found[name] != wanted[name]:
+            yield _mismatch(names.setting(name), found[name], wanted[name])
 
 
-def _layers(expected: Mapping[str, Any], config: Any, names: Names) -> Iterator[Violation]:
-    for name, wanted in expected.items():
-        found = getattr(config, name, None)
-        if name == "activation_func":
-            found = _activation(config)
-        elif name == "add_qkv_bias":  # biases everywhere are biases there, too
-            found, wanted = found or config.add_bias_linear, wanted or expected["add_bias_linear"]
-        elif name == "softmax_scale":  # None is what attention does by itself
-            own = config.kv_channels**-0.5
-            found, wanted = found or own, wanted or own
-        elif name == "moe_layer_freq" and isinstance(found, int):
-            found = [int(layer % found == 0) for layer in range(config.num_layers)]
-        if found != wanted:
-            yield _mismatch(names.setting(name), found, wanted)
+def _computed(config: Any) -> dict[str, Any]:
+    """What a configuration makes Megatron compute, by field; without the fields that Megatron then does not read."""
+    fields = function_fields("TransformerConfig")
+    found = {name: getattr(config, name) for name in fields if hasattr(config, name)}
+    found["activation_func"] = _activation(config)
+    found["add_qkv_bias"] |= config.add_bias_linear  # biases everywhere are biases there, too
+    found["softmax_scale"] = config.softmax_scale or config.kv_channels**-0.5  # as attention does by itself
+    unread = set() if found.get("rope_type") == "yarn" or found.get("mscale_all_dim") else set(_YARN)
+    if config.num_moe_experts is None:
+        unread |= {name for name in fields if name.startswith("moe_")}
+    else:
+        found |= _routing(config)
+    if config.moe_router_score_function != "softmax":
+        unread.add("moe_router_pre_softmax")
+    return {name: value for name, value in found.items() if name not in unread}
+
+
+def _routing(config: Any) -> dict[str, Any]:
+    """Settings of experts that have several values for the same."""
+    frequency, groups = config.moe_layer_freq, (config.moe_router_num_groups, config.moe_router_group_topk)
+    if isinstance(frequency, int):
+        frequency = [int(layer % frequency == 0) for layer in range(config.num_layers)]
+    if groups[1] in (None, groups[0]):  # all groups may be chosen
+        groups = (None, None)
+    return {
+        "moe_layer_freq": frequency,
+        "moe_router_num_groups": groups[0],
+        "moe_router_group_topk": groups[1],
+        "moe_router_topk_scaling_factor": config.moe_router_topk_scaling_factor or 1.0,
+    }
 
 
 def _activation(config: Any) -> str:
@@ -182,18 +196,64 @@ def _outside_layers(table: ModelTable, args: Namespace, names: Names) -> Iterato
         yield _mismatch(names.argument("mtp_num_layers"), found, table.dims.num_mtp_layers)
 
 
-def _beyond_megatron(table: ModelTable, use_rope_scaling: bool, names: Names) -> Iterator[Violation]:
-    """What the architecture computes and Megatron's own scripts have few settings for, or none."""
-    extras = table.extras
-    if extras.rotary_scaling != (_MEGATRON_SCALING if use_rope_scaling else None):
-        found = f"Megatron's own, {_MEGATRON_SCALING}" if use_rope_scaling else "none"
-        yield _mismatch(names.argument("use_rope_scaling"), found, extras.rotary_scaling or "none")
-    by_megatron = {"rotary_scaling": extras.rotary_scaling, "experts_per_group_score": _group_score(table)}
+def _rotary(table: ModelTable, args: Namespace, names: Names) -> Iterator[Violation]:
+    """Rotary frequencies: those of a live model, else what the arguments of Megatron's scripts make of them."""
+    if table.gpt.get("position_embedding_type") != "rope" or "rope_type" in table.transformer:  # MLA has its own
+        return
+    wanted = table.extras.rotary_scaling
+    if not hasattr(args, "rotary_frequencies"):
+        llama3 = _MEGATRON_SCALING if args.use_rope_scaling else None
+        linear = getattr(args, "rotary_seq_len_interpolation_factor", None)
+        is_linear = wanted is not None and wanted.rope_type == "linear"
+        if llama3 != (None if is_linear else wanted):
+            found = f"Megatron's own, {llama3}" if llama3 else "none"
+            yield _mismatch(names.argument("use_rope_scaling"), found, wanted or "none")
+        if (linear or 1.0) != (wanted.factor if wanted is not None and is_linear else 1.0):
+            key = names.argument("rotary_seq_len_interpolation_factor")
+            yield _mismatch(key, linear, wanted or "no rotary scaling")
+    elif args.rotary_frequencies is None:
+        yield _beyond("rotary frequencies cannot be read off this model")
+    elif problem := _frequency_problem(args.rotary_frequencies.cpu(), _frequencies(table)):
+        key = names.argument("rotary_pos_emb")
+        yield Violation(key, f"{problem} (rotary scaling: {wanted or 'none'})", "Make them agree")
+
+
+def _frequencies(table: ModelTable) -> torch.Tensor:
+    """That config.json asks for [half of the rotated part of a head], in radians per token."""
+    from hybrid_engine.backends.megatron.model_variants import scaled_frequencies
+
+    dim = int(table.dims.head_dim * table.gpt.get("rotary_percent", 1.0))
+    frequencies = table.gpt["rotary_base"] ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    scaling = table.extras.rotary_scaling
+    return frequencies if scaling is None else scaled_frequencies(frequencies, scaling)
+
+
+def _frequency_problem(found: torch.Tensor, wanted: torch.Tensor) -> str | None:
+    """How rotary frequencies differ, None where they do not: float32 leaves a relative error of 1e-6."""
+    asks = "the Hugging Face config asks for"
+    if found.shape != wanted.shape:
+        return f"Megatron has {len(found)} rotary frequencies, {asks} {len(wanted)}"
+    wrong = ((found / wanted - 1).abs() > _FREQUENCY_ERROR).nonzero()
+    if not len(wrong):
+        return None
+    at = int(wrong[-1])  # the slowest, where scalings differ most
+    return f"rotary frequency {at} of Megatron is {found[at]:.6g} radians per token, {asks} {wanted[at]:.6g}"
+
+
+def _beyond_megatron(table: ModelTable) -> Iterator[Violation]:
+    """What the architecture computes and Megatron's own models have no setting for."""
+    for what in table.not_built:
+        yield _beyond(what)
+    by_megatron = {"rotary_scaling": table.extras.rotary_scaling, "experts_per_group_score": _group_score(table)}
     for field in fields(Extras):
-        value = getattr(extras, field.name)
+        value = getattr(table.extras, field.name)
         if value != by_megatron.get(field.name, field.default):
-            problem = f"{field.name} {value}: Megatron's GPT model does not compute this, vLLM does"
-            yield Violation(BEYOND_MEGATRON, problem, "Choose another model, or train it through ActorHybridWorker")
+            yield _beyond(f"{field.name} {value}")
+
+
+def _beyond(what: str) -> Violation:
+    problem = f"{what}: Megatron's GPT model does not compute this, vLLM does"
+    return Violation(BEYOND_MEGATRON, problem, "Choose another model, or train it through ActorHybridWorker")
 
 
 def _group_score(table: ModelTable) -> int | None:

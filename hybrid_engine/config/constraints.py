@@ -24,12 +24,16 @@ def training_rules(context: TrainingContext) -> list[Constraint[TrainingContext]
     return [*ANY_TRAINER, *(MEGATRON_TRAINS if context.actor.fsdp is None else FSDP)]
 
 
-def broken_rules(context: TrainingContext, *, weights_only: bool = False) -> list[Violation]:
+def broken_rules(context: TrainingContext, *, weights_only: bool = False, own_loop: bool = False) -> list[Violation]:
     """What breaks the rules: those of training and, for a `JobContext`, those of inference.
 
-    `weights_only`: training need not compute.
+    Args:
+        context: what they look at.
+        weights_only: the training model holds weights and need not compute, as for a check of the switch alone.
+        own_loop: the caller's model and loop compute, as Megatron's own scripts do.
     """
-    rules = [rule for rule in training_rules(context) if not (weights_only and rule.computing)]
+    skipped = ("here", "anywhere") if weights_only else ("here",) if own_loop else ()
+    rules = [rule for rule in training_rules(context) if rule.computing not in skipped]
     found = [found for rule in rules for found in rule.find(context)]
     if isinstance(context, JobContext):
         found += [found for rule in GENERATES for found in rule.find(context)]

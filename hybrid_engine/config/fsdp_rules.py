@@ -64,7 +64,7 @@ def _replicas(context: TrainingContext) -> Iterator[Finding]:
     FSDP,
     "actor_config.params_dtype",
     "With fsdp, params_dtype is float32: the optimizer steps on the parameters themselves.",
-    computing=True,
+    computing="here",
 )
 def _params_dtype(context: TrainingContext) -> Iterator[Finding]:
     if context.actor.params_dtype != "float32":
@@ -76,7 +76,7 @@ def _params_dtype(context: TrainingContext) -> Iterator[Finding]:
     FSDP,
     "actor_config.fsdp.mixed_precision",
     "mixed_precision is not fp16: losses are not scaled.",
-    computing=True,
+    computing="here",
 )
 def _mixed_precision(context: TrainingContext) -> Iterator[Finding]:
     if context.actor.fsdp is not None and context.actor.fsdp.mixed_precision == "fp16":

@@ -28,6 +28,7 @@ def load_config(
     world_size: int | None = None,
     *,
     weights_only: bool = False,
+    own_loop: bool = False,
     own_weights: bool = False,
     directory: Path | None = None,
 ) -> HybridConfig:
@@ -36,7 +37,7 @@ def load_config(
     Args:
         source: a YAML file, or the same as a mapping.
         world_size: number of ranks; default: WORLD_SIZE of the environment, which torchrun sets.
-        weights_only: see `find_violations`.
+        weights_only, own_loop: see `broken_rules`.
         own_weights: the caller brings the weights: the model's directory needs none.
         directory: where relative paths of a mapping begin; default: the working directory. Those of a file begin at the
             file's directory.
@@ -63,7 +64,7 @@ def load_config(
         config, models = _with_models(config, directory)
     except ConfigError as error:
         raise ConfigError(error.findings, file) from error
-    violations = find_violations(config, num_ranks, weights_only=weights_only)
+    violations = find_violations(config, num_ranks, weights_only=weights_only, own_loop=own_loop)
     if not (own_weights or config.random_weights):
         violations += [found for key, model in models.items() for found in _missing_weights(model, key)]
     if violations:
@@ -114,13 +115,16 @@ def _missing_weights(model: Path, key: str) -> list[Violation]:
     return []
 
 
-def find_violations(config: HybridConfig, world_size: int, *, weights_only: bool = False) -> list[Violation]:
+def find_violations(
+    config: HybridConfig, world_size: int, *, weights_only: bool = False, own_loop: bool = False
+) -> list[Violation]:
     """Everything that makes this configuration impossible on `world_size` ranks; empty when it is sound.
 
-    `weights_only`: the training model holds weights and need not compute (as for a check of the switch alone).
+    `weights_only`, `own_loop`: see `broken_rules`.
     """
     try:
-        found = broken_rules(JobContext.of(config, world_size), weights_only=weights_only)
+        context = JobContext.of(config, world_size)
+        found = broken_rules(context, weights_only=weights_only, own_loop=own_loop)
         if not found and config.critic_config is not None:
             found = critic_violations(critic_of(config, world_size))
     except ConfigError as error:

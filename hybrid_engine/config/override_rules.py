@@ -61,24 +61,6 @@ _READ_AS_BUILT: Final = frozenset(
 )
 """Of the fields that a switch reads off the live model, those of which neither a plan nor another rule knows."""
 
-_FREE: Final = frozenset({"moe_router_dtype", "moe_router_load_balancing_type"})
-"""Of the fields that name tables set, those in which training and generation may differ."""
-
-_COMPUTED: Final = frozenset(
-    (
-        *("activation_func", "activation_func_clamp_value", "apply_residual_connection_post_layernorm"),
-        *("glu_linear_offset", "layernorm_epsilon", "layernorm_zero_centered_gamma", "mrope_section", "no_rope_freq"),
-        *("normalization", "qk_l2_norm", "softmax_scale", "softmax_type", "window_attn_skip_freq", "window_size"),
-        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings", "rope_type"),
-        *("rotary_base", "rotary_interleaved", "rotary_percent", "rotary_scaling_factor"),
-        *("moe_apply_probs_on_input", "moe_router_force_biased", "moe_router_force_load_balancing"),
-        *("moe_router_group_topk", "moe_router_num_groups", "moe_router_pre_softmax", "moe_router_score_function"),
-        *("moe_router_topk", "moe_router_topk_limited_devices", "moe_router_topk_scaling_factor"),
-        *("heterogeneous_layers_config_encoded_json", "heterogeneous_layers_config_path", "per_block_parameters"),
-    )
-)
-"""Fields of what a model computes, which vLLM computes by config.json."""
-
 
 @dataclass(frozen=True)
 class Override:
@@ -163,10 +145,9 @@ def _decided_elsewhere(override: Override, context: TrainingContext, core: _Core
         return _SET_HERE[field], "Leave it out"
     if key := _own_key(override.part, field):
         return "a key of its own decides it", f"Use {key}"
-    from_table = override.part == "transformer" and field in context.table.transformer.keys() - _FREE
-    if from_table or field in _COMPUTED:
-        return "it follows from the model, whose config.json vLLM goes by, too", "Leave it out, or change config.json"
     found = core.review.of(CLASSES[override.part], field)
+    if found is not None and found.verdict == "function":
+        return "it follows from the model, whose config.json vLLM goes by, too", "Leave it out, or change config.json"
     if found is not None and found.verdict == "handled" and field not in _READ_AS_BUILT:
         return "it decides how weights are laid out, which follows from the model and from other keys", "Leave it out"
     return None
@@ -248,7 +229,7 @@ OVERRIDES: list[Constraint[TrainingContext]] = [
         "actor_config.overrides",
         "With EP > 1, moe_token_dispatcher_type is not allgather.",
         _dispatched,
-        computing=True,
+        computing="here",
     ),
 ]
 MEGATRON_TRAINS = (*MEGATRON, *RECOMPUTATION, *OVERRIDES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from hybrid_engine.config.keys import ActorConfig, GenerateConfig, HybridConfig
 from hybrid_engine.config.values import Dtype
@@ -58,6 +58,7 @@ class JobContext(TrainingContext):
 
 Context = TypeVar("Context", bound=TrainingContext)
 Sizes = TypeVar("Sizes", TrainParallelism, InferenceParallelism)
+Computing = Literal["", "here", "anywhere"]
 Finding = tuple[str, str]
 """What is wrong, and what to do about it."""
 
@@ -70,17 +71,18 @@ class Constraint(Generic[Context]):
         key: the configuration key that is most often to change; a finding names its own.
         rule: what holds of a sound configuration; a sentence for the documentation.
         find: yields what breaks it.
-        computing: concerns training's computation only; a model that just holds weights may break it.
+        computing: of a rule that concerns training's computation only, which a model that just holds weights may
+            break: whose. That of the trainers that are built here, or that of any.
     """
 
     key: str
     rule: str
     find: Callable[[Context], Iterator[Violation]]
-    computing: bool = False
+    computing: Computing = ""
 
 
 def constraint(
-    table: list[Constraint[Context]], key: str, rule: str, *, computing: bool = False
+    table: list[Constraint[Context]], key: str, rule: str, *, computing: Computing = ""
 ) -> Callable[[Callable[[Context], Iterator[Finding]]], None]:
     """Decorator: the function yields what breaks a rule under its key; the rule joins `table`."""
 

@@ -21,7 +21,7 @@ MEGATRON: list[Constraint[TrainingContext]] = []
 """Where Megatron does."""
 
 
-@constraint(MEGATRON, "model", "build_model() implements everything that config.json asks for.", computing=True)
+@constraint(MEGATRON, "model", "build_model() implements everything that config.json asks for.", computing="here")
 def _model_is_built(context: TrainingContext) -> Iterator[Finding]:
     for what in context.table.not_built:
         yield f"{what} is not implemented by build_model()", "Pass your own Megatron model"
@@ -31,7 +31,7 @@ def _model_is_built(context: TrainingContext) -> Iterator[Finding]:
     MEGATRON,
     "actor_config.hybrid_layer_pattern",
     "A HybridModel is built of Megatron's own layers, without windows, soft caps and post norms.",
-    computing=True,
+    computing="here",
 )
 def _hybrid_model_is_built(context: TrainingContext) -> Iterator[Finding]:
     if context.train_sizes.hybrid_layer_pattern is not None and context.table.layer_spec != "default":
@@ -45,7 +45,7 @@ MEGATRON += size_constraints("actor_config", TrainParallelism, TRAIN_RULES, lamb
     MEGATRON,
     "actor_config.expert_tensor_parallel_size",
     "ETP is TP where EP is 1: megatron-core before 0.19 would sum gradients of experts over the wrong ranks.",
-    computing=True,
+    computing="anywhere",
 )
 def _expert_tensor_alone(context: TrainingContext) -> Iterator[Finding]:
     sizes = context.train_sizes
@@ -89,7 +89,7 @@ def _tied_mtp_layers(context: TrainingContext) -> Iterator[Finding]:
     MEGATRON,
     "actor_config.context_parallel_size",
     "CP is 1 where TrainEngine trains; Megatron's own training loop may use more.",
-    computing=True,
+    computing="here",
 )
 def _context_parallel(context: TrainingContext) -> Iterator[Finding]:
     if (cp := context.train_sizes.context) > 1:
@@ -106,7 +106,7 @@ def _sequence_parallel(context: TrainingContext) -> Iterator[Finding]:
     MEGATRON,
     "actor_config.sequence_parallel",
     "Training experts with TP > 1 needs sequence parallelism.",
-    computing=True,
+    computing="here",
 )
 def _sequence_parallel_of_experts(context: TrainingContext) -> Iterator[Finding]:
     tp = context.train_sizes.tensor
@@ -143,7 +143,9 @@ def _frozen_parameters(context: TrainingContext) -> Iterator[Finding]:
         yield f"no parameter matches {', '.join(unknown)}", f"Names look like {names[0]}, {names[-1]}"
 
 
-@constraint(MEGATRON, "actor_config.frozen_parameters", "At least one trained parameter is not frozen.", computing=True)
+@constraint(
+    MEGATRON, "actor_config.frozen_parameters", "At least one trained parameter is not frozen.", computing="here"
+)
 def _frozen_all(context: TrainingContext) -> Iterator[Finding]:
     if not (patterns := context.actor.frozen_parameters):
         return

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.attaching.engine_beside import engine_beside
+from hybrid_engine.attaching.live_config import model_findings
 from hybrid_engine.attaching.matching import vocabulary_mismatches
 from hybrid_engine.backends.vllm.generation.sampling_params import sampling_params
 from hybrid_engine.backends.vllm.process.random_state import random_state_kept
@@ -53,9 +54,14 @@ class ScriptEngine:
             yield
 
     def model_built(self, model_chunks: Sequence[Any]) -> None:
-        """Parameters outside of DDP's buffers join those in elastic memory."""
+        """Parameters outside of DDP's buffers join those in elastic memory.
+
+        Raises ConfigError for a model that is not what the arguments say, as one built by the script's own function.
+        """
         from hybrid_engine.backends.megatron.elastic_weights import move_loose_parameters
 
+        if violations := model_findings(self.settings.table, model_chunks):
+            raise ConfigError(violations)
         move_loose_parameters(model_chunks)
 
     def attach(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> None:

@@ -105,7 +105,7 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
     transformer_config = script.transformer_config()
     found += _refused_by_core(args, transformer_config, config)
     if table is not None:
-        found += model_mismatches(table, args, transformer_config)
+        found += values.of(lambda: model_mismatches(table, args, transformer_config), [])
     if found:
         raise ConfigError(found)
     assert config is not None, "whatever kept them from being read was reported"
@@ -209,7 +209,7 @@ def _read_config(content: Mapping[str, Any], options: ReshardingOptions, args: N
             "generate_config": {**generate, **overrides} if isinstance(generate, Mapping) else generate,
         },
         args.world_size,
-        weights_only=True,  # Megatron's own loop computes
+        own_loop=True,  # Megatron's
         own_weights=True,
         directory=_directory(options),
     )

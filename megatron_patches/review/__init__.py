@@ -5,11 +5,12 @@
                           └─────> comparison: what a version has that the list lacks
                                      └── sources: the fields that a version declares; it need not be importable
 
-A field that is not in the list is refused unless it has Megatron's own default. `python -m megatron_patches review`
-prints what has to be added for a new version.
+A field that is not in the list is refused unless it has Megatron's own default. Fields of the verdict "function" are
+accepted here; who knows what the model should compute compares them (`function_fields`).
+`python -m megatron_patches review` prints what has to be added for a new version.
 """
 
-from megatron_patches.review.guard import ALLOW, Refusal, refusals
+from megatron_patches.review.guard import ALLOW, Refusal, function_fields, refusals
 from megatron_patches.review.settings import Setting, argument_settings, live_settings
 
-__all__ = ["ALLOW", "Refusal", "Setting", "argument_settings", "live_settings", "refusals"]
+__all__ = ["ALLOW", "Refusal", "Setting", "argument_settings", "function_fields", "live_settings", "refusals"]

@@ -50,13 +50,23 @@ def refusals(
         allow_unreviewed: names of fields that were not reviewed and may have any value all the same.
         version: of megatron-core; default: of the one that is imported.
     """
-    version = version or release_of(importlib.import_module("megatron.core").__version__)
+    version = version or _imported()
     review = review_of(version)
     return [
         *_refused(settings, review, allow_unreviewed),
         *_unreviewed(settings, review, version, allow_unreviewed),
         *_unknown(settings, version, allow_unreviewed),
     ]
+
+
+def function_fields(section: str, version: str | None = None) -> list[str]:
+    """Fields of a configuration class that change what a model computes; `version` as in `refusals`."""
+    found = review_of(version or _imported()).sections[section]
+    return [field for field, review in found.items() if review.verdict == "function"]
+
+
+def _imported() -> str:
+    return release_of(importlib.import_module("megatron.core").__version__)
 
 
 def _refused(settings: Sequence[Setting], review: Review, allowed: Collection[str]) -> Iterator[Refusal]:

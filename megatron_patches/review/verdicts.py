@@ -17,7 +17,7 @@ LIST: Final = Path(__file__).with_name("reviewed.yaml")
 REQUIRED: Final = "required"
 """Stands for the default of a field that has none."""
 
-Verdict = Literal["harmless", "handled", "refused"]
+Verdict = Literal["harmless", "handled", "function", "refused"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class FieldReview:
     """What one field means for a switch.
 
     Attributes:
-        verdict: only a refused field must not have every value.
+        verdict: only a refused field must not have every value; one of the "function" has to follow from config.json
+            where there is one.
         reason: why.
         default: a literal, or source text, or `REQUIRED`.
         accepted: values that a refused field may have: its default when it was reviewed, and others.
@@ -99,6 +100,8 @@ def _change(fields: dict[str, FieldReview], changes: Mapping[str, Any]) -> None:
         fields.update({field: FieldReview("harmless", reason, default) for field, default in defaults.items()})
     for reason, defaults in changes.get("handled", {}).items():
         fields.update({field: FieldReview("handled", reason, default) for field, default in defaults.items()})
+    reason = "it is part of what the model computes"
+    fields.update({field: FieldReview("function", reason, at) for field, at in changes.get("function", {}).items()})
     fields.update({field: _refused(**found) for field, found in changes.get("refused", {}).items()})
 
 

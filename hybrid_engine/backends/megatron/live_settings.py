@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer import TransformerConfig
 from megatron.core.utils import unwrap_model
@@ -98,12 +99,17 @@ def model_arguments(chunk: torch.nn.Module) -> Namespace:
     model = unwrap_model(chunk)
     return Namespace(
         position_embedding_type=model.position_embedding_type,
-        rotary_base=model.rotary_base,
-        rotary_percent=model.rotary_percent,
         max_position_embeddings=model.max_sequence_length,
         untie_embeddings_and_output_weights=not model.share_embeddings_and_output_weights,
         mtp_num_layers=model.config.mtp_num_layers,
-        use_rope_scaling=getattr(model, "rotary_scaling", False),
+        rotary_frequencies=rotary_frequencies(model),
         hybrid_layer_pattern=getattr(model, "hybrid_layer_pattern", None),
         padded_vocab_size=model.vocab_size,
     )
+
+
+def rotary_frequencies(model: Any) -> torch.Tensor | None:
+    """In radians per token, as the next forward pass will use them; None where a model has none that can be read."""
+    rotary = getattr(model, "rotary_pos_emb", None)
+    # the angles of the second token: interpolation is not in `inv_freq`
+    return rotary.get_freqs_non_repeated(2)[1] if isinstance(rotary, RotaryEmbedding) else None

@@ -118,6 +118,21 @@ def transformer_config(actor: ActorConfig, sizes: TrainParallelism, table: Model
     )
 
 
+def described_config(table: ModelTable) -> TransformerConfig:
+    """Of the table's model alone, all else at Megatron's defaults: what a configuration that computes it must have.
+
+    Raises ConfigError for what the model needs and this megatron-core lacks or refuses.
+    """
+    settings = {**table.transformer, "activation_func": ACTIVATIONS.get(table.transformer["activation_func"])}
+    config_class = MLATransformerConfig if settings.get("multi_latent_attention") else TransformerConfig
+    _require_known(settings, config_class)
+    try:
+        return config_class(**settings)
+    except (AssertionError, ValueError) as error:  # of a __post_init__
+        problem = f"Megatron's {type(error).__name__}: {error}"
+        raise ConfigError([Violation("model", problem, "Choose another model")]) from error
+
+
 def ddp_config(actor: ActorConfig) -> DistributedDataParallelConfig:
     """Of the flat buffers: gradients are reduced in float32."""
     return _config_of(

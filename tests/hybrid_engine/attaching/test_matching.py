@@ -7,12 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.nn.functional import gelu, silu
+import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from torch.nn.functional import gelu
 
-from hybrid_engine.attaching.matching import _DEFAULTS, LIVE, model_mismatches, vocabulary_mismatches
+from hybrid_engine.attaching.matching import BEYOND_MEGATRON, FLAGS, LIVE, model_mismatches, vocabulary_mismatches
+from hybrid_engine.backends.megatron.live_settings import rotary_frequencies
 from hybrid_engine.models import table_for
+from megatron_patches.review import function_fields
 from tests.hybrid_engine.megatron_script.megatron_arguments import ARGS, LLAMA, transformer_config
-from tests.zoo.families import served_config
+from tests.zoo.families import YARN, served_config
 
 
 def mismatches(
@@ -25,8 +29,165 @@ def mismatches(
     return {violation.key: violation.problem for violation in found}
 
 
-def test_the_same_model_matches() -> None:
-    assert mismatches({}) == {}
+def of_model(hf: dict[str, Any], config: dict[str, Any] | None = None, args: dict[str, Any] | None = None) -> set[str]:
+    """Keys of what is wrong with Megatron's own configuration of the model `hf`, but for `config` and `args`."""
+    table = table_for(hf)
+    own = {
+        **{"rotary_base": table.gpt.get("rotary_base"), "mtp_num_layers": table.dims.num_mtp_layers},
+        **{"untie_embeddings_and_output_weights": not table.dims.tied_embeddings},
+    }
+    found = model_mismatches(
+        table, Namespace(**{**ARGS, **own, **(args or {})}), transformer_config(hf, **(config or {}))
+    )
+    return {violation.key for violation in found}
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+MODELS = {
+    "llama": LLAMA,
+    "mixtral": served_config("mixtral"),
+    "qwen3_moe": served_config("qwen3_moe"),
+    "deepseek_v3": served_config("deepseek_v3"),
+    "deepseek_v3 with YaRN": served_config("deepseek_v3", rope_scaling={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_same_model_matches(model: str) -> None:
+    assert of_model(MODELS[model]) == set()
+
+
+def another(value: Any) -> Any:
+    """Some other value of a setting."""
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return (value or 0) + 3
+    return {bool: lambda: not value, list: list, str: lambda: "another"}.get(type(value), lambda: gelu)()
+
+
+COMPUTED = [
+    name for name in function_fields("TransformerConfig") if not name.startswith(("heterogeneous", "per_block"))
+]
+
+
+@pytest.mark.parametrize("field", COMPUTED)
+def test_every_field_that_changes_what_is_computed_is_compared(field: str) -> None:
+    """In each of a dense model, one with experts, one with latent attention that has it, unless it has no effect there.
+
+    Heterogeneous models are refused altogether.
+    """
+    having = [hf for hf in MODELS.values() if hasattr(transformer_config(hf), field)]
+    changed = [of_model(hf, {field: another(getattr(transformer_config(hf), field))}) for hf in having]
+    assert any(FLAGS.setting(field) in found for found in changed)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_whatever_the_tables_decide_is_part_of_what_is_computed(model: str) -> None:
+    in_training_only = {"moe_router_dtype", "moe_router_load_balancing_type"}
+    assert table_for(MODELS[model]).transformer.keys() - in_training_only <= set(COMPUTED)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "flags"),
+    [
+        ("qwen3_moe", {"moe_router_score_function": "sigmoid"}, {"--moe-router-score-function"}),
+        ("qwen3_moe", {"moe_router_enable_expert_bias": True}, {"--moe-router-enable-expert-bias"}),
+        ("qwen3_moe", {"moe_router_topk_scaling_factor": 2.5}, {"--moe-router-topk-scaling-factor"}),
+        (
+            "qwen3_moe",
+            {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+            {"--moe-router-num-groups", "--moe-router-group-topk"},
+        ),
+        ("mixtral", {"moe_apply_probs_on_input": True}, {"--moe-apply-probs-on-input"}),
+        ("mixtral", {"moe_expert_capacity_factor": 1.0}, {"--moe-expert-capacity-factor"}),
+        ("mixtral", {"moe_router_pre_softmax": True}, {"--moe-router-pre-softmax"}),
+        ("llama", {"glu_linear_offset": 1.0}, {"--glu-linear-offset"}),
+        ("llama", {"activation_func_clamp_value": 0.1}, {"--activation-func-clamp-value"}),
+        # factor 40 scales DeepSeek's softmax where mscale_all_dim is set, with plain rotary frequencies too
+        ("deepseek_v3", {"mscale_all_dim": 1.0}, {"--mscale-all-dim"}),
+        ("deepseek_v3 with YaRN", {"beta_fast": 16}, {"--beta-fast"}),
+    ],
+)
+def test_settings_that_vllm_does_not_compute_are_refused(model: str, config: dict[str, Any], flags: set[str]) -> None:
+    assert of_model(MODELS[model], config) == flags
+
+
+@pytest.mark.parametrize(
+    ("model", "config"),
+    [
+        ("llama", {"moe_router_topk": 1, "hidden_dropout": 0.0, "fp32_residual_connection": True}),
+        ("qwen3_moe", {"moe_router_topk_scaling_factor": 1.0, "moe_router_num_groups": 4}),
+        ("qwen3_moe", {"moe_router_num_groups": 2, "moe_router_group_topk": 2, "moe_z_loss_coeff": 1e-3}),
+        ("deepseek_v3", {"moe_router_pre_softmax": True, "moe_router_bias_update_rate": 0.0}),
+        ("deepseek_v3", {"rotary_scaling_factor": 1.0, "mscale": 0.5}),  # what Megatron's scripts pass
+    ],
+)
+def test_settings_that_compute_the_same_are_accepted(model: str, config: dict[str, Any]) -> None:
+    assert of_model(MODELS[model], config) == set()
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {"rope_type": "dynamic", "factor": 4.0},
+        {"rope_type": "longrope", "factor": 4.0, "long_factor": [1.0] * 16, "short_factor": [1.0] * 16},
+    ],
+)
+def test_rotary_scaling_that_megatron_does_not_compute_is_refused(rope: dict[str, Any]) -> None:
+    assert of_model({**LLAMA, "rope_scaling": rope}) == {"model"}
+    table, live = table_for({**LLAMA, "rope_scaling": rope}), Namespace(**ARGS, rotary_frequencies=frequencies())
+    assert {found.key for found in model_mismatches(table, live, transformer_config(), LIVE)} == {"model"}
+
+
+def test_what_the_table_cannot_build_is_refused() -> None:
+    assert of_model({**LLAMA, "partial_rotary_factor": 0.5}) == {"model"}
+    assert of_model(served_config("deepseek_v3", norm_topk_prob=False)) == {"model"}
+
+
+def frequencies(**changes: Any) -> torch.Tensor:
+    """Of a live model whose heads are LLAMA's, as `model_arguments` reads them."""
+    settings = {"kv_channels": LLAMA["head_dim"], "rotary_percent": 1.0, "use_cpu_initialization": True, **changes}
+    found = rotary_frequencies(SimpleNamespace(rotary_pos_emb=RotaryEmbedding(**settings)))
+    assert found is not None
+    return found
+
+
+def live_mismatches(rope: dict[str, Any] | None, **changes: Any) -> list[str]:
+    """Of a live Llama whose config.json asks for `rope`, and whose rotary embedding has `changes`."""
+    args = Namespace(**ARGS, rotary_frequencies=frequencies(**changes))
+    found = model_mismatches(table_for({**LLAMA, "rope_scaling": rope}), args, transformer_config(), LIVE)
+    return [str(violation) for violation in found]
+
+
+def test_rotary_frequencies_are_those_of_the_live_model() -> None:
+    """Llama 3.2 has factor 32, and Megatron's models a factor that no other attribute tells."""
+    llama32, linear = {**LLAMA3, "factor": 32.0}, {"rope_type": "linear", "factor": 8.0}
+    assert live_mismatches(llama32, rope_scaling=True, rope_scaling_factor=32.0) == []
+    assert live_mismatches(LLAMA3, rope_scaling=True) == []
+    assert live_mismatches(linear, seq_len_interpolation_factor=8) == []
+    wrong = [
+        live_mismatches(LLAMA3, rope_scaling=True, rope_scaling_factor=32.0),
+        live_mismatches(llama32, rope_scaling=True),
+        live_mismatches(llama32),
+        live_mismatches(None, seq_len_interpolation_factor=8),
+        live_mismatches(None, rotary_base=20000),
+        live_mismatches(None, rotary_percent=0.5),
+    ]
+    assert all("GPTModel.rotary_pos_emb: " in found for (found,) in wrong)
+    assert "rotary frequency 15 of Megatron is 2.22285e-05 radians per token" in wrong[1][0]
+    assert "asks for 5.55712e-06 (rotary scaling: RotaryScaling(rope_type='llama3', factor=32.0" in wrong[1][0]
+
+
+def test_rotary_frequencies_that_cannot_be_read_are_taken_on_trust_of_a_class_of_ones_own() -> None:
+    args = Namespace(**ARGS, rotary_frequencies=rotary_frequencies(SimpleNamespace()))
+    (found,) = model_mismatches(table_for(LLAMA), args, transformer_config(), LIVE)
+    assert found.key == BEYOND_MEGATRON
 
 
 @pytest.mark.parametrize(
@@ -39,7 +200,7 @@ def test_the_same_model_matches() -> None:
         ({"attention_bias": True, "mlp_bias": True}, {"--disable-bias-linear", "--add-qkv-bias"}),
         ({"rope_theta": 5e5}, {"--rotary-base"}),
         ({"tie_word_embeddings": True}, {"--untie-embeddings-and-output-weights"}),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {"--use-rope-scaling"}),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {"--rotary-seq-len-interpolation-factor"}),
     ],
 )
 def test_every_difference_is_under_its_flag(hf: dict[str, Any], flags: set[str]) -> None:
@@ -69,40 +230,44 @@ def test_differences_of_megatron_alone_are_found() -> None:
 
 
 def test_megatrons_own_rope_scaling_is_llamas() -> None:
-    scaling = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    assert mismatches({"rope_scaling": scaling}, args={"use_rope_scaling": True}) == {}
-    assert "factor=32.0" in mismatches({"rope_scaling": {**scaling, "factor": 32.0}})["--use-rope-scaling"]
+    assert mismatches({"rope_scaling": LLAMA3}, args={"use_rope_scaling": True}) == {}
+    assert "factor=32.0" in mismatches({"rope_scaling": {**LLAMA3, "factor": 32.0}})["--use-rope-scaling"]
+
+
+def test_interpolation_in_a_script_is_linear_scaling() -> None:
+    interpolated = {"rotary_seq_len_interpolation_factor": 8}
+    assert mismatches({"rope_scaling": {"rope_type": "linear", "factor": 8.0}}, args=interpolated) == {}
+    assert set(mismatches({}, args=interpolated)) == {"--rotary-seq-len-interpolation-factor"}
+    both = mismatches({"rope_scaling": LLAMA3}, args={**interpolated, "use_rope_scaling": True})
+    assert set(both) == {"--rotary-seq-len-interpolation-factor"}
 
 
 def test_fused_bias_and_gelu_is_the_approximation_by_tanh() -> None:
     gpt2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 64, "n_head": 2, "n_layer": 2}
     table = table_for({**gpt2, "vocab_size": 64, "n_positions": 128})
-    values = {**_DEFAULTS, **table.transformer, "activation_func": gelu, "softmax_scale": None}
+    config = transformer_config(
+        {**gpt2, "vocab_size": 64, "n_positions": 128}, activation_func=gelu, softmax_scale=None
+    )
     args = Namespace(
         **{**ARGS, "position_embedding_type": "learned_absolute", "untie_embeddings_and_output_weights": False}
     )
-    assert model_mismatches(table, args, SimpleNamespace(**values, bias_activation_fusion=True)) == []
-    found = model_mismatches(table, args, SimpleNamespace(**values, bias_activation_fusion=False))
+    assert model_mismatches(table, args, config) == []
+    config.bias_activation_fusion = False
+    found = model_mismatches(table, args, config)
     assert [violation.problem for violation in found] == [
         "Megatron has gelu, the Hugging Face config asks for gelu_tanh"
     ]
 
 
 def test_balancing_of_experts_is_trainings_own_affair() -> None:
-    table = table_for(served_config("qwen3_moe"))
-    values = {**_DEFAULTS, **table.transformer, "activation_func": silu, "bias_activation_fusion": True}
+    hf = served_config("qwen3_moe")
+    table = table_for(hf)
     own = {"moe_router_load_balancing_type": "aux_loss", "moe_router_dtype": None, "ffn_hidden_size": 7}
     args = Namespace(**{**ARGS, "rotary_base": table.gpt["rotary_base"]})
     args.untie_embeddings_and_output_weights = not table.dims.tied_embeddings
-    every_layer = SimpleNamespace(**{**values, **own, "moe_layer_freq": 1})
+    every_layer = transformer_config(hf, **own, moe_layer_freq=1)
     assert model_mismatches(table, args, every_layer) == []
-    fewer = SimpleNamespace(**{**values, "moe_layer_freq": 2, "num_moe_experts": 3})
+    fewer = transformer_config(hf, moe_layer_freq=2, num_moe_experts=3)
     assert {found.key for found in model_mismatches(table, args, fewer)} == {"--moe-layer-freq", "--num-experts"}
 
 

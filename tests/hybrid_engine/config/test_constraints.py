@@ -412,9 +412,11 @@ def test_a_training_model_alone_keeps_the_rules_of_training() -> None:
     table = table_for(EXPERTS)
     assert broken_rules(TrainingContext(ActorConfig(**TP2, **SP), table, 4)) == []
     context = TrainingContext(ActorConfig(**TP2, context_parallel_size=2, noop_layers=(1, 1)), table, 4)
-    keys = [[one.key for one in broken_rules(context, weights_only=weights_only)] for weights_only in (False, True)]
+    computes: tuple[dict[str, bool], ...] = ({}, {"weights_only": True}, {"own_loop": True})
+    keys = [[one.key for one in broken_rules(context, **who)] for who in computes]
     assert keys == [
         ["actor_config.noop_layers", "actor_config.context_parallel_size", "actor_config.sequence_parallel"],
+        ["actor_config.noop_layers"],
         ["actor_config.noop_layers"],
     ]
 
@@ -425,6 +427,8 @@ def test_experts_are_cut_by_themselves_where_megatron_can(monkeypatch: pytest.Mo
     for version in ("0.18.2", "0.19.0", ""):
         monkeypatch.setattr(training_rules_module, "_megatron_core_version", lambda version=version: version)
         found[version] = [one.key for one in broken_rules(context)]
+        assert found[version] == [one.key for one in broken_rules(context, own_loop=True)]
+        assert broken_rules(context, weights_only=True) == []
     assert found == {"0.18.2": ["actor_config.expert_tensor_parallel_size"], "0.19.0": [], "": []}
 
 

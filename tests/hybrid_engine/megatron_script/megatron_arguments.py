@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.nn.functional import silu
+from megatron.core.transformer import TransformerConfig
 
-from hybrid_engine.attaching.matching import _DEFAULTS
+from hybrid_engine.backends.megatron.megatron_config import described_config
 from hybrid_engine.models import table_for
 from megatron_patches.arguments import ReshardingOptions
 from tests.zoo.families import served_config
@@ -51,12 +51,16 @@ ARGS = {
 }
 
 
-def transformer_config(**changes: Any) -> SimpleNamespace:
-    values = {**_DEFAULTS, **table_for(LLAMA).transformer, "activation_func": silu, "bias_activation_fusion": True}
-    return SimpleNamespace(**{**values, **changes})
+def transformer_config(hf: dict[str, Any] = LLAMA, **changes: Any) -> TransformerConfig:
+    """Of the model `hf`, then changed, also to what no constructor accepts."""
+    config = described_config(table_for(hf))
+    config.bias_activation_fusion = True
+    for name, value in changes.items():
+        setattr(config, name, value)
+    return config
 
 
-def script_of(options: ReshardingOptions, config: SimpleNamespace | None = None, **changes: Any) -> Any:
+def script_of(options: ReshardingOptions, config: TransformerConfig | None = None, **changes: Any) -> Any:
     """A `MegatronScript` whose Megatron is not there."""
     return SimpleNamespace(
         options=options,
