@@ -68,12 +68,13 @@ def list_sets() -> None:
 def patch_source(
     checkout: Annotated[Path, typer.Argument(help="Root of a clean git checkout of Megatron-LM.")],
     reverse: Annotated[bool, typer.Option("--reverse", help="Take the set off again.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Patch forks, changed trees, and trees without git.")] = False,
 ) -> None:
     """Put the patch set of its version on a Megatron-LM checkout, all of it or nothing. Nothing is committed.
 
     Exits with 1, and changes nothing, when there is no set for the version or a hunk does not fit.
     """
-    raise typer.Exit(patch_checkout(checkout, reverse=reverse))
+    raise typer.Exit(patch_checkout(checkout, reverse=reverse, force=force))
 
 
 @app.command("review")

@@ -42,11 +42,12 @@ def patch_sets() -> list[PatchSet]:
     return found
 
 
-def patch_checkout(checkout: Path, *, reverse: bool = False) -> int:
+def patch_checkout(checkout: Path, *, reverse: bool = False, force: bool = False) -> int:
     """Put the set of its version on a Megatron-LM checkout, all of it or nothing, or take it off; `apply.sh`'s status.
 
-    The script prints what it did, or why it changed nothing.
+    `force`: it need not be a clean git checkout, nor of a version that has a set, if the hunks of one fit. The script
+    prints what it did, or why it changed nothing.
     """
     # Through bash, for a wheel does not keep the bit that makes a file executable.
-    command = ["bash", str(folder() / "apply.sh"), str(checkout), *(["--reverse"] if reverse else [])]
-    return subprocess.run(command).returncode
+    flags = [flag for flag, given in (("--reverse", reverse), ("--force", force)) if given]
+    return subprocess.run(["bash", str(folder() / "apply.sh"), str(checkout), *flags]).returncode
