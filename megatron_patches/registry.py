@@ -13,10 +13,12 @@ from __future__ import annotations
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -213,6 +215,23 @@ def _install_hint(tested: Sequence[str]) -> str:
     return f"install it with: pip install megatron-core=={fitting[-1]}"
 
 
+def _checkout() -> Path | None:
+    """The source tree that megatron.core is imported from; None where it is what pip installed."""
+    imported = Path(importlib.import_module(_CORE).__file__ or "").resolve()
+    try:
+        installed = importlib.metadata.distribution("megatron-core").locate_file("megatron/core/__init__.py")
+    except importlib.metadata.PackageNotFoundError:
+        return imported.parents[2]
+    return None if imported == Path(str(installed)).resolve() else imported.parents[2]
+
+
+def _version_hint(tested: Sequence[str]) -> str:
+    """How to get one of these versions, oldest first, where another one is imported."""
+    if (tree := _checkout()) is None:
+        return _install_hint(tested)
+    return f"{tree} is imported, whatever pip installs: check out one of these there, or allow this version"
+
+
 def _imported_version(patches: Sequence[Patch]) -> str:
     """The release of the megatron.core that is imported, which in a checkout is not the installed one's."""
     try:
@@ -231,7 +250,7 @@ def _check_version(version: str, patches: Sequence[Patch], allow_version: bool) 
         tested = _tested_versions(refused)
         message = (
             f"megatron-core {version} is installed, but the patches were tested only with {', '.join(tested)}; "
-            f"{_install_hint(tested)}"
+            f"{_version_hint(tested)}"
         )
         if not allow_version:
             raise UnsupportedVersionError([message])

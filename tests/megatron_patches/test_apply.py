@@ -131,6 +131,16 @@ def test_an_untested_version_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert snapshot.differences(before, snapshot.of_megatron()) == set()
 
 
+def test_where_a_checkout_is_imported_pip_is_no_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron.core, "__version__", "0.99.0")
+    monkeypatch.setattr(megatron.core, "__file__", "/src/Megatron-LM/megatron/core/__init__.py")
+    with pytest.raises(errors.UnsupportedVersionError) as caught:
+        megatron_patches.apply(ALL_GROUPS)
+    assert "pip install " not in str(caught.value)
+    remedy = "/src/Megatron-LM is imported, whatever pip installs: check out one of these there, or allow this version"
+    assert remedy in str(caught.value)
+
+
 def test_an_untested_version_can_be_allowed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(megatron.core, "__version__", f"{release_of(megatron.core.__version__)}.post1")
     with caplog.at_level("WARNING", "megatron_patches"):
