@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_patches.errors import ScriptError
 
+ENABLE_FLAG = "--enable-resharding"
 ALLOW_VERSION_FLAG = "--resharding-allow-version"
 
 
@@ -57,7 +58,7 @@ class ReshardingOptions:
 _FLAGS = {
     field.name: "--" + ("" if field.name.startswith(("infer_", "offload_")) else "resharding-") + field.name
     for field in fields(ReshardingOptions)
-} | {"enabled": "--enable-resharding"}
+} | {"enabled": ENABLE_FLAG}
 _FLAGS = {name: flag.replace("_", "-") for name, flag in _FLAGS.items()}
 
 

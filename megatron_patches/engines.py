@@ -78,7 +78,8 @@ class MegatronScript:
 class ReshardingEngine(Protocol):
     """Called on every rank at the same points; all methods may be collective.
 
-    Between calls the training state is on the device, at its original addresses. No call changes a random state.
+    `building` and `model_built` may raise ScriptError, too. Between calls the training state is on the device, at its
+    original addresses. No call changes a random state.
     """
 
     def building(self) -> AbstractContextManager[None]:
@@ -103,7 +104,7 @@ class ReshardingEngine(Protocol):
 
 
 EngineFactory = Callable[[MegatronScript], ReshardingEngine]
-"""Raises an exception that lists every problem of the options, before any collective."""
+"""Raises ScriptError with every problem of the options, before any collective: the script ends with its message."""
 
 
 def find_engine(reference: str | None = None) -> EngineFactory:

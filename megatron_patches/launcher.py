@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import runpy
 import sys
 from collections.abc import Sequence
@@ -13,12 +14,15 @@ from megatron_patches import script
 from megatron_patches.applying import apply
 from megatron_patches.errors import MegatronPatchError
 
+logger = logging.getLogger(__name__)
+
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
     """Run `path` as ``python path arguments`` would, with the patches of group "script" on megatron.training.
 
     Without CUDA also with those that let Megatron run on CPU. Exits with a message, before the script starts, if the
-    file is missing, there is no megatron.training beside it, or the patches do not support its version.
+    file is missing, there is no megatron.training beside it, or the patches do not support its version. The last is a
+    warning where the script does not reshard: then it runs as it is.
     """
     if not Path(path).is_file():
         sys.exit(f"{path}: no such file; usage: python -m megatron_patches SCRIPT [arguments]")
@@ -33,7 +37,9 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     importlib.import_module("megatron.training")  # if a dependency of it is missing, this says which
     try:
         apply(("script",), allow_version=script.allows_version())
-        script.prepare()
+        script.run_without_cuda()
     except MegatronPatchError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        if script.is_enabled():
+            sys.exit(f"{type(error).__name__}: {error}")
+        logger.warning("%s; the script runs as it is", error)
     runpy.run_path(path, run_name="__main__")

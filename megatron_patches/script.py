@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 from megatron_patches.applying import apply, check_version
-from megatron_patches.arguments import ALLOW_VERSION_FLAG, ReshardingOptions, add_arguments
+from megatron_patches.arguments import ALLOW_VERSION_FLAG, ENABLE_FLAG, ReshardingOptions, add_arguments
 from megatron_patches.engines import MegatronScript, ReshardingEngine, find_engine
-from megatron_patches.errors import ScriptError
+from megatron_patches.errors import MegatronPatchError, ScriptError
 from megatron_patches.patch import SCRIPT_VERSIONS, Patch
 
 logger = logging.getLogger(__name__)
@@ -73,8 +73,24 @@ def allows_version() -> bool:
     return ALLOW_VERSION_FLAG in sys.argv
 
 
+def is_enabled() -> bool:
+    """Whether the command line has the flag; needed before Megatron parses it."""
+    return ENABLE_FLAG in sys.argv
+
+
 def prepare() -> None:
-    """Without CUDA, apply the CPU patches. Called once, when ``megatron.training`` is imported."""
+    """Apply the CPU patches where there is no CUDA, if this run reshards.
+
+    Called once, when the ``megatron.training`` of a patched source tree is imported: by scripts without the flag, too,
+    and by converters, for which nothing changes.
+    """
+    if is_enabled():
+        with _refusing():
+            run_without_cuda()
+
+
+def run_without_cuda() -> None:
+    """Apply the CPU patches where there is no CUDA. Raises PatchSetError."""
     if not torch.cuda.is_available():
         apply(("cpu", "cpu_training"), allow_version=allows_version())
 
@@ -108,7 +124,8 @@ def with_arguments(parse_args: Function) -> Function:
             return parser
 
         parsed = parse_args(provide, *args, **kwargs)
-        options = ReshardingOptions.of(given)
+        with _refusing():
+            options = ReshardingOptions.of(given)
         if _run.engine is None or _run.options != options:  # Megatron may parse again when the engine is there
             _run = _Run(options)
         return parsed
@@ -123,10 +140,20 @@ def with_validation(validate_args: Function) -> Function:
     def validate(args: Any, *rest: Any, **kwargs: Any) -> Any:
         validated = validate_args(args, *rest, **kwargs)
         if _run.options.enabled:
-            _run.engine = _make_engine(MegatronScript(_run.options, validated))
+            with _refusing():
+                _run.engine = _make_engine(MegatronScript(_run.options, validated))
         return validated
 
     return validate
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """End the script with what is wrong in place of a traceback."""
+    try:
+        yield
+    except MegatronPatchError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
 
 
 def _make_engine(script: MegatronScript) -> ReshardingEngine:
@@ -147,10 +174,11 @@ def with_buffers(get_model: Function) -> Function:
     def get(*args: Any, **kwargs: Any) -> Any:
         if not (_run.options.enabled and _argument(get_model, "wrap_with_ddp", args, kwargs)):
             return get_model(*args, **kwargs)
-        engine = _required_engine()
-        with engine.building():
-            chunks = get_model(*args, **kwargs)
-        engine.model_built(chunks)
+        with _refusing():
+            engine = _required_engine()
+            with engine.building():
+                chunks = get_model(*args, **kwargs)
+            engine.model_built(chunks)
         return chunks
 
     return get

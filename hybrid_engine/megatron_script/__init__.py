@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def make_engine(script: MegatronScript) -> ScriptEngine:
-    """Return the engine for this script. Raises ConfigError with every violation, before anything is built."""
+    """Return the engine for this script. Raises ScriptError with every violation, before anything is built."""
     from hybrid_engine.megatron_script.script_engine import ScriptEngine
 
     return ScriptEngine(script)

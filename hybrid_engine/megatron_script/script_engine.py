@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -13,7 +12,7 @@ from hybrid_engine.attaching.live_config import model_findings
 from hybrid_engine.attaching.matching import vocabulary_mismatches
 from hybrid_engine.backends.vllm.generation.sampling_params import sampling_params
 from hybrid_engine.backends.vllm.process.random_state import random_state_kept
-from hybrid_engine.errors import ConfigError, StateError
+from hybrid_engine.errors import ConfigError, DependencyError, StateError, Violation
 from hybrid_engine.megatron_script.journal import TIMERS, Journal
 from hybrid_engine.megatron_script.script_settings import Prompt, ScriptSettings, read_settings
 from hybrid_engine.ranks.job import Job
@@ -21,11 +20,26 @@ from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
 from megatron_patches.buffers import buffer_allocator
 from megatron_patches.engines import MegatronScript
+from megatron_patches.errors import ScriptError
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.megatron.live_model import LiveModel
 
-logger = logging.getLogger("hybrid_engine")
+
+@contextmanager
+def _listing() -> Iterator[None]:
+    """What is wrong with settings becomes what ends a script of Megatron's, without a traceback."""
+    try:
+        yield
+    except ConfigError as error:
+        _refuse(error.findings)
+    except DependencyError as error:
+        raise ScriptError([str(error)]) from error
+
+
+def _refuse(found: Sequence[Violation]) -> None:
+    if found:
+        raise ScriptError([str(violation) for violation in found])
 
 
 class ScriptEngine:
@@ -35,19 +49,19 @@ class ScriptEngine:
     """
 
     def __init__(self, script: MegatronScript) -> None:
-        """Check everything that can be checked before a process group exists. Raises ConfigError, DependencyError."""
+        """Check everything that can be checked before a process group exists. Raises ScriptError."""
         from hybrid_engine.backends.vllm import require_vllm
 
         self._script = script
-        self.settings: ScriptSettings = read_settings(script)
-        in_file = self.settings.config.generate_config.allow_version
-        require_vllm(allow_version=script.options.allow_version or in_file)
+        with _listing():
+            self.settings: ScriptSettings = read_settings(script)
+            in_file = self.settings.config.generate_config.allow_version
+            require_vllm(allow_version=script.options.allow_version or in_file)
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """DDP's buffers are made in elastic memory. Raises ConfigError when the tokenizer does not fit the model."""
-        if violations := vocabulary_mismatches(self.settings.table, self._script.args):
-            raise ConfigError(violations)
+        """DDP's buffers are made in elastic memory. Raises ScriptError when the tokenizer does not fit the model."""
+        _refuse(vocabulary_mismatches(self.settings.table, self._script.args))
         from hybrid_engine.memory.elastic import allocate_elastic
 
         with buffer_allocator(allocate_elastic):
@@ -56,12 +70,12 @@ class ScriptEngine:
     def model_built(self, model_chunks: Sequence[Any]) -> None:
         """Parameters outside of DDP's buffers join those in elastic memory.
 
-        Raises ConfigError for a model that is not what the arguments say, as one built by the script's own function.
+        Raises ScriptError for a model that is not what the arguments say, as one built by the script's own function.
         """
         from hybrid_engine.backends.megatron.elastic_weights import move_loose_parameters
 
-        if violations := model_findings(self.settings.table, model_chunks):
-            raise ConfigError(violations)
+        with _listing():
+            _refuse(model_findings(self.settings.table, model_chunks))
         move_loose_parameters(model_chunks)
 
     def attach(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> None:
@@ -131,8 +145,6 @@ class ScriptEngine:
         with self._journal.timed(timer):
             report = self.hybrid.sharding.enter(state)
         assert report is not None  # each switch leaves the state that the one before entered
-        if report.tensors_verified:
-            logger.info("[Reshard] verified: %d tensors on rank %d", report.tensors_verified, self.job.rank)
         return report
 
     def _generate(self, iteration: int) -> list[list[Any]]:

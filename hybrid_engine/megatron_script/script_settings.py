@@ -18,6 +18,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from hybrid_engine.attaching.matching import model_mismatches
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.config import GenerateConfig, HybridConfig, load_config
@@ -92,18 +94,19 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
     options, args = script.options, script.args
     found = list(_refused(args))
     values = _Collected(found)
-    unread: dict[str, Any] = {}
-    content = values.of(lambda: _read_yaml(options.config), unread)
-    sampling = values.of(lambda: _read_sampling(content.get("sampling")), Sampling())
+    content = values.of(lambda: _read_yaml(options.config), None)
+    sampling = values.of(lambda: _read_sampling((content or {}).get("sampling")), Sampling())
     no_prompts: tuple[Prompt, ...] = ()
     prompts = values.of(lambda: _read_prompts(options), no_prompts)
     callback = values.of(lambda: _import_callback(options.callback), None)
     if args.rank == 0:  # it alone writes
         values.of(lambda: _require_writable(options.output), None)
     config = values.of(lambda: _read_config(content, options, args), None)
-    table = _table_of(content, options)
+    table = _table_of(content or {}, options)
     transformer_config = script.transformer_config()
     found += _refused_by_core(args, transformer_config, config)
+    if config is not None and prompts:
+        found += _cannot_generate(config, args.world_size)
     if table is not None:
         found += values.of(lambda: model_mismatches(table, args, transformer_config), [])
     if found:
@@ -163,6 +166,16 @@ def _refused_by_core(args: Namespace, transformer_config: Any, config: HybridCon
     return list(dict.fromkeys(violations))  # one flag can set fields of several configurations
 
 
+def _cannot_generate(config: HybridConfig, world_size: int) -> Iterator[Violation]:
+    """Why there could be no completions of the prompts; the weights arrive all the same."""
+    from hybrid_engine.backends.vllm.feasibility import GENERATING_LAYOUT, generation_problem
+
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if problem := generation_problem(config.generate_config.sizes(world_size), device_type):
+        remedy = f"{GENERATING_LAYOUT.capitalize()}, or leave out --resharding-prompts"
+        yield Violation("generate_config.infer_pipeline_parallel_size", problem, remedy)
+
+
 def _flag(name: str) -> str:
     return _FLAGS.get(name, "--" + name.replace("_", "-"))
 
@@ -195,16 +208,16 @@ def _read_sampling(values: Any) -> Sampling:
     return Sampling(**values)
 
 
-def _read_config(content: Mapping[str, Any], options: ReshardingOptions, args: Namespace) -> HybridConfig | None:
+def _read_config(content: Mapping[str, Any] | None, options: ReshardingOptions, args: Namespace) -> HybridConfig | None:
     """None where the file could not be read: that was reported."""
-    if not content:
+    if content is None:
         return None
     given = {field.name: getattr(options, field.name) for field in fields(options)}
     overrides = {key: given[key] for key in given.keys() & GenerateConfig.model_fields.keys() if given[key] is not None}
     generate = content.get("generate_config") or {}
     return load_config(
         {
-            **{name: content.get(name) for name in ("model", "revision")},
+            **{name: content[name] for name in ("model", "revision") if name in content},
             "actor_config": actor_values(args),
             "generate_config": {**generate, **overrides} if isinstance(generate, Mapping) else generate,
         },

@@ -172,7 +172,7 @@ class ShardingManager(SwitchHooks):
         self._prefetcher.switched(before, target, self._tally.peak)
         direction, seconds = f"{before.value}->{target.value}", time.perf_counter() - started
         self.last_report = report = self._tally.report(direction, self.trainer.version, seconds)
-        logger.info("%s", report)
+        logger.log(logging.INFO if self.job.rank == 0 else logging.DEBUG, "%s", report)
         with self._phase("end hooks"):
             self._call_end_hooks(report)
         return report

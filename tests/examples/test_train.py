@@ -61,7 +61,7 @@ def test_interrupt_resume_finish(config: Path, tmp_path: Path) -> None:
     assert resumed[:-1] == rows[:-1]
     assert {key: resumed[-1][key] for key in RESULTS} == {key: rows[-1][key] for key in RESULTS}
     check_terminal(output)
-    assert "[Reshard] direction=train->infer" in (copy / "log-rank1.txt").read_text()
+    assert "[Reshard] direction=train->infer" in (copy / "log-rank0.txt").read_text()
 
     once_more = start(config, copy, "--iterations", str(last))
     assert "is finished" in finish(once_more)

@@ -74,7 +74,7 @@ OUTSIDE = {
     "attaching": {"megatron_patches", "pydantic", "torch"},
     "worker": {"torch"},
     "companions": {"torch"},
-    "megatron_script": {"megatron_patches"},
+    "megatron_script": {"megatron_patches", "torch"},
     "verification": {"numpy", "safetensors", "torch", "transformers"},
     "verification.cases": set(),
     "verification.small_model": set(),

@@ -47,7 +47,7 @@ from megatron.training import global_vars
 from megatron.training.arguments import parse_args, validate_args
 
 def initialize_megatron(extra_args_provider=None, allow_no_cuda=False):
-    assert allow_no_cuda or torch.cuda.is_available()
+    assert allow_no_cuda or torch.cuda.is_available(), "allow_no_cuda"
     args = parse_args(extra_args_provider)
     validate_args(args, {})
     parse_args()  # since 0.18 also by ft_integration, after validation
@@ -131,6 +131,7 @@ if __name__ == "__main__":
     "helper_beside_the_script.py": "",
     "engine_that_notes.py": """
 import contextlib, json, os
+from megatron_patches.errors import ScriptError
 
 FAILS = os.environ.get("FAILS")
 
@@ -142,6 +143,8 @@ class Engine:
             file.write(json.dumps(what) + "\\n")
         if what[0] == FAILS:
             raise OSError(f"{FAILS} and failed")
+        if what[0] == os.environ.get("REFUSES"):
+            raise ScriptError([f"{what[0]} is refused"])
     @contextlib.contextmanager
     def building(self):
         self.note("building")
@@ -156,7 +159,7 @@ class Engine:
         self.note("detached")
 
 def refuse(script):
-    raise ValueError("two things are wrong: this and that")
+    raise ScriptError(["this is wrong", "that is wrong"])
 """,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -18,10 +19,11 @@ import torch
 from packaging.version import Version
 
 import megatron_patches
-from megatron_patches import arguments, engines, errors, script
+from megatron_patches import arguments, engines, script
 from megatron_patches.arguments import ReshardingOptions, add_arguments
 from megatron_patches.launcher import run_script
 from megatron_patches.patch import SCRIPT_VERSIONS, release_of
+from megatron_patches.patch_sets import folder
 from tests.megatron_patches.script_tree import last_line, python, write_tree
 
 INSTALLED = release_of(megatron.core.__version__)
@@ -80,12 +82,16 @@ def patch_source(tree: Path) -> None:
     }
     for name, functions in decorated.items():
         path = tree.parent / "megatron" / "training" / name
-        source = "from megatron_patches import script as resharding\n" + path.read_text()
+        source = "from megatron.training import resharding\n" + path.read_text()
         for function, decorator in functions.items():
             source = source.replace(f"def {function}(", f"@resharding.{decorator}\ndef {function}(")
         path.write_text(source)
-    with (tree.parent / "megatron" / "training" / "__init__.py").open("a") as file:
-        file.write("from megatron_patches import script as resharding\nresharding.prepare()\n")
+    training = tree.parent / "megatron" / "training"
+    with (training / "__init__.py").open("a") as file:
+        file.write("from megatron.training import resharding\nresharding.prepare()\n")
+    patch = (folder() / "core_v0.16.1" / "0001-arguments.patch").read_text()
+    new_file = patch.partition("+++ b/megatron/training/resharding.py\n")[2].splitlines()[1:]
+    (training / "resharding.py").write_text("\n".join(line.removeprefix("+") for line in new_file))
 
 
 @pytest.mark.slow  # imports Megatron
@@ -139,10 +145,39 @@ def test_a_patched_source_under_the_launcher_calls_once(tree: Path, capsys: Capt
     assert [what for what, *_ in notes(tree)] == ["made", "building", "model built", "attached", "switched", "detached"]
 
 
-def test_a_patched_source_without_the_flag_calls_nothing(tree: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize("version", [INSTALLED, "0.99.0"])
+def test_a_patched_source_without_the_flag_is_as_megatron_has_it(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, version: str
+) -> None:
+    """Whatever its version, also where there is no CUDA, as on the machines that convert checkpoints."""
+    monkeypatch.setattr(megatron.core, "__version__", version)
     patch_source(tree)
-    assert run(capsys, tree, "--train-iters", "2", launcher=False)["loss"] == {"loss": 2.0}
+    with pytest.raises(AssertionError, match="allow_no_cuda"):  # Megatron's own, which the CPU patches would remove
+        run(capsys, tree, "--train-iters", "2", launcher=False)
+    assert not [state.patch.name for state in megatron_patches.states() if state.num_sites]
     assert notes(tree) == []
+
+
+class Absent:
+    """A finder that finds no megatron_patches."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.partition(".")[0] == "megatron_patches":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_a_patched_source_imports_without_the_package(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patch_source(tree)
+    monkeypatch.syspath_prepend(str(tree.parent))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "megatron_patches"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Absent(), *sys.meta_path])
+    training = importlib.import_module("megatron.training.training")
+    assert not hasattr(training.train_step, "__wrapped__")
+    arguments = importlib.import_module("megatron.training.arguments")
+    monkeypatch.setattr(sys, "argv", ["script", "--enable-resharding"])
+    with pytest.raises(SystemExit):  # an unknown argument
+        arguments.parse_args()
 
 
 def test_a_resumed_run_counts_the_steps_that_were_taken(tree: Path, capsys: Capture) -> None:
@@ -246,15 +281,34 @@ def test_none_or_several_engines_are_clear_errors(
     tree: Path, monkeypatch: pytest.MonkeyPatch, references: list[str], message: str
 ) -> None:
     install(tree, monkeypatch, *references)
-    with pytest.raises(errors.ScriptError, match=message):
+    with pytest.raises(SystemExit, match=message):
         run_script(str(tree), ["--enable-resharding"])
     assert notes(tree) == []
 
 
-def test_an_engine_that_refuses_ends_the_script_before_anything_is_built(tree: Path) -> None:
-    with pytest.raises(ValueError, match="two things are wrong: this and that"):
-        run_script(str(tree), ["--enable-resharding", "--resharding-engine", "engine_that_notes:refuse"])
+@pytest.mark.slow  # imports Megatron
+@pytest.mark.parametrize("is_patched", [False, True], ids=["launcher", "patched source"])
+def test_an_engine_that_refuses_ends_the_script_before_anything_is_built(tree: Path, is_patched: bool) -> None:
+    """What is wrong is all that is printed, with no traceback, which every rank would print."""
+    if is_patched:
+        patch_source(tree)
+    way = [] if is_patched else ["-m", "megatron_patches"]
+    flags = ["--enable-resharding", "--resharding-engine", "engine_that_notes:refuse"]
+    ended = python(*way, str(tree), *flags, cwd=tree.parents[1])
+    assert ended.returncode == 1
+    assert "ScriptError: --enable-resharding:\n- this is wrong\n- that is wrong\n" in ended.stderr
+    assert "Traceback" not in ended.stderr
     assert notes(tree) == []
+
+
+@pytest.mark.parametrize("call", ["building", "model built"])
+def test_a_model_that_the_engine_refuses_ends_the_script_likewise(
+    tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setenv("REFUSES", call)
+    with pytest.raises(SystemExit, match=f"- {call} is refused"):
+        run(capsys, tree, *ENGINE)
+    assert notes(tree)[-1][0] == call
 
 
 @pytest.mark.parametrize(
@@ -266,7 +320,7 @@ def test_an_engine_that_refuses_ends_the_script_before_anything_is_built(tree: P
     ],
 )
 def test_bad_options_are_refused(tree: Path, flags: tuple[str, ...], message: str) -> None:
-    with pytest.raises(errors.ScriptError, match=message):
+    with pytest.raises(SystemExit, match=message):
         run_script(str(tree), flags)
 
 
@@ -274,8 +328,13 @@ def test_untested_versions_are_refused_or_allowed_and_logged(
     tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(megatron.core, "__version__", "0.99.0")
-    with pytest.raises(SystemExit, match=r"megatron-core 0\.99\.0 is installed.*tested only with 0\.16\.1, .*0\.19\.2"):
+    message = r"megatron-core 0\.99\.0 is installed.*tested only with 0\.16\.1, .*0\.19\.2"
+    with pytest.raises(SystemExit, match=message):
+        run_script(str(tree), ["--enable-resharding"])
+    sys.path[0] = ""
+    with pytest.raises(AssertionError, match="allow_no_cuda"):  # the script's own error: it runs as it is
         run_script(str(tree), [])
+    assert "the script runs as it is" in caplog.text
     sys.path[0] = ""
     assert run(capsys, tree, "--resharding-allow-version", "--train-iters", "1")["loss"] == {"loss": 1.0}
     assert "megatron-core 0.99.0 is installed" in caplog.text
@@ -316,7 +375,7 @@ def test_every_option_has_a_flag_of_its_own() -> None:
 def test_an_engine_that_was_not_made_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """With --yaml-cfg Megatron does not call validate_args."""
     monkeypatch.setattr(script, "_run", script._Run(options=ReshardingOptions(enabled=True)))
-    with pytest.raises(errors.ScriptError, match="--yaml-cfg"):
+    with pytest.raises(SystemExit, match="--yaml-cfg"):
         script.with_buffers(lambda provider, wrap_with_ddp=True: [])(None)
 
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.acceptance import require_vllm
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.backends.vllm.feasibility import cannot_generate
+from hybrid_engine.backends.vllm.feasibility import GENERATING_LAYOUT, cannot_generate, generation_problem
 from hybrid_engine.backends.vllm.process.group_placement import rank_in_instance
 from hybrid_engine.backends.vllm.process.isolation import check_world, register_model_class, set_environment
 from hybrid_engine.backends.vllm.process.process_settings import process_settings_kept
@@ -158,11 +158,8 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
 
 def check_can_generate(sizes: InferenceParallelism, device_type: str) -> None:
     """Refuse what vLLM's CPU backend would answer with a crash; weights can be loaded and compared all the same."""
-    if device_type == "cpu" and (sizes.pipeline > 1 or sizes.expert > 1):
-        raise StateError(
-            f"vLLM {TESTED_VERSION} on CPU loads but cannot generate with pipeline parallel size {sizes.pipeline} "
-            f"and expert parallel size {sizes.expert}: use 1 and 1, and tensor or data parallelism instead"
-        )
+    if problem := generation_problem(sizes, device_type):
+        raise StateError(f"{problem}: {GENERATING_LAYOUT}")
 
 
 def _check_extra(settings: InferenceSettings, device_type: str) -> None:

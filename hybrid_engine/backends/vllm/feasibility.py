@@ -9,12 +9,26 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.errors import Violation
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from hybrid_engine.layouts.parallelism import InferenceParallelism
+
 _MIB = 1024**2
+GENERATING_LAYOUT = "use 1 and 1, and tensor or data parallelism instead"
+
+
+def generation_problem(sizes: InferenceParallelism, device_type: str) -> str | None:
+    """Why vLLM could load a model in this layout and not generate with it; None where it can."""
+    if device_type != "cpu" or (sizes.pipeline == 1 and sizes.expert == 1):
+        return None
+    return (
+        f"vLLM {TESTED_VERSION} on CPU loads but cannot generate with pipeline parallel size {sizes.pipeline} "
+        f"and expert parallel size {sizes.expert}"
+    )
 
 
 def cannot_generate(config: VllmConfig, device_type: str) -> Iterator[Violation]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ from megatron.core.transformer import TransformerConfig
 from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.config import training_rules
 from hybrid_engine.errors import ConfigError
-from hybrid_engine.megatron_script import script_engine
+from hybrid_engine.megatron_script import make_engine, script_engine
 from hybrid_engine.megatron_script.script_settings import actor_values, read_settings
 from hybrid_engine.models import table_for
 from megatron_patches.arguments import ReshardingOptions
+from megatron_patches.errors import ScriptError
 from tests.hybrid_engine.megatron_script.megatron_arguments import ARGS, LLAMA, script_of, transformer_config
 from tests.zoo.families import served_config
 
@@ -121,6 +123,7 @@ def test_megatron_cores_own_configuration_is_refused_and_allowed_by_name(files: 
     ("content", "message"),
     [
         (None, "--resharding-config: is missing"),
+        ("{}", "model: is missing. Add it"),
         ("model: [", "config.yaml is not YAML: "),
         ("- model", "must hold keys and values, found a list"),
         ("model: x\nactor_config: {}", "actor_config: is what Megatron's own arguments say"),
@@ -201,10 +204,25 @@ def test_the_model_that_was_built_is_compared_too(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("hybrid_engine.backends.megatron.live_settings.own_class", lambda chunk: None)
     engine = script_engine.ScriptEngine.__new__(script_engine.ScriptEngine)
     engine.settings = SimpleNamespace(table=table_for(LLAMA))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ScriptError) as caught:
         engine.model_built([model, model])
-    keys = [finding.key for finding in caught.value.findings]
+    keys = [sentence.partition(":")[0] for sentence in caught.value.violations]
     assert keys == ["TransformerConfig.glu_linear_offset", "GPTModel.rotary_pos_emb"]
+
+
+def test_a_layout_that_cannot_generate_is_refused_where_there_are_prompts(files: dict[str, Path]) -> None:
+    options = ReshardingOptions(enabled=True, config=files["config"], infer_pipeline_parallel_size=2)
+    assert read_settings(script_of(options)).config.generate_config.infer_pipeline_parallel_size == 2
+    message = r"cannot generate with pipeline parallel size 2 .*or leave out --resharding-prompts"
+    with pytest.raises(ConfigError, match=message):
+        read_settings(script_of(replace(options, prompts=files["prompts"], output=files["output"])))
+
+
+def test_what_is_wrong_ends_a_script_without_a_traceback(files: dict[str, Path]) -> None:
+    """megatron_patches ends the script with the message of a ScriptError."""
+    options = ReshardingOptions(enabled=True, config=files["config"], infer_tensor_parallel_size=3)
+    with pytest.raises(ScriptError, match=r"enable-resharding:\n- generate_config\.infer_tensor_parallel_size: "):
+        make_engine(script_of(options))
 
 
 def test_a_written_out_pipeline_layout_stands_for_the_virtual_stages() -> None:
