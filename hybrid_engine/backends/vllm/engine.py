@@ -45,7 +45,7 @@ from hybrid_engine.backends.vllm.generation.sampling_params import (
 )
 from hybrid_engine.backends.vllm.lora.delivered_loras import DeliveredLoras
 from hybrid_engine.backends.vllm.process.group_placement import building_groups
-from hybrid_engine.backends.vllm.process.isolation import destroy_groups, forget_frames
+from hybrid_engine.backends.vllm.process.isolation import destroy_groups, forget_import_frames
 from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings, process_settings_kept
 from hybrid_engine.backends.vllm.process.random_state import get_state, random_state_kept, seeded_state, set_state
 from hybrid_engine.backends.vllm.process.shm_cleanup import check_room
@@ -64,7 +64,12 @@ from hybrid_engine.backends.vllm.weights.collective_processing import Processing
 from hybrid_engine.backends.vllm.weights.loader import capturing
 from hybrid_engine.backends.vllm.weights.looking import look
 from hybrid_engine.backends.vllm.weights.traced_model import Context, ProcessedModel, TracedModel, trace_model
-from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory, SleepMode, WeightMemory
+from hybrid_engine.backends.vllm.weights.weight_memory import (
+    HostMemory,
+    SleepMode,
+    WeightMemory,
+    require_unused_allocator,
+)
 from hybrid_engine.batches.batch_checks import Data
 from hybrid_engine.errors import ModelError, StateError
 from hybrid_engine.models.lora_tensors import LoraSettings
@@ -119,12 +124,15 @@ class InferenceEngine:
                 self._device_type = check_settings(settings, job)
                 self._place = settings.sizes.place_of(rank)
             check_room(settings, self._device_type, job)
+            sleeps = is_sleepy(settings, self._device_type)
+            with self._agreement.phase("looking for memory of an earlier vLLM"):
+                if sleeps:
+                    require_unused_allocator()
             undo.callback(destroy_groups)
             with random_state_kept():
                 self._llm, model = self._build(tensors, dtypes, undo)
                 # At collection or exit vLLM would end the default process group, which is the caller's; see `shutdown`.
                 self._llm.llm_engine.engine_core._finalizer.detach()
-                sleeps = is_sleepy(settings, self._device_type)
                 more = {"model_runner.lora_manager": settings.max_loras, "sleep_mode_backend.suspend": sleeps}
                 internals.require_readable(self._llm, *(name for name, is_read in more.items() if is_read))
                 self._generator_state = seeded_state(settings.seed + self.dp_rank)
@@ -290,15 +298,18 @@ class InferenceEngine:
         if self._llm is None:
             return
         llm, memory = self._llm, self._sleep_mode
+        self.adaptor.close()
         self._llm = self._adaptor = self._loras = self._sleep_mode = None
+        gc.unfreeze()  # vLLM froze the collector's generations at start-up
+        forget_import_frames()
         with self._ends:
+            if memory is not None:
+                memory.before_shutdown(llm)
             core = internals.core_of(llm)
             core.structured_output_manager.clear_backend()
             core.model_executor.shutdown()
             core.scheduler.shutdown()
         del core, llm
-        gc.unfreeze()  # vLLM froze the collector's generations at start-up
-        forget_frames(InferenceEngine.__init__, self)
         gc.collect()
         if memory is not None:
             memory.after_shutdown()

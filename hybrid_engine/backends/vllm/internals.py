@@ -131,6 +131,9 @@ UNMAP = Internal(
 MEM_ALLOCATOR = Internal(
     "vllm.device_allocator:get_mem_allocator_instance", "knows the segments in which weights sleep"
 )
+CUMEM_ALLOCATOR = Internal(
+    "vllm.device_allocator.cumem:CuMemAllocator", "has memory of an earlier engine in this process, or none"
+)
 CREATE_AND_MAP = Internal("vllm.device_allocator.cumem:create_and_map", "gives one of them memory again")
 SLEEP_BACKEND = Internal(
     "vllm.device_allocator.sleep_mode_backend:CuMemBackend", "is the way of sleeping that has such segments"
@@ -246,7 +249,7 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "wake weights segment by segment, where nothing else lies in one": {
         "vllm.device_allocator:AllocationData": ("handle", "is_asleep"),
-        "vllm.device_allocator.cumem:CuMemAllocator": ("pointer_to_data", "allocator_and_pools"),
+        "vllm.device_allocator.cumem:CuMemAllocator": ("pointer_to_data", "allocator_and_pools", "get_current_usage"),
         f"{_V1}.worker.gpu_worker:Worker": ("_sleep_saved_parameters", "get_draft_model"),
     },
     "read how torch's allocator is configured": {

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine import ReferenceModel
+from hybrid_engine import ActorHybridWorker, ReferenceModel
+from hybrid_engine.backends.vllm.internals import core_of
 from hybrid_engine.errors import HybridEngineError
 from tests.harness.launch import Call, Outcomes, Ranks, real_collector
 from tests.hybrid_engine.end_to_end.digests import training_state
@@ -59,11 +60,13 @@ class TrainedWithSwitches(Trained):
     Attributes:
         offloaded: in each switch, the share of the training bytes that left.
         prefetched: bytes that came back in each rollout.
+        vllm_model_outlives_worker: vLLM's is there when vLLM's worker has shut down, where its memory pools end.
         model_is_left, num_gloo_threads_more: once the worker is shut down and dropped.
     """
 
     offloaded: list[float]
     prefetched: list[int]
+    vllm_model_outlives_worker: bool
     model_is_left: bool
     num_gloo_threads_more: int
 
@@ -87,11 +90,22 @@ def train_with_switches(model: Path, actor: dict[str, Any], prefetch: str = "off
     with worker.train_context():
         state = training_state(worker.train)
     version, chunk = worker.train.version, weakref.ref(worker.actor.chunks[0])
-    worker.shutdown()
+    outlives = shut_down(worker)
     del worker
     gc.collect()
     is_left, num_more = chunk() is not None, _num_gloo_threads() - num_threads
-    return TrainedWithSwitches(losses, state, version, offloaded, prefetched, is_left, num_more)
+    return TrainedWithSwitches(losses, state, version, offloaded, prefetched, outlives, is_left, num_more)
+
+
+def shut_down(worker: ActorHybridWorker) -> bool:
+    """Whether vLLM's model outlives vLLM's worker, while others still refer to engine and switch."""
+    model, referring = weakref.ref(worker.inference.adaptor.model), (worker.engine, worker.sharding)
+    vllm_worker, outlives = core_of(worker.inference.llm).model_executor.driver_worker, list[bool]()
+    end = vllm_worker.shutdown
+    vllm_worker.shutdown = lambda: (end(), outlives.append(model() is not None))
+    worker.shutdown()
+    assert all(referring)
+    return outlives == [True]
 
 
 def _num_gloo_threads() -> int:
@@ -177,7 +191,7 @@ def test_parameters_come_back_during_a_rollout_if_asked(request: pytest.FixtureR
 
 
 def test_a_dropped_worker_leaves_no_model(pair: Pair) -> None:
-    assert not any(result.model_is_left for result in pair.switched)
+    assert not any(result.model_is_left or result.vllm_model_outlives_worker for result in pair.switched)
 
 
 def test_a_dropped_worker_leaves_no_process_group(pair: Pair) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
@@ -81,17 +80,20 @@ def forget_models() -> None:
     internals.MISSING_LAYERS.load().clear()
 
 
-def forget_frames(method: Callable[..., Any], owner: object) -> None:
-    """Let go of the frames of a method that ran for `owner`, and of its callers, which kept errors still hold.
+def forget_import_frames() -> None:
+    """Let go of the frames that errors hold which vLLM's modules have kept since they were imported.
 
-    vLLM's modules keep errors of their own imports (that of torchcodec, say), and they are imported while an engine is
-    built. Such an error holds all frames that led to it, with whatever their variables refer to: the trainer.
+    A module keeps the error of an import of its own that failed (that of torchcodec, say). The error holds the frames
+    of all who led to that import, with whatever their variables refer to: the trainer, the engine.
     """
     for each in gc.get_objects():
-        if issubclass(type(each), BaseException) and any(
-            frame.f_code is method.__code__ and frame.f_locals.get("self") is owner for frame in _frames_of(each)
-        ):
+        if issubclass(type(each), BaseException) and any(map(_is_vllm_module, _frames_of(each))):
             each.__traceback__ = None
+
+
+def _is_vllm_module(frame: FrameType) -> bool:
+    """Whether it is that of a module of vLLM's while it is imported."""
+    return frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "").partition(".")[0] == "vllm"
 
 
 def _frames_of(error: BaseException) -> Iterator[FrameType]:

@@ -22,8 +22,9 @@ from hybrid_engine.backends.vllm.weights.group_states import HOLDING, Event, Gro
 from hybrid_engine.backends.vllm.weights.proof import CommitProof, GroupProof
 from hybrid_engine.backends.vllm.weights.storages import flat_view
 from hybrid_engine.backends.vllm.weights.traced_layout import STAGED
-from hybrid_engine.backends.vllm.weights.traced_model import ProcessedModel, unwritten_extents
+from hybrid_engine.backends.vllm.weights.traced_model import ProcessedModel, TracedModel, unwritten_extents
 from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory
+from hybrid_engine.errors import StateError
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.records.layout import Layout
 
@@ -37,7 +38,6 @@ class VllmAdaptor:
     after group, which go with `finish_fill`.
 
     Attributes:
-        model: vLLM's.
         rank: global rank.
         device: of the weights.
         nbytes: bytes of this rank's weights in loader layout.
@@ -58,10 +58,10 @@ class VllmAdaptor:
             settings: in force while vLLM processes weights; None: those of the caller.
         """
         traced = model.traced
-        self.model, self.rank, self.staged = traced.model, traced.rank, traced.staged
+        self.rank, self.staged = traced.rank, traced.staged
         self.device = next(iter(traced.storages.values())).device
         self.nbytes = sum(storage.nbytes for storage in traced.storages.values())
-        self._processed, self._traced = model, traced
+        self._held: ProcessedModel | None = model  # until `close`
         self._memory, self._keeps_memory, self._settings = memory, keeps_memory, settings
         self._unwritten = unwritten_extents(traced.layout)
         self._states = GroupStates(traced.groups)
@@ -192,6 +192,20 @@ class VllmAdaptor:
 
     # -- beyond the port ----------------------------------------------------------------------------------------------
 
+    @property
+    def model(self) -> torch.nn.Module:
+        """vLLM's. Raises StateError after `close`, as does whatever needs it."""
+        return self._traced.model
+
+    def close(self) -> None:
+        """Refer to vLLM's model and its tensors no longer, whoever still refers to this adaptor. Idempotent.
+
+        vLLM frees the model at its shutdown, before its memory pools end, only if nothing else refers to it.
+        """
+        self._held = self._proof = None
+        self._filling.clear()
+        self._observers.clear()
+
     def void(self) -> None:
         """Declare all weights void, in place: no memory is freed, but for tensors that were being filled."""
         self._void(tuple(self._traced.groups))
@@ -216,6 +230,16 @@ class VllmAdaptor:
         return tuple(binding.name for binding in bindings if not binding.is_parameter)
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _processed(self) -> ProcessedModel:
+        if self._held is None:
+            raise StateError("the inference engine was shut down: build a new one")
+        return self._held
+
+    @property
+    def _traced(self) -> TracedModel:
+        return self._processed.traced
 
     def _void(self, groups: Collection[str]) -> None:
         self._states.advance(Event.VOID, groups)

@@ -6,6 +6,7 @@ Live tensors keep their identity and every view of them; what changes is whether
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.weights.sleeping_segments import SleepingSegments
 from hybrid_engine.backends.vllm.weights.storages import WeightStorage
+from hybrid_engine.errors import StateError
 from hybrid_engine.memory import heap
 from hybrid_engine.memory.staging_pool import StagingPool
 
@@ -161,15 +163,19 @@ class SleepMode(WeightMemory):
                 raise
             self.is_kv_cache_asleep = False
 
-    def after_shutdown(self) -> None:
-        """Let another engine have memory in this process; vLLM's memory has been freed.
+    def before_shutdown(self, llm: Any) -> None:
+        """Give back what is awake where anything sleeps; vLLM's memory pools have not ended yet.
 
-        What sleeps has been unmapped already when its pool ends. The driver's error about the second time stays in
-        vLLM's allocator, which gives no memory until another call has raised it: this one, which cannot succeed.
+        vLLM's allocator unmaps once more what sleeps when its pool ends. The driver's error about that stays in the
+        allocator, which from then on gives nothing back: what was awake would be taken as long as the process lives.
         """
         if self.is_kv_cache_asleep:  # it sleeps as soon as anything does, and wakes last
-            with contextlib.suppress(RuntimeError):
-                internals.UNMAP.load()((0, 0, 0, 0))
+            internals.worker_of(llm).sleep_mode_backend.suspend(level=2)
+
+    def after_shutdown(self) -> None:
+        """Let others have memory from vLLM's allocator in this process; vLLM's memory has been freed."""
+        if self.is_kv_cache_asleep:
+            _take_error_away()
 
     def is_given_back(self, live: Live) -> bool:
         return self._is_asleep and not self._is_partly_awake
@@ -190,3 +196,30 @@ class SleepMode(WeightMemory):
             llm.wake_up(tags=["weights"])
         self._is_asleep = self._is_partly_awake = False
         self._sleeping = sleeping
+
+
+def require_unused_allocator() -> None:
+    """Make vLLM's allocator, of which a process has one, ready for an engine that is built now.
+
+    Raises StateError when memory of an earlier engine is in use.
+    """
+    allocator = internals.CUMEM_ALLOCATOR.load().instance
+    if allocator is None:
+        return
+    gc.collect()
+    _take_error_away()
+    if nbytes := allocator.get_current_usage():
+        raise StateError(
+            f"{nbytes} bytes of an earlier vLLM's weights or caches are in use in this process, and vLLM's sleep mode "
+            "serves one engine at a time: call its shutdown(), and let go of its model and of tensors taken from it"
+        )
+
+
+def _take_error_away() -> None:
+    """What was freed asleep has left an error in vLLM's allocator, which gives no memory until a call has raised it.
+
+    This one always raises, for it cannot succeed. What torch keeps of tensors that are gone is freed before.
+    """
+    torch.cuda.empty_cache()
+    with contextlib.suppress(RuntimeError):
+        internals.UNMAP.load()((0, 0, 0, 0))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
 
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.backends.vllm.process.isolation import check_world, forget_frames
+from hybrid_engine.backends.vllm.process.isolation import check_world, forget_import_frames
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ranks.job import Job
@@ -45,33 +46,26 @@ def test_another_rank_in_the_environment_is_refused_beside_it(monkeypatch: pytes
     assert str(rank) == "RANK: 7, but this is rank 1 of 4 in the process group. Launch with torchrun, or set it to 1"
 
 
-class Engine:
-    """Its build imports something that keeps the error of an import of its own, as vLLM's audio module does."""
-
-    kept: BaseException | None = None
-
-    def __init__(self) -> None:
-        self.import_something()
-
-    def import_something(self) -> None:
-        try:
-            raise ModuleNotFoundError("no torchcodec")
-        except ModuleNotFoundError as error:
-            self.kept = error
+IMPORTING = """
+try:
+    raise ModuleNotFoundError("no torchcodec")
+except ModuleNotFoundError as error:
+    kept = error
+"""
 
 
-def built(*, owned: bool) -> tuple[Engine, weakref.ref[torch.nn.Module], BaseException]:
-    """By a caller with a trainer among its variables."""
+def imported(name: str) -> tuple[dict[str, Any], weakref.ref[torch.nn.Module]]:
+    """A module that keeps an error, imported by a caller with a trainer among its variables."""
     trainer = torch.nn.Linear(1, 1)
-    engine = Engine()
-    kept, engine.kept = engine.kept, None
-    assert kept is not None
-    return engine if owned else Engine.__new__(Engine), weakref.ref(trainer), kept
+    module: dict[str, Any] = {"__name__": name}
+    exec(IMPORTING, module)
+    return module, weakref.ref(trainer)
 
 
-@pytest.mark.parametrize("owned", [True, False])
-def test_errors_that_are_kept_from_the_build_let_go_of_its_callers(owned: bool) -> None:
-    engine, trainer, kept = built(owned=owned)
+@pytest.mark.parametrize("name", ["vllm.multimodal", "vllm_of_somebody"])
+def test_errors_that_vllm_keeps_of_its_imports_let_go_of_whoever_imported_it(name: str) -> None:
+    module, trainer = imported(name)
     assert trainer() is not None
-    forget_frames(Engine.__init__, engine)
-    assert (trainer() is None) == (kept.__traceback__ is None) == owned, "another engine's are left alone"
+    forget_import_frames()
+    is_vllm = name.startswith("vllm.")
+    assert (trainer() is None) == (module["kept"].__traceback__ is None) == is_vllm, "others are left alone"

@@ -12,7 +12,8 @@ import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.weights.sleeping_segments import SleepingSegments
-from hybrid_engine.backends.vllm.weights.weight_memory import SleepMode, WeightMemory
+from hybrid_engine.backends.vllm.weights.weight_memory import SleepMode, WeightMemory, require_unused_allocator
+from hybrid_engine.errors import StateError
 from hybrid_engine.memory.borrowed import tensor_over
 
 LIVE = {"norm.weight": torch.zeros(4)}
@@ -374,15 +375,33 @@ def test_a_kv_cache_that_does_not_fit_takes_nothing(segmented: Segmented) -> Non
 
 
 @pytest.mark.parametrize("is_asleep", [True, False])
-def test_the_error_of_freeing_what_sleeps_is_taken_away(monkeypatch: pytest.MonkeyPatch, is_asleep: bool) -> None:
-    memory, _ = sleeping()
-    if not is_asleep:
-        memory.restore(LIVE, [])
-        memory.wake_kv_cache()
+def test_before_the_end_all_goes_to_sleep_and_then_the_error_of_freeing_it_is_taken_away(
+    monkeypatch: pytest.MonkeyPatch, is_asleep: bool
+) -> None:
+    memory, llm = SleepMode(lambda: llm), PartlyAwake()
+    monkeypatch.setattr(internals, "worker_of", lambda llm: SimpleNamespace(sleep_mode_backend=llm))
+    memory.is_kv_cache_asleep = is_asleep
     unmap = mock.Mock(side_effect=RuntimeError("CUDA Error: invalid argument"))
     monkeypatch.setattr(internals, "UNMAP", mock.Mock(load=lambda: unmap))
+    memory.before_shutdown(llm)
     memory.after_shutdown()
+    assert llm.calls == ["suspend 2"] * is_asleep
     assert unmap.called == is_asleep
+
+
+def test_an_engine_is_built_only_where_vllms_allocator_has_nothing_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    unmap = mock.Mock(side_effect=RuntimeError("CUDA Error: invalid argument"))
+    allocator = mock.Mock(get_current_usage=lambda: 0)
+    monkeypatch.setattr(internals, "UNMAP", mock.Mock(load=lambda: unmap))
+    monkeypatch.setattr(internals, "CUMEM_ALLOCATOR", mock.Mock(load=lambda: SimpleNamespace(instance=None)))
+    require_unused_allocator()
+    unmap.assert_not_called()
+    monkeypatch.setattr(internals, "CUMEM_ALLOCATOR", mock.Mock(load=lambda: SimpleNamespace(instance=allocator)))
+    require_unused_allocator()
+    unmap.assert_called_once_with((0, 0, 0, 0))
+    allocator.get_current_usage = lambda: 7
+    with pytest.raises(StateError, match="7 bytes of an earlier vLLM's weights or caches are in use"):
+        require_unused_allocator()
 
 
 def test_without_sleep_mode_weights_stay_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:

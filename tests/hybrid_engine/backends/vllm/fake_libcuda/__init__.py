@@ -1,0 +1,1 @@
+"""vLLM's compiled allocator over a libcuda of host memory."""
