@@ -267,7 +267,13 @@ class InferenceWeights(WeightAdaptor, Protocol):
 
 
 class InferenceCaches(Protocol):
-    """What the switch asks of an inference engine beside its weights."""
+    """What the switch asks of an inference engine beside its weights.
+
+    Attributes:
+        taken_before: bytes of this rank's GPU that were taken when the engine was built; 0 on a CPU.
+    """
+
+    taken_before: int
 
     def wake_kv_cache(self) -> None:
         """Take the KV cache's memory again where the release of the weights gave it back."""

@@ -176,3 +176,11 @@ def _warn_without(device: torch.device, reason: str) -> None:
         device,
         reason,
     )
+
+
+def taken_nbytes(device: torch.device) -> int:
+    """Bytes of a GPU that anybody has, with what torch keeps for later; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, size = torch.cuda.mem_get_info(device)
+    return size - free

@@ -35,6 +35,7 @@ class Prefetcher:
         inference: the weights beside which it comes.
         config: how much may come.
         device: of this rank.
+        taken_before: bytes of the device that were taken when vLLM was built.
 
     Attributes:
         nbytes: brought since the last switch.
@@ -42,12 +43,18 @@ class Prefetcher:
     """
 
     def __init__(
-        self, offloader: Offloader, inference: InferenceWeights, config: GenerateConfig, device: torch.device
+        self,
+        offloader: Offloader,
+        inference: InferenceWeights,
+        config: GenerateConfig,
+        device: torch.device,
+        taken_before: int = 0,
     ) -> None:
         self._offloader = offloader
         self._inference = inference
         self._config = config
         self._device = device
+        self._beside = taken_before - resident_nbytes(offloader)  # contexts, communicators, what never leaves
         self._highest_peak = 0
         self._next_state = State.FORWARD  # needs no more than any other that trains
         self.nbytes = self.peak = 0
@@ -94,16 +101,20 @@ class Prefetcher:
         room = self._highest_peak - self._held() if configured is None else configured * _MIB - self.nbytes
         if self._device.type == "cuda":
             free, size = torch.cuda.mem_get_info(self._device)
-            room = min(room, free_beside_vllm(free, size, self._config.gpu_memory_utilization))
+            taken = self._beside + resident_nbytes(self._offloader)
+            room = min(room, free_beside_vllm(free, size, self._config.gpu_memory_utilization, taken))
         return room
 
     def _held(self) -> int:
         return resident_nbytes(self._offloader) + self._inference.resident_nbytes()
 
 
-def free_beside_vllm(free: int, size: int, utilization: float) -> int:
-    """Bytes of a device that vLLM will not take: of those that are free now, less what is left of vLLM's share."""
-    return min(free, int(size * (1 - utilization)))
+def free_beside_vllm(free: int, size: int, utilization: float, taken: int) -> int:
+    """Bytes of a device that vLLM will not take: of those that are free now, less what is left of vLLM's share.
+
+    Of its share vLLM may take all, beside the `taken` bytes that others have.
+    """
+    return min(free, int(size * (1 - utilization)) - taken)
 
 
 def total(report: OffloadReport) -> int:

@@ -89,7 +89,7 @@ class ShardingManager(SwitchHooks):
         self._contexts: Contexts = []
         self._digested: tuple[object | None, Digests] = None, ()  # what was read of parameters before a departure
         self._tally = SwitchTally()
-        self._prefetcher = Prefetcher(offloader, inference, config, job.device)
+        self._prefetcher = Prefetcher(offloader, inference, config, job.device, caches.taken_before)
         self._connection: Connection | None = None
         self._timeline = timeline_of(config.trace, job)
         with ExitStack() as undo, self._traced("set-up"):

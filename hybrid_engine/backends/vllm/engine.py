@@ -72,6 +72,7 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
 )
 from hybrid_engine.batches.batch_checks import Data
 from hybrid_engine.errors import ModelError, StateError
+from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.models.lora_tensors import LoraSettings
 from hybrid_engine.ports import NearEnd
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
@@ -89,6 +90,7 @@ class InferenceEngine:
     Attributes:
         adaptor: this rank's weights (`InferenceWeights`).
         tokenizer: the model's, where its directory has one.
+        taken_before: bytes of this rank's GPU that were taken when vLLM was built; 0 on a CPU.
         near_end: is called in every `generate` when few sequences are left; `HybridEngine` sets it for prefetch.
     """
 
@@ -129,6 +131,7 @@ class InferenceEngine:
                 if sleeps:
                     require_unused_allocator()
             undo.callback(destroy_groups)
+            self.taken_before = taken_nbytes(job.device)
             with random_state_kept():
                 self._llm, model = self._build(tensors, dtypes, undo)
                 # At collection or exit vLLM would end the default process group, which is the caller's; see `shutdown`.

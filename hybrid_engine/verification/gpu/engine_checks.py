@@ -27,7 +27,7 @@ import torch
 
 from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.backends.vllm import Sampling
-from hybrid_engine.memory.cuda_driver import INSTALL_HINT, driver_of
+from hybrid_engine.memory.cuda_driver import INSTALL_HINT, driver_of, taken_nbytes
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
@@ -292,7 +292,7 @@ class EngineChecks:
             return 0
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        return _taken(self._device)
+        return taken_nbytes(self._device)
 
     @contextmanager
     def _peak_observed(self) -> Iterator[None]:
@@ -304,7 +304,7 @@ class EngineChecks:
 
         def observe() -> None:
             while not done.wait(0.002):
-                seen.append(_taken(self._device))
+                seen.append(taken_nbytes(self._device))
 
         thread = threading.Thread(target=observe)
         thread.start()
@@ -356,11 +356,6 @@ class EngineChecks:
         """Of all that an offload copies."""
         items = [item for item in self._require().train.offload_items() if item.action == "copy"]
         return [box_digest(item.tensor) for item in items]
-
-
-def _taken(device: torch.device) -> int:
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
 
 
 def main(job: str, results: str) -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from hybrid_engine.memory import device_pages, elastic
-from hybrid_engine.memory.cuda_driver import CudaDriver, driver_of
+from hybrid_engine.memory.cuda_driver import CudaDriver, driver_of, taken_nbytes
 from hybrid_engine.verification.gpu.fake_cuda_driver import FakeCudaDriver
 
 SIMULATED = "simulated"
@@ -55,8 +55,7 @@ def target_named(name: str) -> Iterator[Target]:
 
 def _taken_on(device: torch.device) -> int:
     torch.cuda.empty_cache()  # else memory that torch keeps for later counts as taken
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
+    return taken_nbytes(device)
 
 
 @contextmanager

@@ -202,6 +202,8 @@ class FakeInference:
     def resident_nbytes(self) -> int:
         return sum(flat.nbytes for flat in self.live.values())
 
+    taken_before = 0
+
     def wake_kv_cache(self) -> None:
         self.script.reach("wake")
 

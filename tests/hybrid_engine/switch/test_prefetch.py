@@ -8,11 +8,12 @@ import threading
 from itertools import pairwise
 
 import pytest
+import torch
 
 from hybrid_engine.errors import OffloadError, ReshardError
 from hybrid_engine.memory import arena
 from hybrid_engine.switch import rendezvous
-from hybrid_engine.switch.prefetch import free_beside_vllm
+from hybrid_engine.switch.prefetch import Prefetcher, free_beside_vllm
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, NBYTES, TRAIN, TRAINING_NBYTES, Rig
 
 MIB = 1024**2
@@ -101,9 +102,26 @@ def test_it_stays_within_the_peak_of_the_switches(job: None):
     assert not rig.offloader.is_offloaded("param")
 
 
-@pytest.mark.parametrize(("free", "utilization", "room"), [(50, 0.5, 50), (50, 0.9, 10), (90, 0.5, 50), (0, 0.5, 0)])
-def test_of_a_gpu_vllm_may_still_take_its_share(free: int, utilization: float, room: int):
-    assert free_beside_vllm(free, 100, utilization) == pytest.approx(room, abs=1)
+@pytest.mark.parametrize(
+    ("free", "utilization", "taken", "room"),
+    [(50, 0.5, 0, 50), (50, 0.9, 0, 10), (90, 0.5, 0, 50), (0, 0.5, 0, 0), (50, 0.5, 20, 30), (50, 0.9, 20, -10)],
+)
+def test_of_a_gpu_vllm_may_still_take_its_share_beside_what_others_have(
+    free: int, utilization: float, taken: int, room: int
+):
+    assert free_beside_vllm(free, 100, utilization, taken) == pytest.approx(room, abs=1)
+
+
+def test_what_was_taken_before_vllm_and_what_came_back_are_no_room(job: None, monkeypatch: pytest.MonkeyPatch):
+    """A GPU of 10 MiB, of which vLLM has half and 2 MiB were taken before it was built."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 * MIB, 10 * MIB))
+    rig = in_second_rollout(Rig(prefetch="auto", gpu_memory_utilization=0.5))
+    prefetcher = Prefetcher(rig.offloader, rig.inference, rig.manager.config, torch.device("cuda"), 2 * MIB)
+    prefetcher._highest_peak = 20 * MIB
+    assert prefetcher._room() == 3 * MIB
+    prefetcher.bring(["param"])
+    rig.offloader.wait()
+    assert prefetcher._room() == 3 * MIB - TRAINING_NBYTES["param"]
 
 
 @pytest.mark.parametrize("state", [TRAIN, FORWARD, IDLE])
