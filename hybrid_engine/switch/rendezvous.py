@@ -13,12 +13,13 @@ Memory: the records of all ranks while this runs; afterwards the plan of one ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import ConfigError, PlanError, Violation
@@ -35,6 +36,8 @@ from hybrid_engine.switch.common_regions import CommonRegions
 from hybrid_engine.switch.deliveries import Deliveries
 from hybrid_engine.switch.peer_access import hosts_without_access
 from hybrid_engine.switch.weight_container import WeightContainer
+from hybrid_engine.transports.collective import CollectiveTransport
+from hybrid_engine.transports.registry import choose_transport
 from hybrid_engine.transports.relay_buffers import RelayBuffers
 from hybrid_engine.transports.router import TransportSet, export_handles
 from hybrid_engine.transports.wiring import Wiring
@@ -133,8 +136,6 @@ def connect(
         if source_layouts is None:
             source_layouts = gather_layouts(job, source)
         offers: Sequence[_Offer] = job.agreement.gather(own, "exchange of layouts")
-    # each for one purpose: a group that timed out is dead
-    transfer_group = job.new_group("nccl" if job.device.type == "cuda" else "gloo", owner)
     fence_group = job.new_host_group(owner)
     with timed("plan"):
         with job.agreement.phase("plan"):
@@ -145,9 +146,11 @@ def connect(
         planned: Sequence[_Planned] = job.agreement.gather(own_plan, "comparison of plans")
         if len({each.digest for each in planned}) > 1:
             raise PlanError(["the ranks made different plans: they do not run the same code or configuration"])
+        handles_of_all = _joined([*(each.handles for each in offers), *(each.handles for each in planned)])
+        # each for one purpose: a group that timed out is dead
+        transfer_group = _transfer_group(job, made, handles_of_all.keys(), config, owner)
         tell_group = job.new_group("gloo", owner) if any(each.handles for each in planned) else None
         with job.agreement.phase("plan"):
-            handles_of_all = _joined([*(each.handles for each in offers), *(each.handles for each in planned)])
             wiring = Wiring(
                 job.rank,
                 _joined(each.buffers for each in source_layouts),
@@ -185,6 +188,15 @@ def _offer(
     handles = export_handles(job.rank, buffers) if shares_memory else {}
     can_relay = shares_memory and config.transport == "auto" and is_elastic(job.device)
     return _Offer(destination.layout(), handles, can_relay, frozen)
+
+
+def _transfer_group(
+    job: Job, made: ReshardPlan, exported: Set[BufferId], config: GenerateConfig, owner: ExitStack
+) -> dist.ProcessGroup | None:
+    """For messages, if any rank has some: an NCCL communicator keeps hundreds of MB of each device. Collective."""
+    chosen = {choose_transport(transfer, exported, config.transport) for transfer in made.transfers()}
+    (is_needed,) = job.agreement.any_of([CollectiveTransport.name in chosen], "choice of transports")
+    return job.new_group("nccl" if job.device.type == "cuda" else "gloo", owner) if is_needed else None
 
 
 def _digest(made: ReshardPlan, config: GenerateConfig) -> str:
