@@ -128,6 +128,7 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
     what would keep it from generating."""
     check_quantization(settings, device_type)
     _check_extra(settings, device_type)
+    _check_allocator(settings, device_type)
     arguments = {**llm_arguments(settings, device_type), "load_format": "dummy"}
     from vllm import EngineArgs
     from vllm.model_executor.model_loader import get_model_architecture
@@ -180,6 +181,13 @@ def _check_extra(settings: InferenceSettings, device_type: str) -> None:
             violations.append(Violation(key, problem, "Leave it out; set those of generate_config"))
     if violations:
         raise ConfigError(violations)
+
+
+def _check_allocator(settings: InferenceSettings, device_type: str) -> None:
+    """Raise ConfigError for sleep mode on top of an allocator of torch's that has no memory pools."""
+    if is_sleepy(settings, device_type) and "cudaMallocAsync" in internals.ALLOCATOR_CONFIG.load().current_alloc_conf():
+        remedy = "Leave the backend out, or set enable_sleep_mode: false"
+        raise ConfigError([Violation("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync has no memory pools", remedy)])
 
 
 def is_eager(settings: InferenceSettings, device_type: str) -> bool:

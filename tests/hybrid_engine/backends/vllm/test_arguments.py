@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_engine.assembly import inference_settings
-from hybrid_engine.backends.vllm.arguments import check_arguments, llm_arguments
+from hybrid_engine.backends.vllm.arguments import _check_allocator, check_arguments, llm_arguments
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.config import GenerateConfig, HybridConfig, engine_argument_rules, load_config
 from hybrid_engine.config.inference_rules import QUANTIZATIONS
@@ -104,6 +104,17 @@ def test_graphs_of_expandable_segments_are_not_shared(
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", conf)
     arguments = llm_arguments(InferenceSettings(model, sizes), "cuda")
     assert arguments.get("disable_custom_all_reduce", False) == disabled
+
+
+def test_an_allocator_without_memory_pools_is_refused_where_vllm_sleeps(
+    monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    with pytest.raises(ConfigError, match="PYTORCH_CUDA_ALLOC_CONF: backend:cudaMallocAsync has no memory pools"):
+        check_arguments(InferenceSettings(model), 0, "cuda")
+    _check_allocator(InferenceSettings(model, enable_sleep_mode=False), "cuda")
+    _check_allocator(InferenceSettings(model), "cpu")
 
 
 def test_what_cannot_generate_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
