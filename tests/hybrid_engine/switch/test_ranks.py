@@ -6,11 +6,13 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from hybrid_engine.errors import ConfigError, OffloadError, PlanError, RemoteError, ReshardError
+from hybrid_engine.ranks.job import Job
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.shared_memory import SharedMemoryTransport
 from tests.harness.launch import Ranks
@@ -105,7 +107,8 @@ def transports() -> dict[str, object]:
     results = {}
     cases = [("shared_memory", True), ("collective", True), ("collective", False), ("auto", True), ("auto", False)]
     for transport, elastic in cases:
-        rig, counts = Rig(elastic=elastic, transport=transport), {}
+        with mock.patch.object(Job, "new_group", autospec=True, side_effect=Job.new_group) as new_group:
+            rig, counts = Rig(elastic=elastic, transport=transport), {}
         restore = [_count_pulled(kind, counts) for kind in (SharedMemoryTransport, CollectiveTransport)]
         rig.training.step()
         report = rig.manager.enter(INFER)
@@ -120,6 +123,7 @@ def transports() -> dict[str, object]:
             "least": report.bytes_least,
             "own": report.bytes_own,
             "carried": {name: nbytes for name, nbytes in counts.items() if nbytes},
+            "groups": new_group.call_count,
         }
     return results
 
@@ -317,7 +321,10 @@ def test_each_transport_brings_the_other_half_and_no_more(two_ranks: list[dict[s
     }
     for results in two_ranks:
         assert results["transports"] == {
-            case: {"received": half, "least": half, "own": half, "carried": {name: half}}
+            case: {
+                **{"received": half, "least": half, "own": half, "carried": {name: half}},
+                "groups": int(name == "collective"),  # a communicator keeps memory of a GPU
+            }
             for case, name in by_name.items()
         }
 
