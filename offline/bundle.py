@@ -1,6 +1,6 @@
 """Collects what a GPU machine without registries needs for `check-gpu`: `make offline-bundle DIR=… [HAVE=…]`.
 
-python -m offline.bundle DIRECTORY [--have FILE] [--cache DIRECTORY]
+python -m offline.bundle DIRECTORY [--have FILE] [--last-stage N] [--cache DIRECTORY]
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
 
 
-def items_of(wheels: Mapping[Wanted, Path]) -> Iterator[Item]:
-    """Our tree, and every wheel: vLLM's in pieces."""
+def items_of(wheels: Mapping[Wanted, Path], last_stage: int) -> Iterator[Item]:
+    """Our tree, and every wheel: vLLM's in pieces, but for those that only a later stage needs."""
     yield archive("hybrid_engine.tar.xz", "tree", 1, _tree())
     for wanted, wheel in wheels.items():
         if wanted.name != "vllm":
@@ -28,7 +28,8 @@ def items_of(wheels: Mapping[Wanted, Path]) -> Iterator[Item]:
             continue
         yield archive("vllm.tar.xz", "packages", wanted.stage, vllm.files_of(wheel))
         for name, stage in vllm.EXTENSIONS.items():
-            yield compressed(f"{Path(name).name}.xz", f"packages/{name}", stage, vllm.extension_of(wheel, name))
+            if stage <= last_stage:
+                yield compressed(f"{Path(name).name}.xz", f"packages/{name}", stage, vllm.extension_of(wheel, name))
 
 
 def _tree() -> Iterator[tuple[str, bytes]]:
@@ -46,6 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="gets the folders 1, 2, …")
     parser.add_argument("--have", type=Path, help="what `pip list` prints there: what it has is not carried")
+    parser.add_argument("--last-stage", type=int, choices=(2, 3), default=2, help="3: for several GPUs there")
     parser.add_argument("--cache", type=Path, default=REPOSITORY / "build" / "offline-wheels", help="of downloads")
     given = parser.parse_args(arguments)
     if given.have is not None and not given.have.is_file():
@@ -65,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
             if each.name in installed and each not in wheels
         },
     }
-    sizes = write_folders(given.directory, [*items_of(wheels)], facts, HERE / "run.py")
+    sizes = write_folders(given.directory, [*items_of(wheels, given.last_stage)], facts, HERE / "run.py")
     for folder, nbytes in enumerate(sizes, 1):
         print(f"{given.directory / str(folder)}: {nbytes / 2**20:.1f} MiB")
     print("There, for each folder: python3 FOLDER/run.py PLACE --unpack; with the last: python3 FOLDER/run.py PLACE")

@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-FOLDER_NBYTES = 60 * 2**20
+FOLDER_NBYTES = 56 * 2**20
+"""With this checkout, of which a copy may travel along, no more than 64 MiB."""
 _KEPT_FREE = 2**19
 """Bytes of a folder for the manifest and run.py."""
 _PRESET = 3

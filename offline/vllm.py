@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 EXTENSIONS = {"vllm/_C_stable_libtorch.abi3.so": 2, "vllm/_moe_C_stable_libtorch.abi3.so": 3}
-"""Large ones that are carried, each by itself -> the first stage that needs it; the second is for experts."""
+"""Large ones, each by itself -> the first stage that needs it; the second is for experts."""
 SMALL = 64 * 1024
 """Bytes up to which an extension is carried with the rest."""
 EMPTY = "vllm/vllm_flash_attn/_vllm_fa2_C.py"

@@ -83,8 +83,10 @@ def collect(
     missing: dict[Wanted, str] = {}
     todo = [each for each in wanted if each.name not in installed]
     while todo:
+        if absent := [each for each in todo if _in_directory(each, directory) is None]:
+            _download(absent, directory)  # by one pip; of what this fails for, one after the other says why
         for each in todo:
-            found = _in_directory(each, directory) or _download(each, directory)
+            found = _in_directory(each, directory) or _downloaded(each, directory)
             if isinstance(found, Path):
                 wheels[each] = found
             else:
@@ -133,17 +135,20 @@ def _pinned(wanted: Wanted) -> str:
     return wanted.requirement if "==" in wanted.requirement or version is None else f"{wanted.requirement}=={version}"
 
 
-def _download(wanted: Wanted, directory: Path) -> Path | str:
+def _downloaded(wanted: Wanted, directory: Path) -> Path | str:
     """The wheel, or what pip says."""
+    errors = _download([wanted], directory)
+    lines = [line for line in errors.splitlines() if line.startswith("ERROR")] or ["pip found no wheel"]
+    return _in_directory(wanted, directory) or lines[-1].removeprefix("ERROR: ")
+
+
+def _download(wanted: Iterable[Wanted], directory: Path) -> str:
+    """Returns what pip says to it."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", PYTHON, "--implementation", "cp"]
     for abi in (f"cp{PYTHON.replace('.', '')}", "abi3", "none"):
         command += ["--abi", abi]
     for platform in _PLATFORMS:
         command += ["--platform", platform]
-    ended = subprocess.run([*command, "--dest", str(directory), _pinned(wanted)], capture_output=True, text=True)
-    found = _in_directory(wanted, directory)
-    if ended.returncode or found is None:
-        lines = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")] or ["pip found no wheel"]
-        return lines[-1].removeprefix("ERROR: ")
-    return found
+    command += ["--dest", str(directory), *map(_pinned, wanted)]
+    return subprocess.run(command, capture_output=True, text=True).stderr

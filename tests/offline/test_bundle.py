@@ -7,12 +7,12 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import pytest
 
-from offline import bundle, run, vllm
+from offline import bundle, packing, run, vllm, wheels
 from offline.packing import Item, archive, compressed, write_folders
 from offline.wheels import Wanted, collect, read_installed, read_list, requirements_of
 
@@ -173,9 +173,9 @@ def test_what_the_machine_has_is_not_carried_unless_another_wheel_refuses_it(tmp
 
     def carried(text: str) -> set[str]:
         (tmp_path / "list").write_text(text)
-        wheels, missing = collect(wanted, read_installed(tmp_path / "list"), tmp_path)
+        collected, missing = collect(wanted, read_installed(tmp_path / "list"), tmp_path)
         assert missing == {}
-        return {each.name for each in wheels}
+        return {each.name for each in collected}
 
     assert carried("Package Version\n------- -------\nthree   3.0\ntwo     2.5\n") == {"one"}
     assert carried("three==9\ntwo==1.9\n") == {"one", "two"}
@@ -199,6 +199,33 @@ def test_a_wheel_that_cannot_be_had_is_said_and_the_rest_is_made(
     manifest = run.read_manifest(tmp_path / "made" / "1")
     assert [item["name"] for item in manifest["items"]] == ["hybrid_engine.tar.xz", "one-1.0-py3-none-any.whl"]
     assert run.what_is_missing(manifest, tmp_path)[2][0].startswith("no-such-package could not be had")
+
+
+def test_a_folder_and_this_checkout_travel_together() -> None:
+    assert packing.FOLDER_NBYTES + sum(len(contents) for _, contents in bundle._tree()) <= 64 * 2**20
+
+
+def test_extensions_that_only_a_later_stage_needs_are_carried_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle, "_tree", lambda: [])
+    wheel = make_wheel(tmp_path, "vllm", "1", files=dict.fromkeys(vllm.EXTENSIONS, b""))
+    carried = [[item.name for item in bundle.items_of({Wanted("vllm", 2): wheel}, last)][2:] for last in (2, 3)]
+    assert carried == [["_C_stable_libtorch.abi3.so.xz"], [f"{Path(name).name}.xz" for name in vllm.EXTENSIONS]]
+
+
+def test_a_download_that_broke_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[list[str]]()
+
+    def download(wanted: Iterable[Wanted], directory: Path) -> str:
+        calls.append([each.name for each in wanted])
+        make_wheel(directory, calls[-1][0], "1.0")
+        return ""
+
+    monkeypatch.setattr(wheels, "_download", download)
+    found, missing = collect([Wanted("one", 1), Wanted("two", 1)], {}, tmp_path)
+    assert (len(found), missing) == (2, {})
+    assert calls == [["one", "two"], ["two"]]
 
 
 def test_an_empty_list_of_what_is_there_is_refused(tmp_path: Path) -> None:
