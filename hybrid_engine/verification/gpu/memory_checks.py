@@ -151,12 +151,11 @@ class MemoryChecks:
         with closing(_new_buffer(target, 2 * chunk)) as buffer:
             buffer.tensor.view(torch.float32).copy_(values)
             synchronize(target.device)
-            with closing(open_peer(buffer.export(), target.elastic)) as peer:
-                try:
-                    with peer.mapped() as there:
-                        is_same = torch.equal(there.view(torch.float32), values)
-                except TransportError as error:
-                    raise CannotCheckError(str(error)) from error
+            try:
+                with closing(open_peer(buffer.export(), target.elastic)) as peer, peer.mapped() as there:
+                    is_same = torch.equal(there.view(torch.float32), values)
+            except TransportError as error:
+                raise CannotCheckError(str(error)) from error
         yield judged("buffer: mapped as by a peer", is_same, "the same contents", note="it reads other values")
 
     def _offloading(self) -> Iterator[Check]:

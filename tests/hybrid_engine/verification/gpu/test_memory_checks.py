@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -94,6 +97,15 @@ def test_the_model_is_as_large_as_there_is_memory(
             checks._shape()
     else:
         assert checks._shape().num_layers == (2 if on_device > 24 else 1)
+
+
+def test_where_processes_cannot_be_opened_the_second_mapping_is_missing(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pidfd_open", mock.Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
+    mapped = checks_of(target, tmp_path / "results")["second mapping"]
+    assert mapped.colour is Colour.MISSING
+    assert "cannot be opened" in mapped.note
 
 
 def test_contents_that_change_are_red(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
