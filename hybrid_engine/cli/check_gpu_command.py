@@ -18,6 +18,7 @@ from hybrid_engine.files.durable import write_text
 
 if TYPE_CHECKING:
     from hybrid_engine.verification.gpu.check_gpu import StageResult
+    from hybrid_engine.verification.gpu.checks import Check
 
 _STYLES = {"green": "green", "red": "bold red", "missing": "yellow", "left out": "dim"}
 _SIMULATED = (
@@ -55,7 +56,14 @@ def check_gpu(
     docs/gpu.md says what each means, and what to do.
     """
     from hybrid_engine.files.scratch import unwinding_on_sigterm
-    from hybrid_engine.verification.gpu.check_gpu import TITLES, Budget, default_budget, exit_status, run_stage
+    from hybrid_engine.verification.gpu.check_gpu import (
+        TITLES,
+        Budget,
+        StageResult,
+        default_budget,
+        exit_status,
+        run_stage,
+    )
     from hybrid_engine.verification.gpu.machine import facts_of, this_machine
 
     found = [
@@ -71,8 +79,9 @@ def check_gpu(
     if found or arguments is None:
         refuse(found)
     numbers = sorted(set(stage or TITLES)) if device is Device.CUDA else sorted(set(stage or (1, 2)))
-    machine, console, results = this_machine(), Console(soft_wrap=True, highlight=False), []
+    machine, console = this_machine(), Console(soft_wrap=True, highlight=False)
     facts, seconds = facts_of(machine), budget or default_budget(numbers, machine.num_gpus)
+    record = _Record(console, as_json, {"device": device, "budget_seconds": seconds, "facts": facts})
     try:
         with writing(), unwinding_on_sigterm():
             _print_facts(console, facts, device)
@@ -81,15 +90,12 @@ def check_gpu(
             for number in numbers:
                 simulated = ", simulated" * (device is Device.CPU)
                 console.print(f"\nStage {number}, {TITLES[number]}{simulated}", style="bold")
-                results.append(run_stage(number, device.value, machine, arguments, remaining))
-                _print_stage(console, results[-1])
-                status = exit_status(results)
-                if as_json is not None:  # after each, lest what ends the next one takes these figures with it
-                    write_text(as_json, _document(facts, device, seconds, results, status))
+                record.tell(StageResult(number, is_over=False))
+                record.end(run_stage(number, device.value, machine, arguments, remaining, record.tell))
     except FileError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
-    raise typer.Exit(status)
+    raise typer.Exit(exit_status(record.results))
 
 
 def _engine_arguments(texts: Sequence[str]) -> dict[str, Any]:
@@ -118,25 +124,54 @@ def _print_facts(console: Console, facts: Mapping[str, str], device: Device) -> 
         console.print(_SIMULATED, style="bold", markup=False)
 
 
-def _print_stage(console: Console, result: StageResult) -> None:
-    for reason in result.missing:
-        console.print(f"{'missing':9} {reason}", style=_STYLES["missing"], markup=False)
-    for check in result.checks:
-        line = (
-            f"{check.colour:9} {check.name:50} {check.figure}{'; ' * bool(check.figure and check.floor)}{check.floor}"
-        )
-        console.print(line.rstrip(), style=_STYLES[check.colour], markup=False)
-        for note in check.note.splitlines():
-            console.print(f"{'':9}   {note}", markup=False)
-    console.print(f"Stage {result.number}: {result.colour}, {result.seconds:.0f} s", style="bold")
-    if result.output:
-        console.print(f"\n{result.output}", markup=False)
+class _Record:
+    """What is found, printed and written as it comes: whatever ends this process takes none of it along.
+
+    Args:
+        console: gets a line for each check.
+        path: of the file of `--json`; None: there is none.
+        head: of that file.
+
+    Attributes:
+        results: of the stages that are over.
+    """
+
+    def __init__(self, console: Console, path: Path | None, head: Mapping[str, Any]) -> None:
+        self._console, self._path, self._head = console, path, head
+        self._num_printed = 0  # checks of the stage that is under way
+        self.results: list[StageResult] = []
+
+    def tell(self, so_far: StageResult) -> None:
+        """Raises FileError."""
+        for check in so_far.checks[self._num_printed :]:
+            _print_check(self._console, check)
+        self._num_printed = len(so_far.checks)
+        if self._path is not None:
+            write_text(self._path, _document(self._head, [*self.results, so_far]))
+
+    def end(self, result: StageResult) -> None:
+        """Raises FileError."""
+        for reason in result.missing:
+            self._console.print(f"{'missing':9} {reason}", style=_STYLES["missing"], markup=False)
+        self.tell(result)
+        self.results.append(result)
+        self._num_printed = 0
+        self._console.print(f"Stage {result.number}: {result.colour}, {result.seconds:.0f} s", style="bold")
+        if result.output:
+            self._console.print(f"\n{result.output}", markup=False)
 
 
-def _document(
-    facts: Mapping[str, str], device: Device, budget: float, results: Sequence[StageResult], status: int
-) -> str:
+def _print_check(console: Console, check: Check) -> None:
+    figures = f"{check.figure}{'; ' * bool(check.figure and check.floor)}{check.floor}"
+    line = f"{check.colour:9} {check.name:50} {figures}"
+    console.print(line.rstrip(), style=_STYLES[check.colour], markup=False)
+    for note in check.note.splitlines():
+        console.print(f"{'':9}   {note}", markup=False)
+
+
+def _document(head: Mapping[str, Any], results: Sequence[StageResult]) -> str:
+    from hybrid_engine.verification.gpu.check_gpu import exit_status
+
     stages = [result.as_dict() for result in results]
-    note = _SIMULATED if device is Device.CPU else ""
-    found = {"status": status, "device": device, "note": note, "budget_seconds": budget, "facts": facts}
-    return json.dumps({**found, "stages": stages}, indent=2)
+    note = _SIMULATED if head["device"] is Device.CPU else ""
+    return json.dumps({"status": exit_status(results), "note": note, **head, "stages": stages}, indent=2)

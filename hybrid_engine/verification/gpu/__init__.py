@@ -12,7 +12,8 @@
       flat_models.py        what is moved: a model as both sides hold it, without either engine
       targets.py            a GPU, or the CPU with
       fake_cuda_driver.py     a model of CUDA's driver, which the tests have too
-    engine_checks.py      stage 2, one GPU with Megatron and vLLM; small_job.py is their configuration
+    part_checks.py        stage 2, one GPU with Megatron and vLLM: each alone; small_job.py is their configuration
+    engine_checks.py      then both, by
       shortage.py           a device without memory, in which a wake-up fails
       process_state.py      what vLLM may change in the process, or leave there
       fresh_checks.py       a vLLM of its own, in another process, says the same

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from hybrid_engine.errors import clipped
 from hybrid_engine.files.scratch import scratch_directory
 from hybrid_engine.ranks.launching import run_ranks
 from hybrid_engine.verification.gpu import small_job
-from hybrid_engine.verification.gpu.checks import Check, Colour, read_results, worst
+from hybrid_engine.verification.gpu.checks import Check, Colour, found_so_far, read_results, worst
 from hybrid_engine.verification.gpu.gpus import GIB
 from hybrid_engine.verification.gpu.machine import Machine, available_host_nbytes
 from hybrid_engine.verification.gpu.needs import what_a_gpu_lacks
@@ -35,6 +35,8 @@ TITLES = {
 SECONDS_ON_ONE_GPU, SECONDS_ON_SEVERAL = 600.0, 3000.0
 """Budgets of stages 1 and 2, and of stage 3 beside them, unless told otherwise."""
 _MODULE = "hybrid_engine.verification.gpu"
+_PARTS = {"libraries": "vLLM's libraries", "megatron": "Megatron alone", "vllm": "vLLM alone"}
+"""Of stage 2, before both engines: of part_checks.py."""
 _MOST_OUTPUT = 4000  # characters of a job's output that are kept
 
 
@@ -89,6 +91,7 @@ class StageResult:
         missing: why it could not run, each with a remedy; no checks then.
         seconds: all of it.
         output: the end of what its processes wrote, where something is red.
+        is_over: whether there are no checks to come.
     """
 
     number: int
@@ -96,15 +99,20 @@ class StageResult:
     missing: tuple[str, ...] = ()
     seconds: float = 0.0
     output: str = ""
+    is_over: bool = True
 
     @property
     def colour(self) -> Colour:
-        """The worst of its checks."""
-        return Colour.MISSING if self.missing else worst([check.colour for check in self.checks])
+        """The worst of its checks; those to come are missing."""
+        lacking = [Colour.MISSING] if self.missing or not self.is_over else []
+        return worst([*lacking, *(check.colour for check in self.checks)])
 
     def as_dict(self) -> dict[str, Any]:
         """Of `check-gpu --json`."""
         return {"title": TITLES[self.number], "colour": self.colour, **asdict(self)}
+
+
+Tell = Callable[[StageResult], object]
 
 
 def exit_status(results: Sequence[StageResult]) -> int:
@@ -118,7 +126,9 @@ def default_budget(numbers: Collection[int], num_gpus: int) -> float:
     return SECONDS_ON_ONE_GPU + (SECONDS_ON_SEVERAL if 3 in numbers and num_gpus > 1 else 0.0)
 
 
-def run_stage(number: int, device: str, machine: Machine, vllm: Mapping[str, Any], budget: Budget) -> StageResult:
+def run_stage(
+    number: int, device: str, machine: Machine, vllm: Mapping[str, Any], budget: Budget, tell: Tell = lambda _: None
+) -> StageResult:
     """Run a stage, if it can run.
 
     Args:
@@ -127,13 +137,18 @@ def run_stage(number: int, device: str, machine: Machine, vllm: Mapping[str, Any
         machine: this one.
         vllm: further engine arguments of vLLM.
         budget: what is left of it is for this stage and later ones.
+        tell: gets what has been found, whenever that is more.
     """
     if missing := what_is_missing(number, device, machine):
         return StageResult(number, missing=tuple(missing))
     started, checks, outputs = time.perf_counter(), list[Check](), list[str]()
+
+    def tell_more(found: list[Check]) -> None:
+        tell(StageResult(number, (*checks, *found), (), time.perf_counter() - started, is_over=False))
+
     with scratch_directory(SCRATCH_PREFIX) as directory:
         for index, job in enumerate(jobs_of(number, device, machine, vllm, directory)):
-            found, output = _run_job(job, directory / f"results{index}", budget)
+            found, output = _run_job(job, directory / f"results{index}", budget, tell_more)
             checks += found
             if output:
                 outputs.append(f"{job.name}:\n{output[-_MOST_OUTPUT:]}")
@@ -200,7 +215,8 @@ def jobs_of(number: int, device: str, machine: Machine, vllm: Mapping[str, Any],
         return [Job("ranks", (f"{_MODULE}.rank_checks", gpus, json.dumps(dict(vllm))))]
     eager = SmallJob(str(directory), device, eager=True, vllm=vllm)
     modes = [eager] if device == "cpu" else [eager, replace(eager, eager=False)]
-    jobs = []
+    eager.write_model()
+    jobs = [Job(name, (f"{_MODULE}.part_checks", part, eager.as_json())) for part, name in _PARTS.items()]
     for mode in modes:
         mode.write_model()
         jobs.append(Job(f"engines, {mode.mode}", (f"{_MODULE}.engine_checks", mode.as_json())))
@@ -208,11 +224,21 @@ def jobs_of(number: int, device: str, machine: Machine, vllm: Mapping[str, Any],
     return jobs
 
 
-def _run_job(job: Job, results: Path, budget: Budget) -> tuple[list[Check], str]:
-    """What it found, and what it wrote where that tells more."""
+def _run_job(
+    job: Job, results: Path, budget: Budget, tell: Callable[[list[Check]], None] = lambda _: None
+) -> tuple[list[Check], str]:
+    """What it found, and what it wrote where that tells more; `tell` gets what it has found, whenever that is more."""
     if budget.left <= 0:
         return [Check(job.name, Colour.MISSING, note=f"not begun: {budget.note}")], ""
-    ended = run_ranks(["-m", *job.arguments, str(results)], 1, budget.left)
+    num_told = 0
+
+    def look() -> None:
+        nonlocal num_told
+        if len(found := found_so_far(results)) > num_told:
+            num_told = len(found)
+            tell(found)
+
+    ended = run_ranks(["-m", *job.arguments, str(results)], 1, budget.left, meanwhile=look)
     colour = Colour.RED
     if ended.status is None:  # a slow machine is no fault, and nobody here can tell it from one that hangs
         ending, colour = budget.note, Colour.MISSING

@@ -1,7 +1,7 @@
 """What a check of `check-gpu` is and says, and how a process runs its checks one after the other.
 
     a job's process:  run_checks(planned, results file)     one line of JSON for each result, as soon as it is there
-    check-gpu itself: read_results(results file, how the process ended)
+    check-gpu itself: found_so_far(results file), and at the end read_results(results file, how the process ended)
 
 So a process that dies or takes too long loses the checks that it had not finished, and nothing else.
 """
@@ -131,7 +131,7 @@ def read_results(results: Path, ending: str, colour: Colour = Colour.RED) -> lis
         colour: of the check that was under way then.
     """
     lines = [json.loads(line) for line in _whole_lines(results)]
-    found = [Check(**{**line["found"], "colour": Colour(line["found"]["colour"])}) for line in lines if "found" in line]
+    found = found_so_far(results)
     begun = [line["begun"] for line in lines if "begun" in line]
     ended = [line["ended"] for line in lines if "ended" in line]
     names = [name for line in lines for name in line.get("planned", ())]
@@ -141,6 +141,12 @@ def read_results(results: Path, ending: str, colour: Colour = Colour.RED) -> lis
         elif name not in begun:
             found.append(Check(name, Colour.MISSING, note=f"not reached: {ending}"))
     return found
+
+
+def found_so_far(results: Path) -> list[Check]:
+    """Every result in the file, which its process may be writing still."""
+    found = [line["found"] for line in map(json.loads, _whole_lines(results)) if "found" in line]
+    return [Check(**{**each, "colour": Colour(each["colour"])}) for each in found]
 
 
 def _whole_lines(path: Path) -> list[str]:

@@ -37,6 +37,8 @@ NEEDED_ON_HOST = int(1.5 * _ADAM_NBYTES * _NUM_PARAMETERS)
 """Bytes that must be free with a GPU: what is offloaded, and libraries."""
 MEMORY_SHARE, KV_CACHE_MB = 0.3, 512
 """vLLM's on a GPU: it refuses to start where less than this share is free after its communicators are made."""
+_NOT_COMPILED = {"transformer": {"bias_activation_fusion": False, "bias_dropout_fusion": False}}
+"""Fusions that Megatron leaves to torch.compile."""
 _PROMPT_LENGTHS = (5, 17, 8, 30)
 
 
@@ -47,7 +49,7 @@ class SmallJob:
     Attributes:
         directory: theirs, with the model's config.json below `model`.
         device: "cuda" or "cpu".
-        eager: without CUDA graphs and compilation.
+        eager: without CUDA graphs, and without compilation on either side.
         vllm: further engine arguments of vLLM.
     """
 
@@ -103,6 +105,7 @@ class SmallJob:
                     "params_dtype": "bfloat16" if on_gpu else "float32",
                     "seq_length": SEQ_LENGTH,
                     "optimizer": {"lr": 1e-3},
+                    "overrides": _NOT_COMPILED if self.eager else {},
                 },
                 "generate_config": {
                     "verify": "full",

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -104,7 +105,8 @@ def test_too_little_host_memory_is_said_before_anything_starts(monkeypatch: pyte
 def test_the_processes_of_one_gpu_share_ten_minutes(tmp_path: Path) -> None:
     jobs = [job for number in (1, 2) for job in jobs_of(number, "cuda", GPU, {}, tmp_path)]
     assert [job.name for job in jobs] == [
-        *("memory", "engines, eager", "fresh vLLM, eager", "engines, graphs", "fresh vLLM, graphs")
+        *("memory", "vLLM's libraries", "Megatron alone", "vLLM alone"),
+        *("engines, eager", "fresh vLLM, eager", "engines, graphs", "fresh vLLM, graphs"),
     ]
     assert default_budget([1, 2, 3], num_gpus=1) == default_budget([1], num_gpus=8) == 600
     assert default_budget([1, 2, 3], num_gpus=2) > 600
@@ -127,6 +129,7 @@ def dying_main(results: str) -> None:
     def aborts() -> Iterator[Check]:
         yield Check("before", Colour.GREEN)
         print("last words", flush=True)
+        time.sleep(1)
         os.abort()
 
     run_checks([Planned("aborts", aborts), Planned("after", aborts)], Path(results))
@@ -136,7 +139,12 @@ def dying_main(results: str) -> None:
 @pytest.mark.ranks
 def test_a_crash_costs_one_job_and_keeps_its_results(tmp_path: Path) -> None:
     budget = Budget.beginning_now(60)
-    found, output = check_gpu._run_job(Job("dies", (__name__,)), tmp_path / "results", budget)
+    told = list[list[str]]()
+
+    def tell(found: list[Check]) -> None:
+        told.append([check.name for check in found])
+
+    found, output = check_gpu._run_job(Job("dies", (__name__,)), tmp_path / "results", budget, tell)
     assert [(check.name, check.colour) for check in found] == [
         ("before", Colour.GREEN),
         ("aborts", Colour.RED),
@@ -144,12 +152,38 @@ def test_a_crash_costs_one_job_and_keeps_its_results(tmp_path: Path) -> None:
     ]
     assert found[1].note == "the process was ended by signal 6"
     assert "last words" in output
+    assert told == [["before"]], "while it ran"
+
+
+def test_what_was_found_is_printed_and_written_whatever_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ended(number: int, *arguments: Any) -> StageResult:
+        for num_found in (1, 2):
+            tell = arguments[-1]
+            tell(
+                StageResult(
+                    number, tuple(Check(f"check {index}", Colour.GREEN) for index in range(num_found)), is_over=False
+                )
+            )
+        raise SystemExit(143)
+
+    monkeypatch.setattr(check_gpu, "run_stage", ended)
+    path = tmp_path / "found.json"
+    result = CliRunner().invoke(app, ["check-gpu", "--stage", "1", "--json", str(path)])
+    assert result.exit_code == 143
+    assert [result.output.count(f"green     check {index}") for index in range(2)] == [1, 1]
+    found = json.loads(path.read_text())
+    assert found["facts"]["system"]
+    (stage,) = found["stages"]
+    assert [check["name"] for check in stage["checks"]] == ["check 0", "check 1"]
+    assert (stage["is_over"], stage["colour"], found["status"]) == (False, "missing", 2)
 
 
 def test_what_there_was_no_time_for_is_missing_not_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job in which time runs out, by a fake of its process; and those after it, which do not begin."""
 
-    def until_the_time_is_over(arguments: list[str], num_ranks: int, timeout: float) -> Ended:
+    def until_the_time_is_over(arguments: list[str], num_ranks: int, timeout: float, **_: object) -> Ended:
         assert 0 < timeout <= 60
         forever = Planned("hangs", lambda: failing(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
