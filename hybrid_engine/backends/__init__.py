@@ -5,6 +5,7 @@
     vllm/             the inference side: vLLM inside the training processes
     huggingface/      checkpoints as a source or destination of weights; reads and writes safetensors
 
+    access_guards.py          what needs training state and is refused while it is off the device
     flat_buffers.py           what training sides say of the flat buffers that their weights lie in
     learning_rate.py          their learning rate: set by hand, or by a schedule
     checkpoint_directory.py   how their checkpoints are put in place, and compared when they are read

@@ -57,15 +57,14 @@ class ShardedTensors:
 
     def moved(self) -> list[str]:
         """Names of tensors that are not where `parts` says, or not the model's any more."""
-        # not by state_dict(), which is refused while a switch is under way
-        parameters = dict(self._model.named_parameters(remove_duplicate=False))
-        buffers = dict(self._model.named_buffers(remove_duplicate=False))
-        now = parameters | {name: tensor for name, tensor in buffers.items() if name in self.tensors}
-        return [name for name in self.tensors | now if not self._is_home(name, now.get(name))]
+        # not by state_dict(), which is refused while a switch is under way; its names may be others, its tensors are not
+        parameters = {id(tensor): name for name, tensor in self._model.named_parameters()}
+        present = parameters.keys() | set(map(id, self._model.buffers()))
+        gone = [name for name, own in self.tensors.items() if id(own) not in present or not self._is_home(name, own)]
+        known = set(map(id, self.tensors.values()))
+        return gone + [name for key, name in parameters.items() if key not in known]
 
-    def _is_home(self, name: str, tensor: torch.Tensor | None) -> bool:
-        if tensor is None or name not in self.parts:
-            return False
+    def _is_home(self, name: str, tensor: torch.Tensor) -> bool:
         local = local_of(tensor)
         if not local.numel():
             return True
