@@ -9,7 +9,7 @@ PEFT wraps the model and the layers that it adapts, `torch.compile` and activati
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,12 +134,19 @@ class _PeftLayers:
         if layer.merged_adapters:
             merged = ", ".join(layer.merged_adapters)
             self.findings.append(f"{name}: {merged} is merged into its weight; call unmerge_adapter() first")
-        for adapter in [] if layer.disable_adapters else layer.active_adapters:
+        active = [] if layer.disable_adapters else layer.active_adapters
+        understood, num_findings = set(), len(self.findings)
+        for adapter in active:
             for matrices in _MATRICES:
                 parts = [f"{name}.{part.format(adapter)}" for part in ("base_layer.weight", *matrices)]
                 if parts[1] in self._state_names:
                     problem = _problem(layer, adapter) or self._add(layer, parts, layer.scaling[adapter])
                     self.findings += [f"{name}, adapter {adapter}: {problem}"] if problem else []
+                    understood.update(parts[1:])
+        others = [each for each in _added_tensors(layer, active) if f"{name}.{each}" not in understood]
+        if others and num_findings == len(self.findings):
+            kind = f"{type(layer).__name__} also computes with {', '.join(others)}"
+            self.findings.append(f"{name}: {kind}, which a switch does not know; of PEFT's methods use LoRA")
 
     def _add(self, layer: Any, parts: list[str], scaling: float) -> str | None:
         """`parts`: plain names of W, A and B. Returns why they cannot be."""
@@ -157,6 +164,13 @@ class _PeftLayers:
 
 _MATRICES = ("lora_A.{}.weight", "lora_B.{}.weight"), ("lora_embedding_A.{}", "lora_embedding_B.{}")
 """Below a layer with LoRA, by adapter: A and B of a linear layer, and of an embedding."""
+
+
+def _added_tensors(layer: Any, active: Sequence[str]) -> list[str]:
+    """All parameters and buffers that PEFT added to a layer, but for those of adapters that do not compute now."""
+    idle = layer.scaling.keys() - set(active)
+    names = [_plain(name) for name, _ in (*layer.named_parameters(), *layer.named_buffers())] if active else []
+    return [name for name in names if not name.startswith("base_layer.") and idle.isdisjoint(name.split(".")[1:])]
 
 
 def _problem(layer: Any, adapter: str) -> str | None:

@@ -117,11 +117,37 @@ def ia3(model: torch.nn.Module) -> Any:
     return peft.get_peft_model(model, peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
 
 
+def adalora(model: torch.nn.Module) -> Any:
+    """Its layers are LoRA's by class, and A and B have LoRA's names, but W + B diag(E) A is computed."""
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    return peft.get_peft_model(model, peft.AdaLoraConfig(total_step=9, init_r=2, target_modules=["q_proj"]))
+
+
+def one_more_tensor(model: torch.nn.Module) -> Any:
+    """As a later PEFT might have it: plain LoRA, and a buffer that no state dict shows."""
+    model = with_lora(model, target_modules=["q_proj"])
+    layer = model.get_submodule("base_model.model.model.layers.1.self_attn.q_proj")
+    layer.register_buffer("lora_gate", torch.ones(2), persistent=False)
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[torch.nn.Module], Any], LoraDelivery, type[HybridEngineError], str]] = {
     "dora": (lora_on(use_dora=True), "merge", ModelError, "Dora"),
     "bias of B": (lora_on(lora_bias=True, target_modules=["q_proj"]), "merge", ModelError, "set lora_bias=False"),
     "merged": (merged, "merge", ModelError, "default is merged into its weight; call unmerge_adapter"),
     "another method": (ia3, "merge", ModelError, "model.layers.0.self_attn.k_proj: Linear; of PEFT's methods use LoRA"),
+    "adaptive ranks": (
+        adalora,
+        "merge",
+        ModelError,
+        "model.layers.0.self_attn.q_proj: SVDLinear also computes with lora_A.default, lora_B.default, lora_E.default",
+    ),
+    "one more tensor": (
+        one_more_tensor,
+        "adapter",
+        ModelError,
+        "model.layers.1.self_attn.q_proj: Linear also computes with lora_gate, which a switch does not know",
+    ),
     "tokens": (lora_on(trainable_token_indices=[1, 2]), "merge", ModelError, "TrainableTokensWrapper; of PEFT's"),
     "a parameter": (
         lora_on(target_modules=[], target_parameters=["q_proj.weight"]),
@@ -139,6 +165,12 @@ REFUSED: dict[str, tuple[Callable[[torch.nn.Module], Any], LoraDelivery, type[Hy
     "none apart": (lambda model: model, "adapter", ConfigError, "the model has no active LoRA"),
     "a rank apart": (lora_on(r=600, target_modules=["q_proj"]), "adapter", ConfigError, "rank 600 is above vLLM's 512"),
 }
+
+
+def test_adapters_that_do_not_compute_are_let_be(path: Path) -> None:
+    model = two_adapters(sharded_models.from_config(path))
+    model.base_model.set_adapter("other")
+    assert len(read(path, model, "adapter").names.loras) == 2
 
 
 @pytest.mark.parametrize("name", REFUSED)
