@@ -23,6 +23,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_defaults import torch_defaults
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.rendezvous import gather_layouts
 
@@ -44,6 +45,7 @@ class ModelParts:
     lora: str | None
 
 
+@torch_defaults()  # what is made here is trained and filled in other modes of torch
 def build_parts(
     model: torch.nn.Module,
     owner: ExitStack,

@@ -31,7 +31,7 @@ def build_batch(
     """
     samples = samples_of(prompts, completions, seq_length, pad_token_id)
     rows = torch.full((len(samples), seq_length + 1), pad_token_id, dtype=torch.int64)
-    mask = torch.zeros(len(samples), seq_length)
+    mask = torch.zeros(len(samples), seq_length, dtype=torch.float32)
     for row, row_mask, sample in zip(rows, mask, samples, strict=True):
         row[: len(sample.token_ids)] = torch.tensor(sample.token_ids)
         row_mask[: sample.length] = sample.mask

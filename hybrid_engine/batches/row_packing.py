@@ -89,7 +89,7 @@ def pack(
     num_rows = max((place.row + 1 for place in places), default=0)
     num_rows = max(1, -(-num_rows // multiple_of)) * multiple_of
     tokens, labels = (torch.full((num_rows, seq_length), pad_token_id, dtype=torch.int64) for _ in range(2))
-    sequence_ids, mask = torch.zeros_like(tokens), torch.zeros(num_rows, seq_length)
+    sequence_ids, mask = torch.zeros_like(tokens), torch.zeros(num_rows, seq_length, dtype=torch.float32)
     for number, (sample, place) in enumerate(zip(samples, places, strict=True), start=1):
         token_ids = torch.tensor(sample.token_ids)
         tokens[place.row, place.columns], labels[place.row, place.columns] = token_ids[:-1], token_ids[1:]

@@ -10,6 +10,7 @@
       process_groups.py   the end of groups, and what their errors say
     digests.py          8 bytes for a tensor of any size, computed where it lies
     launching.py        ranks as subprocesses, for those who have no torchrun (verification/, tests)
+    torch_defaults.py   what a rank computes is the same inside autocast, inference mode and another default dtype
     torch_internals.py  private names of torch below the backends, with their reasons
 
     1  Job.join(timeout)              by ActorHybridWorker, ScriptEngine, or whoever builds both engines

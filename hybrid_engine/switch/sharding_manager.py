@@ -30,6 +30,7 @@ from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.ports import BucketFollower, InferenceCaches, InferenceWeights, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_defaults import torch_defaults
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.deliveries import Delivery, Digests, parts_of
 from hybrid_engine.switch.entered import Contexts, Entered
@@ -149,7 +150,7 @@ class ShardingManager(SwitchHooks):
         self._require_open()
         if target is self.state:
             return None
-        with self._traced(f"{self.state.value}->{target.value}"):
+        with self._traced(f"{self.state.value}->{target.value}"), torch_defaults():
             return self._enter(target)
 
     def _enter(self, target: State) -> ReshardReport:
@@ -180,9 +181,8 @@ class ShardingManager(SwitchHooks):
     def prefetch(self, kinds: Iterable[Kind] = KINDS) -> None:
         """Begin to bring training state back while the last completions are generated, in state INFER.
 
-        Memory: theirs beside the inference weights', so name what fits ("optimizer", say). The copies run on a side
-        stream on CUDA, in a thread on the CPU. Raises StateError in any other state, OffloadError when memory runs out;
-        both lose nothing. With `prefetch: auto` nobody needs to call this; see prefetch.py.
+        Memory: theirs beside the inference weights', so name what fits. The copies run on a side stream on CUDA, in a
+        thread on the CPU. Raises StateError in any other state, OffloadError when memory runs out; both lose nothing.
         """
         self._require_open()
         self.require(State.INFER)

@@ -26,6 +26,7 @@ from hybrid_engine.models.lora_tensors import (
     module_of,
 )
 from hybrid_engine.models.packing import Shape
+from hybrid_engine.ranks.torch_defaults import torch_defaults
 from hybrid_engine.records.regions import StridedView, contiguous_strides
 
 KEY = "generate_config.lora_delivery"
@@ -68,6 +69,7 @@ class LoraSums:
             self.sums[name], self.buffer_of[name] = part, buffer
             self.parts[name] = LocalBox(box.offsets, box.lengths, int(part.storage_offset()), tuple(part.stride()))
 
+    @torch_defaults()  # autocast would multiply in bfloat16
     @torch.no_grad()
     def fill(self) -> None:
         """Compute all sums, in float32. Collective: A and B of one adapter at a time are gathered."""

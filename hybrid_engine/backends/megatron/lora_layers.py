@@ -34,6 +34,7 @@ from hybrid_engine.backends.megatron.internals import mark_sequence_parallel
 from hybrid_engine.config import LoraConfig
 from hybrid_engine.errors import ModelError
 from hybrid_engine.memory.elastic import allocate_elastic
+from hybrid_engine.ranks.torch_defaults import torch_defaults
 
 WRAPPED = "to_wrap."
 """Part of a wrapped parameter's name."""
@@ -87,6 +88,7 @@ class LoraLinear(torch.nn.Module):
         output, bias = self.to_wrap(x, *args, **kwargs)
         return output + self.scale * self.adapter(x), bias
 
+    @torch_defaults()  # autocast would multiply in bfloat16
     @torch.no_grad()
     def merged_weight(self) -> torch.Tensor:
         """W + scale * B A of this rank, summed in float32, in the dtype of W and of its shape."""

@@ -77,6 +77,7 @@ from hybrid_engine.models.lora_tensors import LoraSettings
 from hybrid_engine.ports import NearEnd
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.ranks.torch_defaults import torch_defaults
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -121,7 +122,7 @@ class InferenceEngine:
         self.settings = settings
         self.rank = rank = job.rank
         self.tokenizer = ModelTokenizer(settings.model_dir)
-        with contextlib.ExitStack() as undo, process_settings_kept():
+        with contextlib.ExitStack() as undo, torch_defaults(), process_settings_kept():
             with self._agreement.phase("checking vLLM and the model"):
                 self._device_type = check_settings(settings, job)
                 self._place = settings.sizes.place_of(rank)
@@ -378,7 +379,7 @@ class InferenceEngine:
             raise StateError("the KV cache's memory is released: call wake_kv_cache() before generating")
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         lent = self.tokenizer.lent_to(llm) if needs_tokenizer(params) else contextlib.nullcontext()
-        with random_state_kept(), process_settings_kept(self._process_settings), self._stance(), lent:
+        with torch_defaults(), random_state_kept(), process_settings_kept(self._process_settings), self._stance(), lent:
             set_state(self._generator_state)
             with refusals_named(), none_left(llm), calling_near_end(llm, self.near_end):
                 outputs = llm.generate(requests, params, use_tqdm=False, lora_request=lora_request)

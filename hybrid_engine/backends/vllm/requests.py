@@ -46,12 +46,13 @@ def _completion_of(choice: Any, prompt: tuple[int, ...], params: Any, tokenizer:
 
 def logprobs_of_prompt(rows: Sequence[Any], token_ids: Sequence[int]) -> torch.Tensor:
     """Log-probability [length - 1] of each token but the first, from what vLLM says of a prompt."""
-    return torch.tensor([position[token].logprob for position, token in zip(rows[1:], token_ids[1:], strict=True)])
+    values = [position[token].logprob for position, token in zip(rows[1:], token_ids[1:], strict=True)]
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def distributions_of_prompt(rows: Sequence[Any]) -> torch.Tensor:
     """Log-probabilities [length - 1, vocabulary], from what vLLM says of a prompt."""
-    table = torch.empty(len(rows) - 1, len(rows[1]))
+    table = torch.empty(len(rows) - 1, len(rows[1]), dtype=torch.float32)
     for index, position in enumerate(rows[1:]):
         for token, entry in position.items():
             table[index, token] = entry.logprob

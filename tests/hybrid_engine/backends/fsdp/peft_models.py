@@ -14,6 +14,7 @@ from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.native_load import native_parameters
 from hybrid_engine.errors import ReshardError
+from tests.harness.torch_modes import other_torch_modes
 from tests.hybrid_engine.backends.fsdp.switching import same_bits
 from tests.zoo import sharded_models
 from tests.zoo.families import served_config, write_config
@@ -88,7 +89,8 @@ def run(directory: str, settings: dict[str, Any], rollout: dict[str, Any]) -> Ad
     dist.barrier()
     model = peft_model(path, settings)
     rollout_config = {"model": directory, "max_model_len": 64, "max_num_seqs": 8, **rollout}
-    engine = HybridEngine(model=model, rollout_config=rollout_config, train_config={"fsdp_config": {}})
+    with other_torch_modes():
+        engine = HybridEngine(model=model, rollout_config=rollout_config, train_config={"fsdp_config": {}})
     found = Adapted(origins={name: len(each) for name, each in engine.train.weights.origins().items()})
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
     for step in range(NUM_STEPS):
@@ -132,7 +134,9 @@ def _compare(engine: Any, whole: Any, path: Path, apart: bool, found: Adapted) -
     def keep(name: str, tensor: torch.Tensor) -> None:
         seen[name] = tensor.detach().clone()
 
-    with engine.inference.adaptor.observed(keep), engine.rollout_context():
+    with engine.inference.adaptor.observed(keep):
+        with other_torch_modes(), engine.rollout_context():
+            pass
         _of_answers(engine, whole, found)
         if apart:
             _of_loras(engine, whole, path / "peft", found)
@@ -152,8 +156,9 @@ def _compare(engine: Any, whole: Any, path: Path, apart: bool, found: Adapted) -
 
 def _of_answers(engine: Any, whole: Any, found: Adapted) -> None:
     """Log-probabilities and greedy tokens, against transformers."""
-    sequences = engine.generate(PROMPTS, GREEDY)
-    scored = engine.inference.prompt_logprobs(sequences.tolist(), lora=engine._lora)
+    with other_torch_modes():
+        sequences = engine.generate(PROMPTS, GREEDY)
+        scored = engine.inference.prompt_logprobs(sequences.tolist(), lora=engine._lora)
     with torch.no_grad():
         logits = whole(input_ids=sequences).logits[:, :-1].log_softmax(-1)
         with whole.disable_adapter():

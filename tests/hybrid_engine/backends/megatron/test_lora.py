@@ -12,6 +12,7 @@ import torch
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, WeightError
 from tests.harness.launch import Outcomes, Ranks
+from tests.harness.torch_modes import other_torch_modes
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
 from tests.zoo.tiny_models import save_model, token_batch
 
@@ -58,7 +59,8 @@ def _train(run: Any) -> dict[str, Any]:
     before = {name: parameter.detach().clone() for name, parameter in weights.model.named_parameters()}
     batch = token_batch(0, 4, 12)
     losses = [run.engine.train_step(batch, negative_log_likelihood)["loss"] for _ in range(3)]
-    weights.prepare()
+    with other_torch_modes():
+        weights.prepare()
     changed = {
         name
         for name, parameter in weights.model.named_parameters()
