@@ -241,7 +241,8 @@ class GenerateConfig(Section):
     """Where Megatron trains, fields of its configuration that may have any value though nobody has reviewed what they
     mean for a switch. Others are refused unless they have Megatron's default; see megatron_fields.md."""
     check_nan: bool = True
-    """Read every weight once before a switch and refuse NaN and infinities."""
+    """Read every weight once before a switch and refuse NaN, infinities, and what would be infinite in
+    compression_dtype."""
     verify: Literal["off", "sample", "full"] = "off"
     """Compare vLLM's weights with training's in the switch, bit by bit: all of them, or a few tensors each time. A
     difference fails the switch, and the state before is restored."""

@@ -15,6 +15,7 @@
     release_fence.py      releases training memory as soon as all ranks of the host have read it
     verifier.py           `generate_config.verify`: vLLM's weights against training's, while they are filled
       common_regions.py     what is compared: regions that both sides have whole
+    value_ranges.py       refuses weights that a cast on the way would make infinite
 
 Set-up, once, on every rank:
 
@@ -25,7 +26,7 @@ Set-up, once, on every rank:
 A switch to INFER, each step a phase that all ranks leave together; on the device afterwards:
 
     1  offload                 gradients and optimizer state                             parameters
-    2  prepare, check          pending gathers finish; NaN is refused                    parameters
+    2  prepare, check          pending gathers finish; NaN, overflow refused              parameters
     3  WeightContainer.fill    for each bucket:
          allocate                                                                        + one bucket of inference
          TransportSet.run        read, transfer, write; the next bucket's messages go

@@ -33,8 +33,9 @@ from hybrid_engine.ranks.host_groups import HostGroup
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.layout import BufferId, Layout
 from hybrid_engine.switch.common_regions import CommonRegions
-from hybrid_engine.switch.deliveries import Deliveries
+from hybrid_engine.switch.deliveries import Deliveries, Delivery
 from hybrid_engine.switch.peer_access import hosts_without_access
+from hybrid_engine.switch.value_ranges import ValueRanges
 from hybrid_engine.switch.weight_container import WeightContainer
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.registry import choose_transport
@@ -60,6 +61,7 @@ class Connection:
         fence_group: of this host, for the fences of a switch (release_fence.py).
         regions: of this rank, where switches are verified.
         deliveries: what need not be sent again; None without `generate_config.incremental`.
+        ranges: of the values that are sent in another dtype.
     """
 
     plan: ReshardPlan
@@ -69,6 +71,13 @@ class Connection:
     fence_group: HostGroup
     regions: CommonRegions | None = None
     deliveries: Deliveries | None = None
+    ranges: ValueRanges | None = None
+
+    def check_values(self, training: TrainingWeights, delivery: Delivery) -> None:
+        """Raise WeightError for values that are no numbers, or would be none where they are sent."""
+        training.check_values(delivery.unread)
+        if self.ranges is not None:
+            self.ranges.require(training)
 
 
 @dataclass(frozen=True)
@@ -167,12 +176,14 @@ def connect(
             router.check(made, exported=handles_of_all)
             container = WeightContainer(destination, made, router, num_ranks=job.world_size)
             schedule = release_schedule(source_layouts[job.rank].shards, [bucket.tensors for bucket in made.buckets])
-            regions, deliveries = None, None
+            regions, deliveries, ranges = None, None, None
+            if config.check_nan:
+                ranges = ValueRanges(job.rank, source_layouts[job.rank], [each.destination for each in offers])
             if config.verify != "off":
                 regions = CommonRegions(source_layouts, [each.destination for each in offers], job.rank)
             if config.incremental == "auto":
                 deliveries = _deliveries(job, made, source_layouts[job.rank], offers, config, apart)
-    return Connection(made, schedule, router, container, fence_group, regions, deliveries)
+    return Connection(made, schedule, router, container, fence_group, regions, deliveries, ranges)
 
 
 def _offer(

@@ -231,7 +231,7 @@ class ShardingManager(SwitchHooks):
         if not self.offloader.is_offloaded("param"):
             with self._phase("check"):
                 if self.config.check_nan:
-                    self.training.check_values(delivery.unread)
+                    self._require_open().check_values(self.training, delivery)
         if self.config.prefetch == "auto":
             self._make_room(leaving)
         if delivery.skipped and self.config.offload_train_param:

@@ -157,13 +157,16 @@ class FakeInference:
 
     def __init__(self, script: Script, rank: int) -> None:
         self.script, self.rank = script, rank
+        self.dtype = "float32"
         self.tensors = dict(SHAPES)
         self.live: dict[str, torch.Tensor] = {}
         self.in_force: set[str] = set()
 
     def layout(self) -> Layout:
         ids = {name: BufferId(self.rank, f"{name}.weight") for name in self.tensors}
-        buffers = {ids[name]: Buffer(rows * columns, "float32", name) for name, (rows, columns) in self.tensors.items()}
+        buffers = {
+            ids[name]: Buffer(rows * columns, self.dtype, name) for name, (rows, columns) in self.tensors.items()
+        }
         shards = [
             Shard(Region(name, (0, 0), shape), Place(ids[name], 0, (shape[1], 1)))
             for name, shape in self.tensors.items()
@@ -174,7 +177,7 @@ class FakeInference:
         for group in groups:
             self.script.reach(f"allocate {group}")
             self.in_force.discard(group)
-            self.live[group] = torch.zeros(SHAPES[group]).flatten()
+            self.live[group] = torch.zeros(SHAPES[group], dtype=getattr(torch, self.dtype)).flatten()
         return {f"{group}.weight": self.live[group] for group in groups}
 
     def commit(self, groups: Sequence[str]) -> None:

@@ -271,6 +271,26 @@ def test_values_are_checked_only_when_asked(job: None):
     assert "check" not in checked.script.calls  # only what goes to inference is looked at
 
 
+@pytest.mark.parametrize(("largest", "num_infinite"), [(65519, 0), (65520, 1), (-70000, 1)])
+def test_a_cast_that_makes_infinities_is_refused(job: None, largest: float, num_infinite: int):
+    """float16 rounds 65519 to its largest number, and 65520 to infinity."""
+    rig = Rig(build=False)
+    rig.inference.dtype = "float16"
+    rig.build()
+    rig.training.param.zero_()
+    rig.training.param[7] = largest
+    rig.training._remember()
+    if num_infinite:
+        with pytest.raises(WeightError) as caught:
+            rig.manager.enter(INFER)
+        (finding,) = caught.value.findings
+        assert finding.startswith("first on rank 0: 1 of 262144 elements are too large for float16")
+        rig.assert_is(TRAIN)
+        rig.manager.config = rig.config.model_copy(update={"check_nan": False})
+    rig.manager.enter(INFER)
+    assert int(rig.inference.live["first"].isinf().sum()) == num_infinite
+
+
 def test_prefetch_is_there_when_training_comes(rig: Rig):
     with pytest.raises(StateError, match="in state train"):
         rig.manager.prefetch()
