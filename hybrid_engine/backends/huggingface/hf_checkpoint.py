@@ -21,6 +21,12 @@ import torch
 from hybrid_engine.backends.huggingface import publishing
 from hybrid_engine.backends.huggingface import safetensors_files as files
 from hybrid_engine.backends.huggingface.progress import Advance, progress
+from hybrid_engine.backends.huggingface.unused_tensors import (
+    NOT_WEIGHTS,
+    compare_repetitions,
+    log_unused,
+    repetitions,
+)
 from hybrid_engine.errors import (
     ArgumentError,
     ConfigError,
@@ -46,13 +52,7 @@ logger = logging.getLogger(__name__)
 FILE_NBYTES = 5 * 10**9
 """Data per file of a saved checkpoint: the default of transformers."""
 
-HEAD = "lm_head.weight"
-"""The output head's canonical name, in every family."""
-
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
-
-NOT_WEIGHTS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-"""Endings of tensors that older checkpoints carry and no model reads."""
 
 
 def load_hf_checkpoint(
@@ -77,7 +77,8 @@ def load_hf_checkpoint(
     Raises:
         ConfigError: for a directory without a usable checkpoint, quantised ones among them.
         FileError: naming the damaged or unreadable file.
-        ParameterMismatchError: naming every tensor that is missing, has another shape or is unknown to the table.
+        ParameterMismatchError: naming every tensor that is missing, has another shape or is unknown to the table, or
+            that should repeat another (a tied head) and differs. Others that are not used are logged.
     """
     directory = Path(path)
     with job.agreement.phase("reading the checkpoint's headers"):
@@ -91,6 +92,10 @@ def load_hf_checkpoint(
         transfers = box_transfers(source, own, _hosts(job), job.rank, table.shapes)
         transfers = [transfer for transfer in transfers if transfer.tensor not in new]
     job.agreement.rounds("verifying the checkpoint", _verify(directory, _share_of_files(stored, job)))
+    compared = compare_repetitions(directory, stored, table, job.rank, job.world_size)
+    job.agreement.rounds("comparing repeated tensors", compared)
+    if job.rank == 0:
+        log_unused(directory, stored, table)
     with ExitStack() as stack:
         with job.agreement.phase("preparing the weights"):
             weights.prepare()
@@ -252,10 +257,9 @@ def _check_names(
         for name, shape in table.shapes.items()
         if name in stored and stored[name].shape != shape
     ]
+    known = {*table.shapes, *repetitions(table), *table.left_out}
     for name in stored:
-        is_copy = name in table.copies or (table.dims.tied_embeddings and name == HEAD)
-        is_ignored = is_copy or name in table.left_out or name.endswith(NOT_WEIGHTS)
-        if name not in table.shapes and not is_ignored:
+        if name not in known and not name.endswith(NOT_WEIGHTS):
             findings.append(f"{name}: in the checkpoint, but unknown to the model's name table")
     if findings:
         raise ParameterMismatchError([*_other_architecture(directory, table), *findings], str(directory))

@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from hybrid_engine.backends.huggingface.hf_checkpoint import HEAD, load_hf_checkpoint
+from hybrid_engine.backends.huggingface.hf_checkpoint import load_hf_checkpoint
+from hybrid_engine.backends.huggingface.unused_tensors import HEAD
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.files.hub import Snapshot
 from hybrid_engine.models.table import ModelTable

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from hybrid_engine.backends.huggingface import fetch_weights, load_hf_checkpoint, load_pretrained, save_hf_checkpoint
-from hybrid_engine.backends.huggingface.hf_checkpoint import HEAD
+from hybrid_engine.backends.huggingface.unused_tensors import HEAD
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, FileError, HybridEngineError, ParameterMismatchError
 from hybrid_engine.files import model_files
@@ -169,9 +169,12 @@ def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     rewrite(broken["quantised"], "model.norm.weight", lambda tensor: tensor.to(torch.float8_e4m3fn))
     headless = save_model(directory / "headless", "qwen3")
     rewrite(headless, HEAD, lambda tensor: None)
+    tied = save_model(directory / "tied", "qwen2", tie_word_embeddings=True)
+    save_file(read_canonical(tied) | {HEAD: torch.ones(6)}, tied / model_files.SINGLE)
     calls = {
         "good": (load_and_save, (paths, directory / "out")),
         "broken": (load_what_is_wrong, (model, broken)),
+        "two heads": (load_what_is_wrong, (paths["qwen2 tied pp2"], {"tied": tied})),
         "headless": (load_without_a_head, (model, headless)),
         "damaged": (load_what_is_damaged, (model, directory / "damaged")),
         "fetched": (fetch_from_the_hub, (directory,)),
@@ -227,7 +230,7 @@ def load_what_is_wrong(model: Path, broken: dict[str, Path]) -> dict[str, tuple[
     with running(model, ActorConfig(**{**DENSE_FLOAT32, **TP2})) as run:
         before = [tensor.clone() for tensor in run.engine.weights.buffers().values()]
         for name, path in broken.items():
-            with pytest.raises((ConfigError, ParameterMismatchError)) as caught:
+            with pytest.raises(HybridEngineError) as caught:
                 load_hf_checkpoint(path, run.engine.weights, run.table, Job.join(60))
             kept = all(map(torch.equal, before, run.engine.weights.buffers().values()))
             results[name] = (type(caught.value).__name__, str(caught.value), kept)
@@ -241,6 +244,14 @@ def test_what_is_wrong_is_named_and_nothing_is_lost(launched: Any, name: str) ->
         assert results[name][0] == error
         assert message in results[name][1]
         assert results[name][2]
+
+
+def test_a_head_that_contradicts_the_embedding_is_refused_on_all_ranks(launched: Any) -> None:
+    results = [results["tied"] for results in launched[2]["two heads"]]
+    assert {error for error, _, _ in results} == {"ParameterMismatchError", "RemoteError"}
+    for _, text, is_kept in results:
+        assert f"{HEAD}: 6 elements differ from model.embed_tokens.weight" in text
+        assert is_kept
 
 
 def rewrite(path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:

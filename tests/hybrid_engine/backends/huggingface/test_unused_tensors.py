@@ -1,0 +1,74 @@
+"""Tensors of a checkpoint that fill no parameter; files alone, no ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hybrid_engine.backends.huggingface import unused_tensors
+from hybrid_engine.backends.huggingface.safetensors_files import stored_tensors
+from hybrid_engine.backends.huggingface.unused_tensors import HEAD, compare_repetitions, log_unused
+from hybrid_engine.errors import ParameterMismatchError
+from hybrid_engine.models import table_for
+from hybrid_engine.models.table import ModelTable
+from tests.zoo.families import served_config
+
+EMBEDDING = "model.embed_tokens.weight"
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+@pytest.fixture
+def table() -> ModelTable:
+    return table_for(served_config("qwen2", tie_word_embeddings=True))
+
+
+def compare(path: Path, table: ModelTable, head: Change) -> None:
+    embedding = torch.randn(table.shapes[EMBEDDING], generator=torch.Generator().manual_seed(0))
+    save_file({EMBEDDING: embedding, HEAD: head(embedding)}, path / "model.safetensors")
+    stored = stored_tensors(path)
+    for rank in range(2):
+        list(compare_repetitions(path, stored, table, rank, 2))
+
+
+def one_changed(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor[-1, -1] += 1
+    return tensor
+
+
+@pytest.mark.parametrize("head", [torch.clone, torch.Tensor.bfloat16, torch.Tensor.double])
+def test_a_tied_head_that_is_the_embedding_is_no_fault(tmp_path: Path, table: ModelTable, head: Change) -> None:
+    compare(tmp_path, table, head)
+
+
+@pytest.mark.parametrize("step_nbytes", [1, 10_000, 1 << 30])
+def test_a_tied_head_of_its_own_is_refused(
+    tmp_path: Path, table: ModelTable, monkeypatch: pytest.MonkeyPatch, step_nbytes: int
+) -> None:
+    monkeypatch.setattr(unused_tensors, "_STEP_NBYTES", step_nbytes)
+    with pytest.raises(ParameterMismatchError, match=rf"{HEAD}: 1 elements differ from {EMBEDDING}"):
+        compare(tmp_path, table, one_changed)
+
+
+def test_a_tied_head_of_another_size_is_refused(tmp_path: Path, table: ModelTable) -> None:
+    with pytest.raises(ParameterMismatchError, match=HEAD):
+        compare(tmp_path, table, lambda tensor: tensor[1:].clone())
+
+
+def test_an_untied_head_repeats_nothing(tmp_path: Path) -> None:
+    compare(tmp_path, table_for(served_config("qwen2")), one_changed)
+
+
+def test_what_is_not_used_is_named(tmp_path: Path, table: ModelTable, caplog: pytest.LogCaptureFixture) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    tensors = {EMBEDDING: torch.zeros(table.shapes[EMBEDDING]), name: torch.ones(8)}
+    save_file(tensors | {HEAD: tensors[EMBEDDING].clone()}, tmp_path / "model.safetensors")
+    with caplog.at_level(logging.INFO, unused_tensors.__name__):
+        log_unused(tmp_path, stored_tensors(tmp_path), table)
+    (line,) = caplog.messages
+    assert line.endswith(f"1 tensors are not used: {name}")
