@@ -88,7 +88,7 @@ def _mlp_shapes(config: Mapping[str, Any], layer: int) -> Shapes:
     if kind.startswith("deepseek") and layer >= config["first_k_dense_replace"]:
         experts, width = config["n_routed_experts"], config["moe_intermediate_size"] * config["n_shared_experts"]
         shapes = {"mlp.gate.weight": (experts, hidden)}
-        if config["topk_method"] == "noaux_tc":
+        if config["architectures"] == ["DeepseekV3ForCausalLM"]:
             shapes["mlp.gate.e_score_correction_bias"] = (experts,)
         return shapes | _experts(config, experts) | _gated("mlp.shared_experts.", hidden, width)
     if kind in ("glm", "glm4"):

@@ -74,7 +74,7 @@ _LATENT: dict[str, Any] = {
 }
 _SERVED_LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
-    "kv_lora_rank": 48,
+    "kv_lora_rank": 304,
     "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16,
     "v_head_dim": 32,
@@ -174,7 +174,7 @@ FAMILIES: dict[str, Family] = {
         published.DEEPSEEK_V3,
         tiny={**_LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0},
         served={**_SERVED_LATENT, "q_lora_rank": 40, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1},
-        without=("head_dim",),
+        without=("head_dim", "topk_method", "scoring_func"),  # transformers 5 writes neither
     ),
 }
 

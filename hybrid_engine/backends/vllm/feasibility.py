@@ -6,7 +6,7 @@ vLLM notices these late: the one when it has loaded the model, the other in the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.version import TESTED_VERSION
@@ -33,19 +33,32 @@ def generation_problem(sizes: InferenceParallelism, device_type: str) -> str | N
 
 def cannot_generate(config: VllmConfig, device_type: str) -> Iterator[Violation]:
     """Why this engine could not answer one request of the longest length."""
-    if device_type == "cpu" and not config.model_config.use_mla:
-        yield from heads_without_kernel(config.model_config.get_head_size())
+    if device_type == "cpu":
+        yield from heads_without_kernel(config.model_config.get_head_size(), latent=config.model_config.use_mla)
+    yield from _windows_of_some_layers(config.model_config.hf_text_config)
     if config.cache_config.kv_cache_memory_bytes is not None:
         yield from _cache_too_small(config, config.cache_config.kv_cache_memory_bytes)
 
 
-def heads_without_kernel(size: int) -> Iterator[Violation]:
-    """Why vLLM cannot compute heads of so many elements on CPU. On GPUs FlexAttention takes any."""
-    known = internals.CPU_HEAD_SIZES.load()()
+def heads_without_kernel(size: int, *, latent: bool = False) -> Iterator[Violation]:
+    """Why vLLM cannot compute heads of so many elements on CPU. On GPUs FlexAttention takes any.
+
+    `latent`: heads of latent attention (MLA), of kv_lora_rank + qk_rope_head_dim elements.
+    """
+    known = (internals.MLA_HEAD_SIZES if latent else internals.CPU_HEAD_SIZES).load()()
     if size not in known:
-        sizes = ", ".join(map(str, known))
-        problem = f"its attention heads have {size} elements, and vLLM's attention on CPU computes {sizes} only"
+        sizes, kind = ", ".join(map(str, known)), "latent " if latent else ""
+        problem = f"its {kind}attention heads have {size} elements, and vLLM's attention on CPU computes {sizes} only"
         yield Violation("model", problem, "Use a model with such heads, or a GPU")
+
+
+def _windows_of_some_layers(config: Any) -> Iterator[Violation]:
+    """vLLM's Qwen2 and Qwen3 assert that a sliding window is that of all layers or of none."""
+    num_layers, first = config.num_hidden_layers, getattr(config, "max_window_layers", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if config.model_type in ("qwen2", "qwen3") and len(kinds) > 1 and first != num_layers:
+        problem = f"layers from {first} of {num_layers} on (max_window_layers) see a sliding window, the others do not"
+        yield Violation("model", f"{problem}; vLLM computes one for all layers or for none", "Use such a model")
 
 
 def _cache_too_small(config: VllmConfig, available: int) -> Iterator[Violation]:

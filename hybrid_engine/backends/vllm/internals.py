@@ -123,6 +123,10 @@ CPU_HEAD_SIZES = Internal(
     f"{_V1}.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes",
     "tells which sizes of heads attention on CPU has kernels for: others fail in the first generate",
 )
+MLA_HEAD_SIZES = Internal(
+    f"{_LAYERS}.attention.mla_attention:MLACommonBackend.get_supported_head_sizes",
+    "tells the same of latent attention",
+)
 ALLOCATOR_CONFIG = Internal("vllm.device_allocator.alloc_conf", "tells how torch's allocator is configured now")
 UNMAP = Internal(
     "vllm.device_allocator.cumem:unmap_and_release",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,8 +73,8 @@ def second_model(settings: InferenceSettings, rank: int, model_dir: str, **chang
     from vllm.platforms import current_platform
 
     register_model_class(model_dir)
-    arguments = llm_arguments(settings, current_platform.device_type)
-    arguments |= {"model": model_dir, "load_format": "safetensors", "quantization": None, **changes}
+    arguments = llm_arguments(replace(settings, model_dir=model_dir), current_platform.device_type)
+    arguments |= {"load_format": "safetensors", "quantization": None, **changes}
     arguments.pop("worker_cls", None)
     with rank_in_instance(settings, rank):
         config = EngineArgs(**arguments).create_engine_config()

@@ -24,6 +24,10 @@ from hybrid_engine.errors import ConfigError, Violation
 logger = logging.getLogger(__name__)
 
 
+_IMPLIED = {"DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}}
+"""Architecture -> what it means of routing. Without these keys vLLM takes softmax and has no bias for the router."""
+
+
 def check_quantization(settings: InferenceSettings, device_type: str) -> None:
     """Raise ConfigError for a method that cannot be fed on this platform, naming those that can."""
     chosen, known = settings.quantization, QUANTIZATIONS.get(device_type, ())
@@ -37,12 +41,16 @@ def check_quantization(settings: InferenceSettings, device_type: str) -> None:
 
 
 def config_overrides(settings: InferenceSettings) -> dict[str, Any]:
-    """What of the model's config is not followed: it may describe a quantised checkpoint, training's is not."""
+    """What of the model's config is not followed: it may describe a quantised checkpoint, training's is not; and what
+    vLLM reads there, but transformers 5 does not write, for its class computes nothing else."""
     config = json.loads(Path(settings.model_dir, "config.json").read_text())
+    implied = {
+        key: value for name in config.get("architectures") or () for key, value in _IMPLIED.get(name, {}).items()
+    }
     if not config.get("quantization_config"):
-        return {}
+        return implied
     logger.info("%s: its quantization_config is not followed: the weights come unquantised", settings.model_dir)
-    return {"quantization_config": None}
+    return {"quantization_config": None, **implied}
 
 
 def materialize(model: torch.nn.Module) -> None:

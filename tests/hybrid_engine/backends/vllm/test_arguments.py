@@ -6,6 +6,7 @@ import dataclasses
 import re
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from hybrid_engine.config.inference_rules import QUANTIZATIONS
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from tests.hybrid_engine.backends.vllm import support
+from tests.zoo.families import served_config, write_config
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -136,6 +138,32 @@ def test_what_cannot_generate_is_refused_at_once(tmp_path: Path, monkeypatch: py
     for size, is_enough in ((needed - 1, False), (needed, True)):
         with nullcontext() if is_enough else pytest.raises(ConfigError, match="kv_cache_mb"):
             check_arguments(InferenceSettings(sound, kv_cache_bytes=size << 20), 0, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "problem"),
+    [
+        ("deepseek_v2", {"kv_lora_rank": 48}, "its latent attention heads have 64 elements, and vLLM's"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "layers from 1 of 2 on"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "layers from 1 of 2 on"),
+    ],
+)
+def test_what_vllm_would_only_assert_is_refused_at_once(
+    tmp_path: Path, variant: str, changes: dict[str, Any], problem: str
+) -> None:
+    directory = str(write_config(tmp_path, served_config(variant, **changes)))
+    with pytest.raises(ConfigError) as caught:
+        check_arguments(InferenceSettings(directory, kv_cache_bytes=1 << 28), 0, "cpu")
+    (finding,) = caught.value.findings
+    assert finding.key == "model"
+    assert problem in finding.problem
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v2", "deepseek_v3", "qwen2", "qwen3"])
+def test_the_same_within_vllms_limits_is_let_through(tmp_path: Path, variant: str) -> None:
+    whole = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} if "qwen" in variant else {}
+    directory = str(write_config(tmp_path, served_config(variant, **whole)))
+    check_arguments(InferenceSettings(directory, kv_cache_bytes=1 << 28), 0, "cpu")
 
 
 def test_a_longer_context_than_the_models_is_refused_in_vllms_words(model: str) -> None:
