@@ -161,12 +161,12 @@ def run_rank(job: str) -> None:
     engine.shutdown()
 
 
-def random_model(config: dict[str, Any]) -> torch.nn.Module:
+def random_model(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     kind = AutoConfig.for_model(**{key: value for key, value in config.items() if key != "torch_dtype"})
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(kind, dtype=torch.float32)
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(kind, dtype=dtype)
     return model.requires_grad_(False)
 
 

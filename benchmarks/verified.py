@@ -80,7 +80,7 @@ def run_rank(job: str) -> None:
 def switches(model: str, verify: str, num_runs: int) -> list[list[float]]:
     """`FIGURES` of each switch to vLLM, each of the rank that took longest for it."""
     engine = HybridEngine(
-        model=random_model(MODELS[model]).to(torch.bfloat16),
+        model=random_model(MODELS[model], torch.bfloat16),
         rollout_config={"tp_size": NUM_RANKS, "max_model_len": 64, "max_num_seqs": 4, "verify": verify},
         train_config={"fsdp_config": {}},
     )

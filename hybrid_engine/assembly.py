@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hybrid_engine.config import HybridConfig
@@ -35,13 +36,15 @@ def build_inference_engine(
     training_layouts: Sequence[Layout],
     job: Job,
     lora: ActorLora | None = None,
+    tokenizer_dir: str | None = None,
 ) -> InferenceEngine:
     """vLLM in the ranks that train, each with the shard that suits what it holds for training. Collective.
 
     vLLM looks at the memory that is free while it starts: training state is best off the device meanwhile.
     `training_layouts`: of all ranks (`rendezvous.gather_layouts`). Which rank takes which shard follows from them and
     from what vLLM is computed to hold; with the engine there, that is compared with the truth. `lora`: what is
-    delivered by itself. A failure on any rank is raised on all, and leaves no engine.
+    delivered by itself. `tokenizer_dir`: where it is not the model's. A failure on any rank is raised on all, and
+    leaves no engine.
     """
     generate, sizes = config.generate_config, config.generate_config.sizes(job.world_size)
     with job.agreement.phase("choosing the order of ranks"):
@@ -57,6 +60,7 @@ def build_inference_engine(
             from hybrid_engine.backends.vllm import InferenceEngine
 
             settings = inference_settings(config, job.world_size, order, lora)
+            settings = replace(settings, tokenizer_dir=tokenizer_dir)
             engine = InferenceEngine(settings, table.shapes, job, dtypes=table.dtypes)
             undo.callback(engine.shutdown)  # where another rank fails, too
             if positions is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -17,7 +17,6 @@ from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig, load_
 from hybrid_engine.config.hugging_face import generate_values, read_train_config
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.files.hub import Snapshot
-from hybrid_engine.files.model_files import TOKENIZER
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
 from hybrid_engine.ports import InferenceWeights
@@ -75,7 +74,7 @@ def build_parts(
     with job.agreement.building():
         with job.agreement.phase("checking the configuration"):
             fsdp = read_train_config(train_config or {}, job.world_size)
-            config = _checked_config(model, fsdp, values, job, owner)
+            config, tokenizer_dir = _checked_config(model, fsdp, values, job, owner)
             table = table_for(config.hf_config())
             check_before_building(inference_settings(config, job.world_size), job)
         with job.agreement.phase("sharding the model", SHORT_PATIENCE):
@@ -87,7 +86,7 @@ def build_parts(
             offloader.offload()  # vLLM looks at the memory that is free while it starts
         layouts = gather_layouts(job, train.weights)
         lora = train.weights.lora
-        inference = build_inference_engine(config, table, layouts, job, lora)
+        inference = build_inference_engine(config, table, layouts, job, lora, tokenizer_dir)
         owner.callback(inference.shutdown)
         served = served_weights(inference, config, lora)
     return ModelParts(train, inference, config, offloader, layouts, served, lora.name if lora is not None else None)
@@ -95,23 +94,27 @@ def build_parts(
 
 def _checked_config(
     model: torch.nn.Module, fsdp: FsdpConfig, values: dict[str, Any], job: Job, owner: ExitStack
-) -> HybridConfig:
-    """The configuration for this model. What is wrong with either is said here, where the model is as it was."""
+) -> tuple[HybridConfig, str | None]:
+    """The configuration for this model, and its tokenizer's directory. What is wrong is said here, where the model is
+    as it was."""
     from hybrid_engine.backends.fsdp.adaptor import read_model_weights
+    from hybrid_engine.backends.fsdp.live_config import require_configured
     from hybrid_engine.backends.fsdp.model_checks import require_drivable, weights_dtype
     from hybrid_engine.backends.fsdp.wrapped_names import wrapped_names
 
     require_drivable(model, job.world_size)
     tensors = model.state_dict(keep_vars=True)
     names = wrapped_names(model, tensors)
-    directory = _model_directory(names.model, values.pop("model", None), owner)
+    tokenizer_dir = _tokenizer_directory(names.model, values.pop("model", None))
+    directory = _model_directory(names.model, owner)
     wire_dtype = values.get("compression_dtype", "bfloat16") if values.get("compress_reshard") else None
     dtype = weights_dtype({own: tensors[own] for own in names.weights.values()}, wire_dtype)
     actor = {"params_dtype": dtype, "seq_length": 1, "fsdp": fsdp}
     settings = {"model": str(directory), "actor_config": actor, "generate_config": values}
     config = load_config(settings, job.world_size, own_loop=True, own_weights=True)  # the loop is the caller's
     read_model_weights(model, tensors, table_for(config.hf_config()), config.generate_config.lora_delivery)
-    return config
+    require_configured(names.model)
+    return config, tokenizer_dir
 
 
 def _give_back(train: ShardedModel, offloader: Offloader) -> None:
@@ -120,21 +123,31 @@ def _give_back(train: ShardedModel, offloader: Offloader) -> None:
     train.close()
 
 
-def _model_directory(model: Any, given: str | None, owner: ExitStack) -> Path:
-    """Where vLLM finds config.json: what is given, where the model was loaded from, or a directory made for it.
+def _model_directory(model: Any, owner: ExitStack) -> Path:
+    """A directory with the config and the generation config of a transformers model, for vLLM; `owner` removes it.
 
-    The last has the tokenizer of a model that was loaded from the Hub, if that is in the cache.
+    No file is read: what the model was told when it was loaded, and since, is in the object alone.
     """
-    for directory in (given, model.config.name_or_path):
-        if directory and (Path(directory) / "config.json").is_file():
-            return Path(directory)
+    from hybrid_engine.backends.fsdp.live_config import config_of
+
     made = Path(owner.enter_context(tempfile.TemporaryDirectory(prefix="hybrid-engine-")))
-    config = type(model.config).from_dict(model.config.to_dict())
-    config.architectures = [type(model).__name__]
-    config.save_pretrained(made)
-    # the commit that transformers has loaded; None: the main branch
-    snapshot = Snapshot.in_cache(model.config.name_or_path, getattr(model.config, "_commit_hash", None))
-    if snapshot is not None:
-        for file in {file for pattern in TOKENIZER for file in snapshot.directory.glob(pattern)}:
-            shutil.copyfile(file, made / file.name)
+    config_of(model).save_pretrained(made)
+    if (generation := getattr(model, "generation_config", None)) is not None:
+        generation.to_json_file(made / "generation_config.json")  # save_pretrained refuses what vLLM does not read
     return made
+
+
+def _tokenizer_directory(model: Any, given: str | None) -> str | None:
+    """What is given, else where a transformers model was loaded from, on disk or in the Hub's cache.
+
+    Raises ConfigError for a directory that is given and not there.
+    """
+    if given is not None and not os.path.isdir(given):
+        problem = f"{given} is not a directory"
+        raise ConfigError([Violation("rollout_config.model", problem, "Name that of the tokenizer, or leave it out")])
+    name = given or model.config.name_or_path
+    if name and os.path.isdir(name):
+        return str(name)
+    # the commit that transformers has loaded; None: the main branch
+    snapshot = Snapshot.in_cache(name, getattr(model.config, "_commit_hash", None))
+    return None if snapshot is None else str(snapshot.directory)

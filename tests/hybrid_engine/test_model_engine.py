@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hybrid_engine import Completion, HybridEngine, ReshardReport, Sampling
 from hybrid_engine.backends.vllm.generation.model_tokenizer import ModelTokenizer
 from hybrid_engine.errors import HybridEngineError
-from hybrid_engine.model_parts import _model_directory
+from hybrid_engine.model_parts import _model_directory, _tokenizer_directory
 from tests.harness.launch import Outcomes, Ranks
 from tests.zoo import sharded_models
 from tests.zoo.families import served_config, write_config
@@ -87,6 +87,7 @@ def refusals(directory: str) -> dict[str, str]:
     sharded = sharded_models.shard(sharded_models.from_config(Path(directory)))
     found["sharded twice"] = _error(lambda: HybridEngine(model=sharded, train_config=SEED_TRAIN))
     found |= {name: _error(partial(HybridEngine, model=make(Path(directory)))) for name, make in ODD.items()}
+    found["gap"] = str(_gap(directory))
     return found
 
 
@@ -101,9 +102,16 @@ def over_one_rank(path: Path) -> torch.nn.Module:
     return fully_shard(sharded_models.from_config(path), mesh=mesh)
 
 
+def config_changed_since(path: Path) -> torch.nn.Module:
+    model = sharded_models.from_config(path)
+    model.config.rms_norm_eps = 0.1
+    return model
+
+
 ODD: Mapping[str, Callable[[Path], torch.nn.Module]] = {
     "several dtypes": several_dtypes,
     "over one rank": over_one_rank,
+    "config changed since": config_changed_since,
     "by others": lambda path: DistributedDataParallel(sharded_models.from_config(path)),
 }
 
@@ -142,6 +150,23 @@ def forms(directory: str) -> dict[str, Any]:
     engine.shutdown()
     model(padded)  # the caller's, as before
     return found
+
+
+def told_otherwise(path: Path) -> torch.nn.Module:
+    """Another model than that of the directory's config.json, with the same tensors."""
+    rope = {"rope_type": "linear", "rope_theta": 77.0, "factor": 3.0}
+    return sharded_models.from_config(path, rope_parameters=rope, rms_norm_eps=0.1)
+
+
+def _gap(directory: str) -> float:
+    """Greatest difference of a log-probability between that model and vLLM beside it."""
+    model, tokens = told_otherwise(Path(directory)), torch.arange(2, 34)[None]
+    with torch.no_grad():
+        expected = model(tokens).logits.log_softmax(-1)[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0]
+    rollout_config = {"model": directory, "max_model_len": 64, "max_num_seqs": 8}
+    with HybridEngine(model=model, rollout_config=rollout_config, train_config={}) as engine, engine.rollout_context():
+        (scored,) = engine.inference.prompt_logprobs(tokens.tolist())
+    return float((scored - expected).abs().max())
 
 
 def _with_sampling_params(engine: HybridEngine[Any]) -> dict[str, Any]:
@@ -205,6 +230,7 @@ REFUSED: Mapping[str, dict[str, Any]] = {
     "more ranks than there are": {"rollout_config": {"tp_size": 4}},
     "a wrong strategy": {"train_config": {"fsdp_config": {"sharding_strategy": "ZERO", "mixed_precission": "amp"}}},
     "replicas without HYBRID_SHARD": {"train_config": {"fsdp_config": {"replicas": 2}}},
+    "no such files": {"rollout_config": {"model": "/nowhere"}},
     "no adapters": {"rollout_config": {"lora_delivery": "adapter"}},
     "nothing narrower": {"compress_reshard": True, "compression_dtype": torch.float32},
 }
@@ -223,6 +249,8 @@ MESSAGES = {
         "in float32, first model.embed_tokens.weight; 1 in bfloat16, first lm_head.weight",
     ],
     "over one rank": ["ModelError", "of 2: use a mesh of all ranks"],
+    "config changed since": ["ModelError", "variance_epsilon is 1e-06, by model.config 0.1"],
+    "no such files": ["ConfigError", "rollout_config.model: /nowhere is not a directory"],
     "by others": ["ModelError", "the model cannot be sharded: it is wrapped by DistributedDataParallel"],
     "sharded twice": ["ModelError", "the model is sharded already: leave train_config out"],
 }
@@ -310,10 +338,13 @@ def test_a_model_of_the_hub_brings_its_tokenizer(
     config.name_or_path, config.vocab_size = "org/tiny", 256
     model = SimpleNamespace(config=config)
     with ExitStack() as owner:
-        made = _model_directory(model, None, owner)
+        made = _model_directory(model, owner)
         assert json.loads((made / "config.json").read_text())["vocab_size"] == 256
-        assert ModelTokenizer(str(made)).encode(["5 6"]) == [[5, 6]]
-        assert not list(made.glob("*.safetensors"))
+    assert ModelTokenizer(_tokenizer_directory(model, None)).encode(["5 6"]) == [[5, 6]]
+
+
+def test_vllm_computes_what_the_live_model_does(errors: list[dict[str, str]]) -> None:
+    assert all(float(found["gap"]) < 1e-4 for found in errors)
 
 
 def test_chats_are_completed_behind_their_template(of_forms: list[dict[str, Any]]) -> None:

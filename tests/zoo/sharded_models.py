@@ -51,12 +51,12 @@ def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
     return layers
 
 
-def from_config(path: Path, seed: int = 3) -> torch.nn.Module:
-    """The model of a config.json, fp32, all of its values random; the same on every rank."""
+def from_config(path: Path, seed: int = 3, **changes: Any) -> torch.nn.Module:
+    """The model of a config.json with changes, fp32, all of its values random; the same on every rank."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model: torch.nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).float()
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **changes)).float()
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.is_floating_point() and not name.endswith("inv_freq"):

@@ -68,8 +68,8 @@ def wrapped_names(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -
     """
     inner = transformers_model(model)
     around = next(name for name, module in model.named_modules() if module is inner)
-    state_names = {_plain(name).removeprefix(f"{_plain(around)}." if around else ""): name for name in tensors}
-    layers = {_plain(name): module for name, module in inner.named_modules()}
+    state_names = {plain_name(name).removeprefix(f"{plain_name(around)}." if around else ""): name for name in tensors}
+    layers = {plain_name(name): module for name, module in inner.named_modules()}
     peft = _PeftLayers(layers, state_names, tensors) if "peft" in sys.modules else None
     if peft is None:
         return WrappedNames(inner, state_names, ())
@@ -79,7 +79,8 @@ def wrapped_names(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -
     return WrappedNames(inner, weights, tuple(peft.loras))
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """A name without what `torch.compile` and checkpointing put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -169,7 +170,7 @@ _MATRICES = ("lora_A.{}.weight", "lora_B.{}.weight"), ("lora_embedding_A.{}", "l
 def _added_tensors(layer: Any, active: Sequence[str]) -> list[str]:
     """All parameters and buffers that PEFT added to a layer, but for those of adapters that do not compute now."""
     idle = layer.scaling.keys() - set(active)
-    names = [_plain(name) for name, _ in (*layer.named_parameters(), *layer.named_buffers())] if active else []
+    names = [plain_name(name) for name, _ in (*layer.named_parameters(), *layer.named_buffers())] if active else []
     return [name for name in names if not name.startswith("base_layer.") and idle.isdisjoint(name.split(".")[1:])]
 
 

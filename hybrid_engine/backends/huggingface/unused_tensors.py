@@ -1,10 +1,10 @@
-"""Tensors of a checkpoint that fill no parameter: those that repeat another must agree with it, all others are named."""
+"""Tensors of a checkpoint that fill no parameter: what repeats another must agree with it, all others are named."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch

@@ -121,7 +121,7 @@ class InferenceEngine:
         self._agreement = job.agreement
         self.settings = settings
         self.rank = rank = job.rank
-        self.tokenizer = ModelTokenizer(settings.model_dir)
+        self.tokenizer = ModelTokenizer(settings.tokenizer_dir or settings.model_dir)
         with contextlib.ExitStack() as undo, torch_defaults(), process_settings_kept():
             with self._agreement.phase("checking vLLM and the model"):
                 self._device_type = check_settings(settings, job)

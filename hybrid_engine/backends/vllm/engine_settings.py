@@ -21,6 +21,7 @@ class InferenceSettings:
 
     Attributes:
         model_dir: directory with `config.json` of the model; weights in it are not read.
+        tokenizer_dir: directory with the model's tokenizer; None: model_dir.
         sizes: parallel sizes, and which rank takes which place.
         dtype: of the weights and activations: "bfloat16", "float16" or "float32".
         quantization: vLLM's name of a method that quantises while loading, e.g. "fp8_per_channel"; None for none,
@@ -65,6 +66,7 @@ class InferenceSettings:
     allow_version: bool = False
     log_level: str = "ERROR"
     extra: Mapping[str, Any] = field(default_factory=dict)
+    tokenizer_dir: str | None = None
 
     def __post_init__(self) -> None:
         violations = list(count_violations(self.sizes)) or list(infer_rank_violations(self.sizes))
