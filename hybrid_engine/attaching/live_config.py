@@ -27,7 +27,10 @@ ConfigSource = HybridConfig | str | Path | Mapping[str, Any]
 def read_source(source: ConfigSource) -> tuple[dict[str, Any], Path | None]:
     """What the user has set, and where its relative paths begin. Raises ConfigError."""
     if isinstance(source, HybridConfig):
-        return source.model_dump(exclude_unset=True, exclude={"revision"}), None  # a directory by now
+        values = source.model_dump(exclude_unset=True, exclude={"revision"})  # a directory by now
+        if arguments := source.generate_config.vllm:
+            values["generate_config"]["vllm"] = arguments  # as they are: pydantic dumps a plain dictionary
+        return values, None
     if isinstance(source, Mapping):
         return dict(source), None
     return read_yaml(source, "configuration"), Path(source).absolute().parent

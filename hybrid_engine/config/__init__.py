@@ -31,10 +31,12 @@ from hybrid_engine.config.keys import (
 )
 from hybrid_engine.config.loading import find_violations, load_config
 from hybrid_engine.config.optimizer_keys import OptimizerConfig, ScheduleConfig
+from hybrid_engine.config.values import FromProgram
 
 __all__ = [
     "ActorConfig",
     "CriticConfig",
+    "FromProgram",
     "FsdpConfig",
     "GenerateConfig",
     "HybridConfig",

@@ -1,16 +1,17 @@
-"""Rules of `generate_config.vllm`: which of vLLM's engine arguments go with a switch.
+"""Rules of `generate_config.vllm`: which of vLLM's engine arguments go with a switch, and which a file may set.
 
 Whether vLLM has an argument of a name, and takes its value, it says itself (backends/vllm/arguments.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
 
 from hybrid_engine.config.keys import GenerateConfig
 from hybrid_engine.config.rules import Constraint, JobContext
-from hybrid_engine.errors import Violation, shortened
+from hybrid_engine.config.values import FromProgram
+from hybrid_engine.errors import Violation, nearest, shortened
 
 _KEYS: Final = {
     "tensor_parallel_size": "infer_tensor_parallel_size",
@@ -42,6 +43,39 @@ _REFUSED: Final = {
 }
 """Argument -> why it does not go with a switch."""
 
+IN_FILES: Final = frozenset(
+    {
+        # KV cache
+        *("block_size", "kv_cache_dtype", "enable_prefix_caching", "prefix_caching_hash_algo"),
+        *("disable_sliding_window", "disable_hybrid_kv_cache_manager", "kv_sharing_fast_prefill", "mamba_block_size"),
+        *("num_gpu_blocks_override", "mamba_cache_dtype", "mamba_ssm_cache_dtype", "mamba_cache_mode"),
+        # what is computed together
+        *("max_num_batched_tokens", "max_num_scheduled_tokens", "max_num_active_seqs", "enable_chunked_prefill"),
+        *("long_prefill_token_threshold", "scheduling_policy", "async_scheduling", "stream_interval"),
+        *("spec_method", "spec_tokens"),
+        *(f"speculative_config.{part}" for part in ("method", "num_speculative_tokens")),
+        *(f"speculative_config.prompt_lookup_{part}" for part in ("max", "min")),
+        *(f"speculative_config.suffix_decoding_max_{part}" for part in ("tree_depth", "cached_requests")),
+        *(f"speculative_config.suffix_decoding_{part}" for part in ("max_spec_factor", "min_token_prob")),
+        # kernels and graphs
+        *("attention_backend", "moe_backend", "linear_backend", "all2all_backend", "mamba_backend"),
+        *("gdn_prefill_backend", "kda_prefill_backend", "kda_decode_backend", "enable_flashinfer_autotune"),
+        *("disable_cascade_attn", "disable_custom_all_reduce", "use_fp64_gumbel"),
+        *("cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level", "performance_mode"),
+        *(f"compilation_config.{part}" for part in ("mode", "cudagraph_mode", "cudagraph_capture_sizes")),
+        *(f"compilation_config.{part}" for part in ("max_cudagraph_capture_size", "cudagraph_num_of_warmups")),
+        # ranks and LoRA
+        *("decode_context_parallel_size", "expert_placement_strategy", "enable_dbo", "ubatch_size"),
+        *("dbo_decode_token_threshold", "dbo_prefill_token_threshold"),
+        *("fully_sharded_loras", "max_cpu_loras", "specialize_active_lora"),
+        # what is told
+        *("logprobs_mode", "cudagraph_metrics", "enable_layerwise_nvtx_tracing", "jit_monitor_mode"),
+        "use_tqdm_on_load",
+    }
+)
+"""Arguments that a configuration may set wherever it comes from: their values are numbers, or one of vLLM's own words.
+All others, those that a later vLLM brings too, come from a program: free text may be imported, opened or fetched."""
+
 WEIGHTLESS_DRAFTS: Final = ("ngram", "ngram_gpu", "suffix")
 """vLLM's methods of speculative decoding that have no weights of their own."""
 
@@ -54,6 +88,30 @@ def _arguments(context: JobContext) -> Iterator[Violation]:
             yield Violation(key, "a key of its own decides it", f"Use generate_config.{own}")
         elif name in _REFUSED:
             yield Violation(key, _REFUSED[name], "Leave it out")
+
+
+def _code(context: JobContext) -> Iterator[Violation]:
+    arguments = context.generate.vllm
+    if isinstance(arguments, FromProgram):
+        return
+    known = {name.partition(".")[0] for name in IN_FILES}
+    for name in _dotted(arguments):
+        argument = name.partition(".")[0]
+        if name in IN_FILES or argument in _REFUSED or _KEYS.get(argument, argument) in GenerateConfig.model_fields:
+            continue
+        problem = "a configuration file cannot set it: vLLM might import, open or fetch what it names"
+        close = None if argument in known else nearest(name, IN_FILES)
+        remedy = "Leave it out, or give vllm as hybrid_engine.config.FromProgram in your program"
+        yield Violation(f"generate_config.vllm.{name}", problem, f"Did you mean {close}?" if close else remedy)
+
+
+def _dotted(arguments: Mapping[str, Any]) -> Iterator[str]:
+    """Names of arguments, and of what is in those of which a file may set a part."""
+    for name, value in arguments.items():
+        if isinstance(value, Mapping) and value:
+            yield from (f"{name}.{key}" for key in value)
+        else:
+            yield name
 
 
 def _speculation(context: JobContext) -> Iterator[Violation]:
@@ -76,6 +134,11 @@ ENGINE_ARGUMENTS: list[Constraint[JobContext]] = [
         "generate_config.vllm",
         "vllm has no argument that another key decides, or that takes weights, ranks or KV cache from the switch.",
         _arguments,
+    ),
+    Constraint(
+        "generate_config.vllm",
+        "vllm has arguments whose values are numbers or words of vLLM's own; a program may give others as FromProgram.",
+        _code,
     ),
     Constraint(
         "generate_config.vllm",

@@ -213,7 +213,8 @@ class GenerateConfig(Section):
     """merge adds adapters to the weights on their way; adapter sends both and lets vLLM add them while it computes."""
     vllm: EngineArguments = NOTHING
     """Further engine arguments of vLLM, by its own names, e.g. `attention_backend`; see tuning.md. None that follows
-    from other keys, or that a switch does not go with. vLLM's names are checked when the engine is built."""
+    from other keys, or that a switch does not go with; what may import, open or fetch something, only from a program.
+    vLLM's names are checked when the engine is built."""
     allow_version: bool = False
     """Take a vLLM that was neither tested nor read. What it lacks of what is used here is still refused, by name."""
     quantization: Name | None = None

@@ -51,7 +51,21 @@ File = Annotated[Path, AfterValidator(_beside_its_file)]
 """A path; a relative one begins at the directory of the file that it is written in."""
 Model = Annotated[Path, BeforeValidator(_always_a_path)]
 """A directory, or an id on the Hub, which `find_model` tells apart; none begins with `./`, `../`, `/` or `~`."""
-EngineArguments = Annotated[dict[Name, pydantic.JsonValue], Field(max_length=100)]
+
+
+class FromProgram(dict[str, pydantic.JsonValue]):
+    """Engine arguments that a program gives in Python: `{"vllm": FromProgram(trust_remote_code=True)}`.
+
+    Neither YAML nor JSON nor a command line can make one, so a configuration from elsewhere cannot name code to run.
+    """
+
+
+def _whose(value: Any, check: pydantic.ValidatorFunctionWrapHandler) -> Any:
+    """Pydantic would make a plain dictionary of it."""
+    return FromProgram(check(value)) if isinstance(value, FromProgram) else check(value)
+
+
+EngineArguments = Annotated[dict[Name, pydantic.JsonValue], Field(max_length=100), pydantic.WrapValidator(_whose)]
 Fields = Annotated[dict[Name, pydantic.JsonValue], Field(max_length=1000)]
 NOTHING: Final[dict[str, pydantic.JsonValue]] = {}
 """A default, of which pydantic gives each section a copy."""

@@ -118,7 +118,8 @@ def _log_probs(checkpoint: str, tokens: list[list[int]]) -> numpy.ndarray:
 
     torch.set_num_threads(1)
     # eager: the other implementations leave out what they cannot do (Gemma-2's soft caps)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
+    options = {"dtype": torch.float32, "attn_implementation": "eager", "trust_remote_code": False}
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, **options).eval()
     with torch.no_grad():
         return model(torch.tensor(tokens)).logits.log_softmax(-1).numpy()
 

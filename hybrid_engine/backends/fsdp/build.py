@@ -33,7 +33,7 @@ def build_sharded_model(
 
     It computes without dropout, in training too, as `build_model` of Megatron's side: the sampler has none.
     """
-    hf_config = AutoConfig.from_pretrained(directory)
+    hf_config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     # the other implementations leave out what they cannot do, without an error
     attention = "eager" if getattr(hf_config, "attn_logit_softcapping", None) else None
     with torch.device("meta"):

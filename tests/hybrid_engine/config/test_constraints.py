@@ -316,6 +316,17 @@ BREAKS = (
         )
     ),
     *(
+        Break("vllm has arguments whose values", text, generate={"vllm": arguments})
+        for text, arguments in (
+            ("vllm.trust_remote_code: a configuration file cannot set it", {"trust_remote_code": True}),
+            ("vllm.worker_extension_cls: a configuration file", {"worker_extension_cls": "somebody.Extension"}),
+            ("vllm.logits_processors: a configuration file", {"logits_processors": ["somebody:Processor"]}),
+            ("vllm.compilation_config.backend: a configuration", {"compilation_config": {"backend": "somebody.make"}}),
+            ("vllm.of_a_later_version: a configuration file", {"of_a_later_version": True}),
+            ("Did you mean block_size?", {"block_siz": 32}),
+        )
+    ),
+    *(
         Break("Speculative decoding drafts without", "a switch brings no weights", generate={"vllm": arguments})
         for arguments in (
             {"speculative_config": {"method": "eagle", "model": "draft", "num_speculative_tokens": 2}},

@@ -102,6 +102,12 @@ def test_everything_wrong_is_reported_at_once(files: dict[str, Path]) -> None:
     assert "lines 2, 3 are not prompts" in str(caught.value)
 
 
+def test_the_file_names_no_code(files: dict[str, Path]) -> None:
+    files["config"].write_text(f"model: {files['model']}\ngenerate_config: {{vllm: {{trust_remote_code: true}}}}\n")
+    with pytest.raises(ConfigError, match=r"vllm\.trust_remote_code: a configuration file cannot set it"):
+        read_settings(script_of(ReshardingOptions(enabled=True, config=files["config"])))
+
+
 def test_megatron_cores_own_configuration_is_refused_and_allowed_by_name(files: dict[str, Path]) -> None:
     files["config"].write_text(
         f"model: {files['model']}\ngenerate_config: {{allow_unreviewed: [fp9_param, rope_scaling]}}\n"

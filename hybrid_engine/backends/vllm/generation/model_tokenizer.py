@@ -29,7 +29,7 @@ class ModelTokenizer:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(self.model_dir, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(self.model_dir, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # of any kind: tokenizers of all families read files of theirs
             raise self._missing(f"has no tokenizer that can be read ({error})") from error
         # Without files some classes still make one, of special tokens alone, which turns any text into nothing.

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import re
+import sys
+import types
+import typing
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ from typing import Any
 import pytest
 
 from hybrid_engine.assembly import inference_settings
+from hybrid_engine.backends.vllm import arguments as arguments_module
 from hybrid_engine.backends.vllm.arguments import _check_allocator, check_arguments, llm_arguments
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.config import GenerateConfig, HybridConfig, engine_argument_rules, load_config
@@ -55,6 +60,103 @@ def test_arguments_that_a_configuration_may_not_give_are_this_vllms() -> None:
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     assert {*engine_argument_rules._KEYS, *engine_argument_rules._REFUSED} <= known
+
+
+PROGRAMS_ALONE = {
+    "import or run what is named": """
+        trust_remote_code worker_extension_cls scheduler_cls logits_processors model_class_overrides
+        io_processor_plugin reasoning_parser_plugin reasoning_parser structured_outputs_config
+        reasoning_config logging_config log_config_file ec_transfer_config ec_manager_config
+        weight_transfer_config additional_config attention_config kernel_config mamba_config ir_op_priority
+        tokenizer tokenizer_mode config_format model_impl generation_config quantization_config
+        model_loader_extra_config watermark_config diffusion_config spec_model
+    """,
+    "read, write, fetch or listen": """
+        download_dir allowed_local_media_path allowed_media_domains hf_token ignore_patterns
+        tokenizer_revision pt_load_map_location otlp_traces_endpoint collect_detailed_traces profiler_config
+        kv_events_config default_mm_loras mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path
+        mm_encoder_fp8_scale_save_margin safetensors_load_strategy safetensors_prefetch_num_threads
+        safetensors_prefetch_block_size
+    """,
+    "of servers and their processes": """
+        served_model_name show_hidden_metrics_for_version per_request_spec_decode_metrics kv_cache_metrics
+        kv_cache_metrics_sample custom_histogram_buckets enable_mfu_metrics enable_logging_iteration_details
+        aggregate_engine_logging log_level jit_monitor_verbose max_num_queued_reqs max_num_queued_tokens
+        max_parallel_loading_workers ray_workers_use_nsight renderer_num_workers shutdown_timeout tokens_only
+        _api_process_count _api_process_rank data_parallel_multi_port_external_lb
+        disable_nccl_for_dp_synchronization dp_sync_interval numa_bind numa_bind_nodes numa_bind_cpus
+        fail_on_environ_validation fault_tolerance_config enable_fault_tolerance enable_trace_replay
+        enable_shm_tensor_arena
+    """,
+    "of other models and tasks": """
+        runner convert enable_prompt_embeds pooler_config override_generation_config aux_output_config
+        engram_config enable_return_routed_experts return_sampling_mask language_model_only
+        limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs mm_processor_kwargs
+        mm_processor_cache_gb mm_processor_cache_type mm_hasher_algorithm mm_shm_cache_max_object_size_mb
+        mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype skip_mm_profiling
+        video_pruning_rate video_pruning_method mm_tensor_ipc mm_processor_device mm_ipc_gpu_memory_gb
+        mm_device_do_normalize enable_mm_processor_stats disable_chunked_mm_input enable_tower_connector_lora
+        max_lora_cls_labels lora_dtype
+    """,
+    "nobody has looked at them beside a switch": """
+        allow_deprecated_quantization enable_hc_sp enable_batch_sharded_sampling enable_ep_weight_filter
+        sparse_indexer_topk_backend dcp_comm_backend dcp_q_replicate dcp_kv_cache_interleave_size
+        cp_kv_cache_interleave_size enable_mixed_moe_lora_format enable_moe_shared_loras
+        prefix_cache_retention_interval long_prefill_token_threshold_adaptive scheduler_reserve_full_isl
+        prefill_schedule_interval watermark kv_cache_dtype_skip_layers prefix_match_unit
+        enable_mamba_shared_prefix_checkpoint replayssm_buffer_len use_replayssm mamba_ssu_algorithm
+        enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds swa_bounded_replay
+        sleep_mode_offload_cudagraph sleep_preserve_parameter_names enable_cumem_allocator
+        enable_nccl_comm_suspend
+    """,
+}
+"""Why -> arguments of vLLM that no configuration file sets."""
+
+
+def test_every_argument_of_this_vllm_has_a_verdict(model: str) -> None:
+    """One that a later vLLM brings is a program's, until somebody has read what becomes of its value."""
+    from vllm import EngineArgs
+
+    of_programs = {name for names in PROGRAMS_ALONE.values() for name in names.split()}
+    in_files = {name.partition(".")[0] for name in engine_argument_rules.IN_FILES}
+    refused = {*engine_argument_rules._KEYS, *engine_argument_rules._REFUSED}
+    follow = arguments_module._arguments_that_follow(InferenceSettings(model, max_loras=1, timeout_seconds=9), "cpu")
+    verdicts = [in_files, refused, follow.keys(), GenerateConfig.model_fields.keys(), of_programs]
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert known - set().union(*verdicts) == set()
+    assert known >= of_programs
+    assert in_files <= known
+    assert not in_files & (of_programs | refused)
+
+
+def test_what_a_file_may_set_takes_no_text_but_vllms_own_words() -> None:
+    from vllm import EngineArgs
+    from vllm.config import CompilationConfig, SpeculativeConfig
+
+    parts = {"compilation_config": CompilationConfig, "speculative_config": SpeculativeConfig}
+    of_our_rules = {"spec_method", "speculative_config.method"}  # `_speculation` names the three that can be
+    for name in engine_argument_rules.IN_FILES - of_our_rules:
+        argument, _, part = name.partition(".")
+        assert is_closed(annotation_of(parts[argument], part) if part else annotation_of(EngineArgs, name)), name
+    for name in ("worker_extension_cls", "logits_processors", "model_class_overrides", "additional_config"):
+        assert not is_closed(annotation_of(EngineArgs, name))
+
+
+def annotation_of(owner: type, name: str) -> Any:
+    """The type of a field; vLLM writes some of them as text."""
+    found = owner.__annotations__[name]
+    return eval(found, vars(sys.modules[owner.__module__])) if isinstance(found, str) else found
+
+
+def is_closed(annotation: Any) -> bool:
+    """Whether its values are numbers, flags, members of enums and of Literals, and lists of these."""
+    arguments = typing.get_args(annotation)
+    if typing.get_origin(annotation) is typing.Literal:
+        return True
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, list, tuple):
+        return all(map(is_closed, arguments))
+    is_enum = isinstance(annotation, type) and issubclass(annotation, enum.Enum)
+    return is_enum or annotation in (bool, int, float, type(None))
 
 
 @pytest.mark.parametrize("allowed", [True, False])
