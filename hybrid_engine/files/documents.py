@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
+from hybrid_engine.errors import ArgumentError, ConfigError, Violation, clipped, shortened
 
 if TYPE_CHECKING:
     import yaml
@@ -27,6 +27,16 @@ MOST_DEPTH = 50
 
 _NO_VALUE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 """What the parsers raise, beside their own errors, for invalid texts: `!!bool x`, `!!int ""`, [[[[…"""
+
+
+def given_path(path: object, key: str) -> Path:
+    """A path that a call is given, its `~` a home directory as in a shell. Raises ArgumentError for what is no path."""
+    try:
+        if isinstance(path, str | os.PathLike) and isinstance(name := os.fspath(path), str) and name:
+            return Path(name).expanduser()
+    except RuntimeError:  # nobody has that name
+        pass
+    raise ArgumentError([Violation(key, f"{shortened(path)} is not a path", "Pass a string or a pathlib.Path")])
 
 
 def read_text(path: str | Path, key: str, remedy: str, most_bytes: int = MOST_BYTES) -> str:

@@ -17,7 +17,6 @@ import logging
 import os
 import pickle
 import resource
-import shutil
 import struct
 import zipfile
 import zlib
@@ -152,7 +151,8 @@ def write_bytes(path: str | Path, contents: bytes) -> None:
     temporary = path.with_name(f"{path.name}.incomplete")
     with naming("writing", path):
         try:
-            with temporary.open("wb") as file:
+            temporary.unlink(missing_ok=True)  # a new file: an old link would lead to somebody else's
+            with temporary.open("xb") as file:
                 file.write(contents)
                 file.flush()
                 os.fsync(file.fileno())
@@ -254,22 +254,23 @@ def reserve(descriptor: int, nbytes: int) -> None:
         raise
 
 
-def replace_directory(new: str | Path, target: str | Path) -> None:
+def replace_directory(new: str | Path, target: str | Path, last: str | None = None) -> None:
     """Move directory `new`, complete and flushed, to `target`, and remove what was there. Raises OSError.
 
-    Both have the same parent directory. Atomic where kernel and file system can exchange two names; elsewhere (NFS,
-    Lustre) the old directory is called `<target>.replaced` between two renames, where `current_directory` finds it.
+    `last` as in `remove_directory`. Both have the same parent directory. Atomic where kernel and file system can
+    exchange two names; elsewhere (NFS, Lustre) the old directory is called `<target>.replaced` between two renames,
+    where `current_directory` finds it.
     """
     new, target = Path(new), Path(target)
     if not target.exists():
         _rename(new, target)
     elif _exchange(new, target):
-        shutil.rmtree(new)
+        remove_directory(new, last)
     else:
         replaced = _replaced(target)
         _rename(target, replaced)
         _rename(new, target)
-        _remove_replaced(replaced)
+        _remove_replaced(replaced, last)
 
 
 def current_directory(target: str | Path) -> Path:
@@ -285,16 +286,31 @@ def leftovers(target: str | Path) -> list[Path]:
     return [path for path in (replaced, _removed(replaced)) if path.exists()]
 
 
-def recover_directory(target: str | Path) -> None:
-    """Before the next write: undo a `replace_directory` that a kill interrupted, or finish its removal."""
+def recover_directory(target: str | Path, last: str | None = None) -> None:
+    """Before the next write: undo a `replace_directory` that a kill interrupted, or finish its removal.
+
+    `last` as in `remove_directory`. Raises OSError.
+    """
     target = Path(target)
     replaced = _replaced(target)
     if replaced.exists():
         if target.exists():
-            _remove_replaced(replaced)
+            _remove_replaced(replaced, last)
         else:
             _rename(replaced, target)
-    shutil.rmtree(_removed(replaced), ignore_errors=True)
+    remove_directory(_removed(replaced), last)
+
+
+def remove_directory(directory: Path, last: str | None = None) -> None:
+    """Remove a directory of files alone, if there is one. Raises OSError, with directories in it untouched.
+
+    `last`: the name of the file that says what the others are; a kill leaves it as long as any of them is there.
+    """
+    if not directory.exists():
+        return
+    for path in sorted(directory.iterdir(), key=lambda path: path.name == last):
+        path.unlink()
+    directory.rmdir()
 
 
 def _replaced(target: Path) -> Path:
@@ -305,12 +321,12 @@ def _removed(replaced: Path) -> Path:
     return replaced.with_name(f"{replaced.name}.removed")
 
 
-def _remove_replaced(replaced: Path) -> None:
+def _remove_replaced(replaced: Path, last: str | None) -> None:
     """Remove it under another name, since what is called .replaced must be complete."""
     removed = _removed(replaced)
-    shutil.rmtree(removed, ignore_errors=True)
+    remove_directory(removed, last)
     _rename(replaced, removed)
-    shutil.rmtree(removed)
+    remove_directory(removed, last)
 
 
 def _rename(source: Path, target: Path) -> None:

@@ -32,6 +32,7 @@ from hybrid_engine.backends.checkpoint_directory import (
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.backends.fsdp.train_engine import FsdpTrainEngine
 from hybrid_engine.errors import StateError
+from hybrid_engine.files.documents import given_path
 from hybrid_engine.files.durable import current_directory, naming, write_text
 from hybrid_engine.ranks.job import Job
 
@@ -92,16 +93,19 @@ def load_checkpoint(directory: str | Path, engine: FsdpTrainEngine, job: Job) ->
     with job.agreement.phase("verifying the checkpoint"):
         engine.weights.prepare()
         with naming("reading the checkpoint", directory):
-            found = current_directory(Path(directory).resolve())
-        if not (found / METADATA).is_file():
+            found = current_directory(given_path(directory, "directory").resolve())
+        if not (found / METADATA).exists():
             raise StateError(f"no checkpoint of an FSDP2 trainer: {found / METADATA} does not exist")
-        for name in names_in_manifest(found)[job.rank :: job.world_size]:
+        listed = {*names_in_manifest(found), METADATA, COUNTERS}  # these are read whatever is listed
+        for name in sorted(listed)[job.rank :: job.world_size]:
             require_as_written(found / name)
     with job.agreement.phase("reading the checkpoint"):
         with naming("reading the checkpoint", found, REMEDY):
             counters = json.loads((found / COUNTERS).read_text(encoding="utf-8"))
             reader = FileSystemReader(found)
             metadata = reader.read_metadata()
+            for name in {stored.relative_path for stored in metadata.storage_data.values()} - listed:
+                require_as_written(found / name)
             _require_fit(metadata, counters, engine, found)
             state = _room_for(metadata, counters, engine, job.rank)
             _read(state, metadata, reader)

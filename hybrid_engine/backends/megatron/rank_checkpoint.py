@@ -28,6 +28,7 @@ from hybrid_engine.backends.megatron.build import Actor
 from hybrid_engine.backends.megatron.checkpoint_checks import differences, optimizer_differences
 from hybrid_engine.backends.megatron.lora_layers import LoraLinear
 from hybrid_engine.errors import StateError
+from hybrid_engine.files.documents import given_path
 from hybrid_engine.files.durable import current_directory, naming
 from hybrid_engine.ranks.job import Job
 from megatron_patches import optimizers
@@ -94,7 +95,7 @@ def load_checkpoint(directory: str | Path, actor: Actor, job: Job) -> None:
     """
     with job.agreement.phase("reading the checkpoint"):
         with naming("reading the checkpoint", directory):
-            found = current_directory(Path(directory).resolve())
+            found = current_directory(given_path(directory, "directory").resolve())
         state = rank_files.read_rank_file(found, job.rank)
         num_updates = _num_scheduled_updates(state)
         _require_fit(state, actor, job, found / rank_files.file_name(job.rank))

@@ -56,7 +56,7 @@ def read_rank_file(directory: Path, rank: int) -> Any:
         FileError: naming the file, if it is not what was written.
     """
     path = directory / file_name(rank)
-    if not path.is_file():
+    if not path.exists():
         raise StateError(f"no checkpoint of rank {rank}: {path} does not exist")
     require_as_written(path)
     with naming("reading the checkpoint", path, REMEDY):

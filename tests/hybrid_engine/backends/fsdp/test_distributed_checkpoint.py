@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -91,6 +92,18 @@ def rewrite(path: Path, text: str) -> None:
     )
 
 
+def forget(directory: Path, name: str) -> None:
+    names = set(checkpoint_directory.names_in_manifest(directory)) - {name}
+    checkpoint_directory.write_manifest(
+        directory, {name: checkpoint_directory.contents_of(directory / name) for name in names}
+    )
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 # name -> (part of the message, what happens to a copy of the checkpoint)
 DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a bit": ("__1_0.distcp: ", lambda path: flip(path / "__1_0.distcp")),
@@ -98,6 +111,12 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a file gone": ("__0_0.distcp: no such file", lambda path: (path / "__0_0.distcp").unlink()),
     "no metadata": ("no checkpoint of an FSDP2 trainer", lambda path: (path / ".metadata").unlink()),
     "no manifest": ("it has no manifest.json", lambda path: (path / "manifest.json").unlink()),
+    "a manifest of nothing": (
+        "manifest.json: damaged or cut short (ValueError: it has no entry for ",
+        lambda path: (path / "manifest.json").write_text('{"files": {}}'),
+    ),
+    "a file that it does not list": ("it has no entry for __1_0.distcp", lambda path: forget(path, "__1_0.distcp")),
+    "a pipe": ("it is not a regular file", lambda path: replace_by_pipe(path / "counters.json")),
     "counters": ("counters.json has other entries", lambda path: rewrite(path / "counters.json", "{}")),
     "nothing": ("no checkpoint of an FSDP2 trainer", shutil.rmtree),
 }
