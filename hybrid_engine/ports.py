@@ -207,8 +207,8 @@ class ActorTrainer(Trainer, Scorer, Protocol):
     def reload_main_params(self) -> None:
         """Take up parameters that were written from outside, wherever the optimizer has copies of them."""
 
-    def save_checkpoint(self, directory: str | Path) -> None:
-        """Write all that a resumed run needs. Collective."""
+    def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
+        """Write all that a resumed run needs. Collective. `check_nan`: WeightError for NaN and Inf."""
         ...
 
     def load_checkpoint(self, directory: str | Path) -> None:

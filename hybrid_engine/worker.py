@@ -227,7 +227,8 @@ class ActorHybridWorker(SwitchContexts):
         """
         self.sharding.require(State.TRAIN)
         outputs = Outputs(entropy, top_k)
-        share = agreed_share(batch, self.train.limits, self.job.agreement, data, outputs)
+        rate = self.train.learning_rate
+        share = agreed_share(batch, self.train.limits, self.job.agreement, data, outputs, learning_rate=rate)
         with self.job.agreement.call("training step"):
             return self.train.train_step(share, loss_function, outputs)
 
@@ -237,20 +238,22 @@ class ActorHybridWorker(SwitchContexts):
         return self.train.learning_rate
 
     def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of the updates to come, on every rank alike; in any state.
+        """Set the learning rate of the updates to come, a number from 0 to 1e30; in any state.
 
-        Raises StateError where `actor_config.optimizer.schedule` does that.
+        On every rank alike: an update raises BatchError where ranks differ. Raises StateError where
+        `actor_config.optimizer.schedule` does that, and ArgumentError for another value, before anything changes.
         """
         self.train.set_learning_rate(learning_rate)
 
-    def save_checkpoint(self, directory: str | Path) -> None:
+    def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
         """Write parameters, optimizer state, the schedule's position and training's generators below `directory`.
 
-        In `train_context`. A checkpoint that is there is replaced when the new one is complete. vLLM's sampler is not
-        in it: see `InferenceEngine.manual_seed`.
+        In `train_context`. A checkpoint that is there is replaced when the new one is complete; a directory that holds
+        anything else is refused. So are NaN and infinities (WeightError), unless `check_nan` is false. vLLM's sampler
+        is not in it: see `InferenceEngine.manual_seed`.
         """
         self.sharding.require(State.TRAIN)
-        self.train.save_checkpoint(directory)
+        self.train.save_checkpoint(directory, check_nan=check_nan)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Load what `save_checkpoint` wrote, on all ranks or on none. In `train_context`.
@@ -274,20 +277,23 @@ class ActorHybridWorker(SwitchContexts):
         load_hf_checkpoint(path, self.train.weights.base, self.table, self.job)
         self.train.reload_main_params()
 
-    def save_hf_checkpoint(self, path: str | Path, dtype: str | torch.dtype | None = None) -> None:
+    def save_hf_checkpoint(
+        self, path: str | Path, dtype: str | torch.dtype | None = None, *, check_nan: bool = True
+    ) -> None:
         """Write the weights, adapters added, as a Hugging Face checkpoint with config and tokenizer of `config.model`.
 
         In `train_context`. `path` is on storage that all ranks share; every rank writes its part and nothing is
         gathered. `dtype`: of the stored weights, e.g. "bfloat16" or torch.bfloat16; default: the training weights' own.
         Older weights of this model there are replaced: whatever happens, readers find those or the new ones. Raises
-        FileError naming the file, and ConfigError for another dtype, or where the weights are another model's.
+        FileError naming the file, ConfigError for another dtype, or where the weights are another model's, and, unless
+        `check_nan` is false, WeightError for what would be stored as NaN or infinity, before anything is written.
         """
         self.sharding.require(State.TRAIN)
         from hybrid_engine.backends.huggingface import save_hf_checkpoint
 
         with self.job.agreement.phase("adding adapters"):
             weights = self.train.weights.merged
-        save_hf_checkpoint(path, weights, self.table, self.job, self.config.model, dtype)
+        save_hf_checkpoint(path, weights, self.table, self.job, self.config.model, dtype, check_nan=check_nan)
 
     def memory_plan(self) -> MemoryPlan:
         """What is on the devices in each phase, by the configuration; its text is a table.

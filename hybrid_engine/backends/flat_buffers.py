@@ -72,6 +72,14 @@ def require_usable_values(
         raise WeightError(findings)
 
 
+def require_finite_to_save(tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
+    """Raise WeightError naming each of what is to be saved, (name, elements on this rank), that is not finite."""
+    try:
+        require_usable_values((tensor for _, tensor in tensors()), tensors)
+    except WeightError as error:
+        raise WeightError([*error.findings, "go back to a checkpoint, or save them with check_nan=False"]) from None
+
+
 def _is_finite(tensor: torch.Tensor) -> bool:
     """Whether no element is NaN or infinite."""
     # the sum is the fastest look, but it may overflow where no element does

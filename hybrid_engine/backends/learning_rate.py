@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, Protocol
 
-from hybrid_engine.errors import StateError
+from hybrid_engine.errors import ArgumentError, StateError, Violation, shortened
 
 logger = logging.getLogger("hybrid_engine")
+
+LARGEST = 1e30
+"""As of optimizer.lr in the configuration: float32 weights take no more."""
 
 ParamGroups = Sequence[dict[str, Any]]
 """Of an optimizer."""
@@ -30,18 +34,23 @@ class Scheduler(Protocol):
 
 
 def learning_rate_of(groups: ParamGroups) -> float:
-    """Of the next update; embedding and output head may have one of their own (decoupled_lr)."""
+    """Of the next update; embedding and output head may have one of their own (decoupled_lr). NaN where this rank
+    trains nothing."""
     return float(next((group["lr"] for group in groups if not group.get("is_decoupled_lr")), float("nan")))
 
 
 def set_learning_rate(groups: ParamGroups, scheduler: Scheduler | None, learning_rate: float) -> None:
-    """Set the learning rate of every group. Raises StateError where a schedule does that."""
+    """Set the learning rate of every group. Raises StateError where a schedule does that, and ArgumentError."""
     if scheduler is not None:
         raise StateError(
             "the learning rate follows optimizer.schedule of the configuration; leave that out to set it by hand"
         )
+    given: object = learning_rate
+    if isinstance(given, bool) or not (isinstance(given, Real) and 0 <= float(given) <= LARGEST):
+        problem = f"{shortened(given)} is not possible"
+        raise ArgumentError([Violation("learning_rate", problem, f"Use a number from 0 to {LARGEST:g}")])
     for group in groups:
-        group["lr"] = learning_rate
+        group["lr"] = float(learning_rate)
 
 
 def resume(scheduler: Scheduler | None, num_steps: int | None) -> None:

@@ -1,4 +1,5 @@
-"""Ranks that compute rows together pass the same, bit by bit: TP and PP ranks each compute a part of them.
+"""Ranks that compute rows together pass the same, bit by bit: TP and PP ranks each compute a part of them. All ranks
+take a step with the same learning rate, or replicas of a weight would part.
 
 Of global data all ranks pass the same token ids and masks, too, though each data parallel rank computes its rows alone:
 results are joined. Most often it is a reward with randomness in it that differs, and nothing else would show that.
@@ -6,6 +7,7 @@ results are joined. Most often it is a reward with randomness in it that differs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,12 +34,14 @@ class _Passed:
             keeps its own.
         whole: of tensors in which all ranks pass the same.
         share: of this part of the other tensors.
+        learning_rate: of the step; NaN where there is none, or nothing that this rank trains.
     """
 
     dp_rank: int
     call: dict[str, str]
     whole: Contents
     share: Contents
+    learning_rate: float
 
 
 def agreed_share(
@@ -48,8 +52,11 @@ def agreed_share(
     outputs: Outputs = NO_OUTPUTS,
     *,
     needs_labels: bool = True,
+    learning_rate: float = math.nan,
 ) -> Batch:
     """As `own_share`, but all ranks raise what one of them finds, before any of them computes. Collective.
+
+    `learning_rate`: of the step that follows; NaN for none.
 
     Raises BatchError on all ranks as well where they pass what differs, by name.
     """
@@ -68,10 +75,13 @@ def agreed_share(
             },
             whole=_contents(exact, agreement.world_size > 1),
             share=_contents(others, limits.dp_size < agreement.world_size),
+            learning_rate=learning_rate,
         )
     of_share: list[int | None] = [None] * limits.dp_size
     of_share[limits.dp_rank] = text_digest(repr(passed.share))
-    if not agreement.is_same([text_digest(repr(passed.call)), text_digest(repr(passed.whole)), *of_share], phase):
+    of_all = [text_digest(repr(passed.call)), text_digest(repr(passed.whole))]
+    rate = None if math.isnan(learning_rate) else text_digest(repr(learning_rate))
+    if not agreement.is_same([*of_all, rate, *of_share], phase):
         raise BatchError(list(_differences(agreement.gather(passed, phase))))
     return share
 
@@ -96,6 +106,11 @@ def _contents(tensors: Batch, is_compared: bool) -> Contents:
 
 def _differences(passed: Sequence[_Passed]) -> Iterator[Violation]:
     """Of each name the first two ranks that differ; the same on all ranks."""
+    rates = {rank: each.learning_rate for rank, each in enumerate(passed) if not math.isnan(each.learning_rate)}
+    first, rate = next(iter(rates.items()), (0, math.nan))
+    if differing := [rank for rank in rates if rates[rank] != rate]:
+        problem = f"{rate} on rank {first}, {rates[differing[0]]} on rank {differing[0]}"
+        yield Violation("learning_rate", problem, "Call set_learning_rate with the same on every rank")
     remedy = 'Pass the same, and as many rows and columns, on every rank; data="local" is for parts of their own'
     for name, argument in passed[0].call.items():
         for rank, other in enumerate(passed):

@@ -100,14 +100,15 @@ class ValueModel(Companion):
         Returns the scalars, with `grad_norm`, `learning_rate` and `skipped`, and raises, as `ActorHybridWorker.update`.
         """
         self.require(ALL)
-        share = agreed_share(batch, self.engine.limits, self._agreement, data, needs_labels=False)
+        rate = self.engine.learning_rate
+        share = agreed_share(batch, self.engine.limits, self._agreement, data, needs_labels=False, learning_rate=rate)
         with self._agreement.call("training step of the critic"):
             return self.engine.train_step(share, loss_function)
 
     def set_learning_rate(self, learning_rate: float) -> None:
         """Set the learning rate of the updates to come, on every rank alike. No collective.
 
-        Raises StateError where `critic_config.optimizer.schedule` does that.
+        Raises StateError where `critic_config.optimizer.schedule` does that, and as `ActorHybridWorker`'s.
         """
         self.engine.set_learning_rate(learning_rate)
 
@@ -141,10 +142,10 @@ class ValueModel(Companion):
         load_hf_checkpoint(path, self.engine.weights.base, self.engine.table, self._worker.job)
         self.engine.reload_main_params()
 
-    def save_checkpoint(self, directory: str | Path) -> None:
+    def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
         """Write parameters and optimizer state below `directory`, one of its own. In `train_context`."""
         self.require(ALL)
-        self.engine.save_checkpoint(directory)
+        self.engine.save_checkpoint(directory, check_nan=check_nan)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Load what `save_checkpoint` wrote, in the same layout, on all ranks or on none. In `train_context`."""

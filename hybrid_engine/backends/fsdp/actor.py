@@ -15,6 +15,7 @@ from hybrid_engine.backends.fsdp.param_schedule import ParamSchedule
 from hybrid_engine.backends.fsdp.sharding import mesh_of
 from hybrid_engine.backends.fsdp.train_engine import FsdpTrainEngine
 from hybrid_engine.config import FsdpConfig, HybridConfig, OptimizerConfig
+from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.process_groups import end_groups
@@ -39,12 +40,14 @@ class FsdpActor(FsdpTrainEngine):
         schedule = None if actor.optimizer.schedule is None else ParamSchedule(optimizer, actor.optimizer)
         super().__init__(model, optimizer, table, job, actor.micro_batch_size, clip_grad, schedule, actor.seq_length)
 
-    def save_checkpoint(self, directory: str | Path) -> None:
+    def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
         """Write parameters, optimizer state and generators below `directory`. Collective."""
-        distributed_checkpoint.save_checkpoint(directory, self, self._job)
+        self.guard(KINDS)
+        distributed_checkpoint.save_checkpoint(directory, self, self._job, check_nan=check_nan)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Load what any number of ranks has saved, on all ranks or on none. Collective."""
+        self.guard(KINDS)
         distributed_checkpoint.load_checkpoint(directory, self, self._job)
 
     def frozen_copy(self) -> FsdpTrainEngine:

@@ -29,6 +29,7 @@ from hybrid_engine.backends.checkpoint_directory import (
     new_checkpoint,
     require_as_written,
 )
+from hybrid_engine.backends.flat_buffers import require_finite_to_save
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.backends.fsdp.train_engine import FsdpTrainEngine
 from hybrid_engine.errors import StateError
@@ -40,15 +41,22 @@ METADATA, COUNTERS = ".metadata", "counters.json"
 _MODEL, _OPTIMIZER, _GENERATOR = "model.", "optimizer.", "generator."
 
 
-def save_checkpoint(directory: str | Path, engine: FsdpTrainEngine, job: Job) -> None:
+def save_checkpoint(directory: str | Path, engine: FsdpTrainEngine, job: Job, *, check_nan: bool = True) -> None:
     """Write parameters, optimizer state, generators and weight version to `directory`. Collective.
 
-    On errors and on what a kill leaves see `new_checkpoint`. All training state must be on the device.
+    On errors and on what a kill leaves see `new_checkpoint`. All training state must be on the device. Before anything
+    is written, all ranks raise where any of it is not finite on one of them, a WeightError there with its names;
+    `check_nan=False` does not look.
     """
-    with job.agreement.phase("preparing the weights"):
+    with job.agreement.phase("looking for values that are not finite"):
         engine.weights.prepare()
+        state = _state_of(engine, job.rank)
+        if check_nan:
+            require_finite_to_save(
+                lambda: ((f"{name} on rank {job.rank}", local_of(tensor)) for name, tensor in state.items())
+            )
     with new_checkpoint(directory, job) as new:
-        _write(new, _state_of(engine, job.rank), job)
+        _write(new, state, job)
         with job.agreement.phase("writing the checkpoint's counters"):
             if job.rank == 0:
                 counters = json.dumps(_counters_of(engine, job.world_size), indent=2)

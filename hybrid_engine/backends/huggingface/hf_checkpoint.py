@@ -11,13 +11,14 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from hybrid_engine.backends.flat_buffers import require_finite_to_save
 from hybrid_engine.backends.huggingface import publishing
 from hybrid_engine.backends.huggingface import safetensors_files as files
 from hybrid_engine.backends.huggingface.progress import Advance, progress
@@ -35,7 +36,7 @@ from hybrid_engine.errors import (
     Violation,
     shortened,
 )
-from hybrid_engine.files.documents import read_json
+from hybrid_engine.files.documents import given_path, read_json
 from hybrid_engine.files.durable import naming, write_bytes, write_text
 from hybrid_engine.files.model_files import COMPANIONS, CONFIG, DOWNLOAD_AGAIN, INDEX, SINGLE
 from hybrid_engine.models.table import ModelTable
@@ -51,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 FILE_NBYTES = 5 * 10**9
 """Data per file of a saved checkpoint: the default of transformers."""
+
+_Box = tuple[Transfer, files.StoredTensor, torch.Tensor]
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -80,8 +83,8 @@ def load_hf_checkpoint(
         ParameterMismatchError: naming every tensor that is missing, has another shape or is unknown to the table, or
             that should repeat another (a tied head) and differs. Others that are not used are logged.
     """
-    directory = Path(path)
-    with job.agreement.phase("reading the checkpoint's headers"):
+    with job.agreement.phase("reading the checkpoint's headers"), naming("reading the checkpoint", str(path)):
+        directory = given_path(path, key)
         stored = files.stored_tensors(directory, key)
         _require_floats(stored, directory, key)
         own = weights.layout()
@@ -122,6 +125,8 @@ def save_hf_checkpoint(
     model_dir: str | Path | None = None,
     dtype: str | torch.dtype | None = None,
     file_nbytes: int = FILE_NBYTES,
+    *,
+    check_nan: bool = True,
 ) -> None:
     """Write the training shards as a checkpoint that transformers and vLLM load. Collective.
 
@@ -133,6 +138,7 @@ def save_hf_checkpoint(
         model_dir: configuration and tokenizer are copied from here.
         dtype: of the stored weights, e.g. "bfloat16" or torch.bfloat16; default: that of the shards.
         file_nbytes: most bytes of data in one file.
+        check_nan: refuse, before anything is written, what would be stored as NaN or infinity.
 
     An older set of weights of the same model is replaced: a kill at any moment leaves the old set or the new one, see
     publishing.py. Only files that its index names are removed, and model.safetensors. Configuration and tokenizer are
@@ -141,18 +147,21 @@ def save_hf_checkpoint(
     Raises:
         ConfigError: if the directory holds weights of another model; these stay. For another dtype, before anything.
         FileError: naming the file; on a full disk before anything is written.
+        WeightError: naming the tensors that are not finite, or not in `dtype`.
     """
     with job.agreement.phase("preparing the weights"):
+        directory = given_path(path, "path")
         stored_dtype = _float_name(dtype)
         weights.prepare()
         own = weights.layout()
     layouts = job.agreement.gather(own, "save_hf_checkpoint")
-    directory = Path(path)
     with job.agreement.phase("planning the checkpoint"):
         source = Layout.merge(layouts)
         stored = publishing.plan_files(_tensors_to_store(source, table, stored_dtype), file_nbytes)
         destination = _layout_of(stored, job.world_size, table.copies)
         transfers = box_transfers(source, destination, _hosts(job), job.rank)
+        if check_nan:
+            require_finite_to_save(lambda: _as_stored(_boxes(transfers, weights.buffers(), stored), job.rank))
     publication = publishing.Publication(directory, stored)
     try:
         with job.agreement.phase("creating the checkpoint's files"):
@@ -161,7 +170,7 @@ def save_hf_checkpoint(
                 older = older_weights(directory, table)
                 publication.begin()
         with job.agreement.phase("writing the checkpoint"), torch.no_grad():
-            _write(transfers, weights.buffers(), stored, directory)
+            _write(_boxes(transfers, weights.buffers(), stored), directory)
         with job.agreement.phase("sealing the checkpoint"):
             for file in _share_of_files(stored, job):
                 publishing.seal(directory / (file + publishing.SUFFIX))
@@ -333,16 +342,25 @@ def _read(
         yield
 
 
-def _write(
-    transfers: list[Transfer],
-    buffers: Mapping[str, torch.Tensor],
-    stored: Mapping[str, files.StoredTensor],
-    directory: Path,
-) -> None:
+def _boxes(
+    transfers: Sequence[Transfer], buffers: Mapping[str, torch.Tensor], stored: Mapping[str, files.StoredTensor]
+) -> Iterator[_Box]:
+    """Views of what this rank writes, each with the stored tensor that it is a part of."""
+    for transfer in transfers:
+        box = strided(buffers[transfer.src.buffer.name], transfer.lengths, transfer.src).detach()
+        yield transfer, stored[transfer.dst.buffer.name], box
+
+
+def _as_stored(boxes: Iterable[_Box], rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """What will be in the files, with its name in messages."""
+    for transfer, tensor, box in boxes:
+        yield f"{transfer.tensor} as {tensor.dtype} on rank {rank}", box.to(getattr(torch, tensor.dtype))
+
+
+def _write(boxes: Iterable[_Box], directory: Path) -> None:
     with publishing.BoxWriter(directory) as writer:
-        for transfer in transfers:
-            box = strided(buffers[transfer.src.buffer.name], transfer.lengths, transfer.src)
-            writer.write(stored[transfer.dst.buffer.name], transfer.dst, box)
+        for transfer, tensor, box in boxes:
+            writer.write(tensor, transfer.dst, box)
         writer.flush()
 
 

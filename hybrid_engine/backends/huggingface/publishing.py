@@ -175,7 +175,9 @@ class Publication:
         for file, names in by_file(self._stored).items():
             path = self._directory / (file + SUFFIX)
             header = _header_bytes({name: (self._stored[name].shape, self._stored[name].dtype) for name in names})
-            with naming("creating", path), path.open("w+b") as opened:
+            with naming("creating", path):
+                path.unlink(missing_ok=True)  # a new file: an old link would lead to somebody else's
+            with naming("creating", path), path.open("x+b") as opened:
                 data_nbytes = sum(self._stored[name].nbytes for name in names)
                 reserve(opened.fileno(), 8 + len(header) + data_nbytes)
                 opened.write(struct.pack("<Q", len(header)) + header)
@@ -199,8 +201,9 @@ class Publication:
     def abandon(self) -> None:
         """Remove what this save, or an earlier one that was killed, left behind. Raises FileError, ConfigError."""
         directory, record = self._directory, self._directory / RECORD
-        if not record.is_file():
-            return
+        with naming("looking for an incomplete save in", directory):
+            if not record.is_file():
+                return
         with naming("reading", record, f"Remove it, and *{SUFFIX}"):
             match json.loads(record.read_text(encoding="utf-8")):
                 case {"made": [*made], "replaced": [*replaced]} if all(map(is_plain_name, made + replaced)):

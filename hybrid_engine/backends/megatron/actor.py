@@ -10,6 +10,7 @@ from hybrid_engine.backends.megatron.train_engine import TrainEngine
 from hybrid_engine.backends.megatron.value_engine import ValueEngine
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.config.critic_rules import CriticContext, critic_of
+from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import ActorTrainer
 from hybrid_engine.ranks.job import Job
@@ -36,13 +37,15 @@ class MegatronActor(TrainEngine):
         self.actor = actor
         self._config, self._table, self._job = config, table, job
 
-    def save_checkpoint(self, directory: str | Path) -> None:
+    def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
         """Write parameters, optimizer state and generators below `directory`. Collective."""
+        self.guard(KINDS)
         self.weights.base.prepare()
-        rank_checkpoint.save_checkpoint(directory, self.actor, self._job)
+        rank_checkpoint.save_checkpoint(directory, self.actor, self._job, check_nan=check_nan)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Load what `save_checkpoint` wrote, on all ranks or on none. Collective."""
+        self.guard(KINDS)
         rank_checkpoint.load_checkpoint(directory, self.actor, self._job)
 
     def frozen_copy(self) -> TrainEngine:
@@ -82,13 +85,15 @@ class MegatronCritic(ValueEngine):
         assert isinstance(actor, MegatronActor), "one trainer has both"
         self.copy_weights_from(actor, but_for="output_layer.")
 
-    def save_checkpoint(self, directory: str | Path) -> None:
+    def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
         """Write parameters, optimizer state and generators below `directory`. Collective."""
+        self.guard(KINDS)
         self.weights.base.prepare()
-        rank_checkpoint.save_checkpoint(directory, self._actor, self._job)
+        rank_checkpoint.save_checkpoint(directory, self._actor, self._job, check_nan=check_nan)
 
     def load_checkpoint(self, directory: str | Path) -> None:
         """Load what `save_checkpoint` wrote, on all ranks or on none. Collective."""
+        self.guard(KINDS)
         rank_checkpoint.load_checkpoint(directory, self._actor, self._job)
 
 

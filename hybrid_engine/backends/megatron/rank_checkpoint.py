@@ -11,7 +11,7 @@ file per rank needs no collective and no forked writer process, and restores eve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends import learning_rate
 from hybrid_engine.backends.checkpoint_directory import MOST_NAMED, new_checkpoint
+from hybrid_engine.backends.flat_buffers import require_finite_to_save
 from hybrid_engine.backends.megatron import rank_files
 from hybrid_engine.backends.megatron.build import Actor
 from hybrid_engine.backends.megatron.checkpoint_checks import differences, optimizer_differences
@@ -67,17 +68,31 @@ def _lora_of(chunks: Sequence[torch.nn.Module]) -> str:
     return ", ".join(layers)
 
 
-def save_checkpoint(directory: str | Path, actor: Actor, job: Job) -> None:
+def save_checkpoint(directory: str | Path, actor: Actor, job: Job, *, check_nan: bool = True) -> None:
     """Write parameters, optimizer state, generators and weight version to `directory`. Collective.
 
-    On errors and on what a kill leaves see `new_checkpoint`.
+    On errors and on what a kill leaves see `new_checkpoint`. Before anything is written, all ranks raise where any of
+    it is not finite on one of them, a WeightError there with its names; `check_nan=False` does not look.
 
     The caller has finished pending parameter gathers. All training state must be on the device; nothing is copied in
     memory.
     """
+    with job.agreement.phase("looking for values that are not finite"):
+        state = _saved_state(actor, job)
+        if check_nan:
+            require_finite_to_save(lambda: _tensors_in(state, f"rank {job.rank}: "))
     with new_checkpoint(directory, job) as new, job.agreement.phase("writing the checkpoint"):
         name = rank_files.file_name(job.rank)
-        new.contents[name] = rank_files.write_rank_file(new.path / name, _saved_state(actor, job))
+        new.contents[name] = rank_files.write_rank_file(new.path / name, state)
+
+
+def _tensors_in(state: Any, where: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a state, with its place."""
+    if isinstance(state, torch.Tensor):
+        yield where.removesuffix(": "), state
+    elif isinstance(state, dict | list):
+        for key, value in state.items() if isinstance(state, dict) else enumerate(state):
+            yield from _tensors_in(value, f"{where}{key}: ")
 
 
 @torch.no_grad()

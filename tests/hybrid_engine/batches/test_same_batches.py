@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -74,6 +75,11 @@ CASES: dict[str, tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor], di
         {"outputs": Outputs(entropy=True)},
         "entropy: False on rank 0, True",
     ),
+    "another learning rate": (
+        *(APART, BATCH, BATCH, {"learning_rate": 0.01}, {"learning_rate": 0.02}),
+        "learning_rate: 0.01 on rank 0, 0.02 on rank 1. Call set_learning_rate with the same on every rank",
+    ),
+    "nothing to train on one": (*(TOGETHER, BATCH, BATCH, {"learning_rate": 0.01}, {"learning_rate": math.nan}), ""),
     "own parts": (APART, BATCH, other("tokens"), {"data": "local"}, {"data": "local"}, ""),
     "other rewards of its own rows": (APART, BATCH, other("rewards"), {}, {}, ""),
     "all rows, other rows": (

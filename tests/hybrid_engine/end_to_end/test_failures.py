@@ -157,13 +157,15 @@ def _leave(worker: Any) -> tuple[Failure, float]:
     return Failure(type(caught.value).__name__, str(caught.value)), time.monotonic() - started
 
 
-NUM_UPDATING = 3
+NUM_UPDATING = 5
 
 
 def _uses_of_training(worker: Any) -> list[Callable[[], Any]]:
-    """Calls past the worker: NUM_UPDATING that write weights, then calls that score."""
+    """Calls past the worker: NUM_UPDATING that use all of the state, then calls that score."""
     engine, batch = worker.train, share_of(worker.train, workers.batch(seed=1))
     return [
+        lambda: engine.save_checkpoint(worker.config.model / "never"),
+        lambda: engine.load_checkpoint(worker.config.model / "never"),
         lambda: engine.train_step(batch, workers.cross_entropy),
         lambda: engine.reload_main_params(),
         lambda: engine.copy_weights_from(engine),

@@ -14,7 +14,7 @@ import torch
 
 from hybrid_engine import ActorHybridWorker, ReferenceModel, Sampling
 from hybrid_engine.backends.fsdp.actor import build_actor
-from hybrid_engine.errors import HybridEngineError
+from hybrid_engine.errors import HybridEngineError, StateError
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import REPO_ROOT, Outcomes, Ranks
@@ -49,6 +49,10 @@ def with_switches(model: Path, directory: Path) -> dict[str, Any]:
             found["rates"].append(report["learning_rate"])
         with worker.rollout_context():
             completions = worker.generate_sequences(PROMPTS, SAMPLED)
+            for call in (worker.train.save_checkpoint, worker.train.load_checkpoint):  # not worker's own
+                with pytest.raises(StateError, match=r"in state infer \(rollout_context\); call this in train"):
+                    call(directory / "never")
+            del call  # a method holds its trainer
             if number == 0:
                 found["snippets"] = run_snippets(worker)
         found["surplus"].append(worker.sharding.last_report.bytes_received - worker.sharding.last_report.bytes_least)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from hybrid_engine.backends import checkpoint_directory
+from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.memory.offloader import Offloader
@@ -154,6 +156,14 @@ def fail(path: Path, other: Path, root: Path) -> dict[str, tuple[str, bool]]:
             (root / "notes" / "precious.txt").touch()
         job.agreement.gather(None)
         found["precious"] = outcome(partial(engine.save_checkpoint, root / "notes"))
+        moments = next(state["exp_avg"] for state in engine.trained_by.state.values() if "exp_avg" in state)
+        local_of(moments).view(-1)[0] = float("nan") if job.rank == 1 else 0.0
+        with pytest.raises(HybridEngineError) as caught:
+            engine.save_checkpoint(root / "nan")
+        found["not finite"] = str(caught.value), not list(root.glob("nan*"))
+        job.agreement.gather(None)
+        engine.save_checkpoint(root / "nan", check_nan=False)
+        found["asked for"] = str((root / "nan" / "manifest.json").is_file()), True
     with actor(other) as engine:
         before = state_of(engine)
         found["another model"] = outcome(partial(engine.load_checkpoint, root / "good"))
@@ -245,3 +255,12 @@ def test_what_cannot_be_done_says_why(on_two: Outcomes, name: str, message: str)
     for found in on_two["failed"]:
         assert message in found[name][0]
         assert found["left"][0] == "good"
+
+
+def test_what_is_not_finite_is_saved_only_if_asked_for(on_two: Outcomes) -> None:
+    for found in on_two["failed"]:
+        text, is_nothing_written = found["not finite"]
+        assert re.search(r"optimizer\.\S+\.exp_avg on rank 1: 1 NaN of \d+ elements", text)
+        assert "go back to a checkpoint, or save them with check_nan=False" in text
+        assert is_nothing_written
+        assert found["asked for"][0] == "True"

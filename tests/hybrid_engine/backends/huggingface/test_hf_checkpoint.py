@@ -364,7 +364,35 @@ def save_where_it_cannot_be(model: Path, other: Path) -> dict[str, tuple[str, st
         job.agreement.gather(None)  # rank 0 cleans up
         is_empty = not list(other.with_name("limited").iterdir())
         results["limited"] = (type(caught.value).__name__, str(caught.value), is_empty)
+        for name, path in (("too long", "x" * 300), ("no path", 5)):
+            with pytest.raises(HybridEngineError) as caught:
+                save_hf_checkpoint(path, run.engine.weights, run.table, job, model)
+            results[name] = (type(caught.value).__name__, str(caught.value), True)
+        infinite = other.with_name("infinite")
+        for name, value, dtype in (("nan", float("nan"), None), ("too large for float16", 7e4, "float16")):
+            for tensor in run.engine.weights.buffers().values():
+                tensor[0] = value if dist.get_rank() == 1 else 0.0
+            with pytest.raises(HybridEngineError) as caught:
+                save_hf_checkpoint(infinite, run.engine.weights, run.table, job, model, dtype)
+            results[name] = (type(caught.value).__name__, str(caught.value), not infinite.exists())
+        save_hf_checkpoint(infinite, run.engine.weights, run.table, job, model, "float16", check_nan=False)
     return results
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("too long", "looking for an incomplete save in x+: file name too long.* Use a shorter name"),
+        ("no path", "path: 5 is not a path. Pass a string or a pathlib.Path"),
+        ("nan", r" as float32 on rank 1: 1 NaN of \d+ elements"),
+        ("too large for float16", r" as float16 on rank 1: 1 Inf of \d+ elements\n.*\bsave them with check_nan=False"),
+    ],
+)
+def test_what_cannot_be_saved_is_said_in_words(launched: Any, name: str, message: str) -> None:
+    for kind, text, is_nothing_written in (results[name] for results in launched[2]["refused"]):
+        assert kind != "ReshardError"
+        assert re.search(message, text, re.DOTALL)
+        assert is_nothing_written
 
 
 def test_a_rank_that_cannot_write_fails_all_and_nothing_stays(launched: Any) -> None:

@@ -123,6 +123,7 @@ def load_what_is_wrong(model: Path, root: Path) -> dict[str, tuple[str, str, boo
     from hybrid_engine.backends import checkpoint_directory
     from hybrid_engine.backends.megatron import rank_files
     from hybrid_engine.backends.megatron.rank_checkpoint import load_checkpoint, save_checkpoint
+    from megatron_patches.optimizers import optimizer_tensors
 
     results = {}
     config = ActorConfig(**{**DENSE_FLOAT32, **BFLOAT16, "optimizer": {"lr": 1e-2}})
@@ -169,6 +170,15 @@ def load_what_is_wrong(model: Path, root: Path) -> dict[str, tuple[str, str, boo
         results["below a file"] = outcome(lambda: save_checkpoint(root / "file" / "a", run.actor, job))
         load_checkpoint(root / "saved", run.actor, job)
         assert_same(saved, state_of(run))
+        manifest_before = (root / "saved" / "manifest.json").read_bytes()
+        moment = next(one.tensor for one in optimizer_tensors(run.actor.optimizer) if one.key == "exp_avg")
+        moment.view(-1)[0] = float("inf") if dist.get_rank() == 1 else 0.0
+        with pytest.raises(HybridEngineError) as caught:
+            save_checkpoint(root / "saved", run.actor, job)
+        is_kept = (root / "saved" / "manifest.json").read_bytes() == manifest_before
+        results["not finite"] = (type(caught.value).__name__, str(caught.value), is_kept)
+        save_checkpoint(root / "infinite", run.actor, job, check_nan=False)
+        results["asked for"] = sorted(path.name for path in root.glob("infinite*"))
     return results
 
 
@@ -321,6 +331,16 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_else(launched: 
         error, text, _ = results["below a file"]
         assert error == ["FileError", "RemoteError"][rank]
         assert "file/a: not a directory" in text
+
+
+def test_what_is_not_finite_is_saved_only_if_asked_for(launched: Outcomes) -> None:
+    for rank, results in enumerate(launched["wrong"]):
+        error, text, is_kept = results["not finite"]
+        assert error == ["RemoteError", "WeightError"][rank]
+        assert re.search(r"rank 1: optimizer: members: 0: state: \d+: exp_avg: 1 Inf of \d+ elements", text)
+        assert "go back to a checkpoint, or save them with check_nan=False" in text
+        assert is_kept
+        assert results["asked for"] == ["infinite"]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
