@@ -22,7 +22,7 @@ from hybrid_engine.errors import ConfigError, HybridEngineError, Violation
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.tracing.clocks import ClockOffset, clock_offsets
 from hybrid_engine.tracing.recording import Recording, recorded, span
-from hybrid_engine.tracing.trace_file import Event, TraceFile
+from hybrid_engine.tracing.trace_file import FIRST, Event, TraceFile
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -125,7 +125,7 @@ def _unwritable(path: Path, problem: object) -> ConfigError:
 def _opened(path: Path, job: Job) -> TraceFile:
     header: list[dict[str, Any]] = []
     for rank, host in enumerate(job.hosts):
-        header.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} on {host}"}})
+        header.append({**FIRST, "pid": rank, "args": {"name": f"rank {rank} on {host}"}})
         header.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
     started = datetime.now().astimezone().isoformat(timespec="seconds")
     header.append({"ph": "i", "s": "g", "name": f"started {started}", "ts": 0, "pid": 0, "tid": 0})

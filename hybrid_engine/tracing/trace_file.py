@@ -2,12 +2,13 @@
 
 (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, "Trace Event Format".) It is valid JSON
 whenever nothing is being written; readers of the format accept an array without its end, too, so a kill costs nothing
-that was there. A file that has grown to its bound becomes FILE.1, in place of the one before, and so does a file that
-is there at the start.
+that was there. A file that has grown to its bound becomes FILE.1, in place of the one before, and so does a trace that
+is there at the start. What does not begin as ours do is neither moved nor replaced.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -18,6 +19,8 @@ MOST_NBYTES = 64 * 1024**2
 """Of the file; FILE.1 has at most as much, and one switch more."""
 
 _START, _END = b"[", b"\n]\n"
+FIRST: dict[str, Any] = {"ph": "M", "name": "process_name", "pid": 0}
+"""How the first event of a header begins: by it a trace is known as ours."""
 
 Event = Mapping[str, Any]
 
@@ -27,7 +30,7 @@ class TraceFile:
 
     Args:
         path: of the file.
-        header: events that every file begins with.
+        header: events that every file begins with, the first as `FIRST` does.
         most_nbytes: of a file.
 
     Raises OSError, here and when it is written.
@@ -35,7 +38,7 @@ class TraceFile:
 
     def __init__(self, path: Path, header: Iterable[Event], most_nbytes: int = MOST_NBYTES) -> None:
         self.path, self._header, self._most_nbytes = path, list(header), most_nbytes
-        if path.is_file() and path.stat().st_size:
+        if path.exists() and not (path.is_file() and path.stat().st_size == 0):
             self._put_aside()
         self._begin()
 
@@ -56,4 +59,16 @@ class TraceFile:
         self.path.write_bytes(_START + lines.encode() + _END)
 
     def _put_aside(self) -> None:
-        self.path.replace(self.path.with_name(f"{self.path.name}.1"))
+        aside = self.path.with_name(f"{self.path.name}.1")
+        for path in (self.path, aside):
+            if path.exists() and not _is_ours(path):
+                raise FileExistsError(errno.EEXIST, f"{path.name} is there, and is not a trace of ours", str(path))
+        self.path.replace(aside)
+
+
+def _is_ours(path: Path) -> bool:
+    begin = _START + b"\n" + json.dumps(FIRST, separators=(",", ":")).encode().removesuffix(b"}")
+    if not path.is_file():  # a pipe, say, which would be waited for
+        return False
+    with path.open("rb") as file:
+        return file.read(len(begin)) == begin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from hybrid_engine.tracing import recording
 from hybrid_engine.tracing.clocks import ClockOffset, clock_offsets
 from hybrid_engine.tracing.recording import count, meeting, recorded, span
-from hybrid_engine.tracing.trace_file import TraceFile
+from hybrid_engine.tracing.trace_file import FIRST, TraceFile
+
+HEADER = {**FIRST, "args": {"name": "header"}}
 
 
 def test_nothing_is_recorded_outside() -> None:
@@ -62,8 +65,8 @@ def test_without_meetings_clocks_are_as_they_are() -> None:
 
 def test_a_file_is_whole_after_every_write(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    file = TraceFile(path, [{"name": "header"}])
-    assert json.loads(path.read_text()) == [{"name": "header"}]
+    file = TraceFile(path, [HEADER])
+    assert json.loads(path.read_text()) == [HEADER]
     for number in range(3):
         file.append([{"name": number}, {"name": "x"}])
         file.append([])
@@ -72,13 +75,25 @@ def test_a_file_is_whole_after_every_write(tmp_path: Path) -> None:
 
 def test_a_file_is_bounded_and_what_was_there_is_kept(tmp_path: Path) -> None:
     path, before = tmp_path / "trace.json", tmp_path / "trace.json.1"
-    path.write_text("of the run before")
-    file = TraceFile(path, [{"name": "header"}], most_nbytes=200)
-    assert before.read_text() == "of the run before"
+    TraceFile(path, [HEADER]).append([{"name": "of the run before"}])
+    file = TraceFile(path, [HEADER], most_nbytes=200)
+    assert "of the run before" in before.read_text()
     for number in range(50):
         file.append([{"name": number}])
     assert path.stat().st_size < 250
     assert before.stat().st_size < 250
     names = [event["name"] for each in (before, path) for event in json.loads(each.read_text())]
     assert names[-1] == 49
-    assert names.count("header") == 2
+    assert names.count("process_name") == 2
+
+
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.1"])
+def test_what_is_no_trace_stays_where_it_is(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "trace.json"
+    TraceFile(path, [HEADER])
+    for make in (lambda: (tmp_path / name).write_text("precious"), lambda: os.mkfifo(tmp_path / name)):
+        (tmp_path / name).unlink(missing_ok=True)
+        make()
+        with pytest.raises(FileExistsError, match=rf"{name} is there, and is not a trace of ours"):
+            TraceFile(path, [HEADER])
+        assert {each.name for each in tmp_path.iterdir()} == {"trace.json", name}
