@@ -227,9 +227,9 @@ class ActorHybridWorker(SwitchContexts):
         """
         self.sharding.require(State.TRAIN)
         outputs = Outputs(entropy, top_k)
-        rate = self.train.learning_rate
-        share = agreed_share(batch, self.train.limits, self.job.agreement, data, outputs, learning_rate=rate)
-        with self.job.agreement.call("training step"):
+        call, rate = "training step", self.train.learning_rate
+        share = agreed_share(batch, self.train.limits, self.job.agreement, call, data, outputs, learning_rate=rate)
+        with self.job.agreement.call(call):
             return self.train.train_step(share, loss_function, outputs)
 
     @property
@@ -380,7 +380,7 @@ def score(
     engine: Scorer, batch: Batch, agreement: Agreement, phase: str, data: Data, outputs: Outputs
 ) -> torch.Tensor | dict[str, torch.Tensor]:
     """Score a batch: each data parallel rank its share; of a global one the results are joined on every rank."""
-    share = agreed_share(batch, engine.limits, agreement, data, outputs)
+    share = agreed_share(batch, engine.limits, agreement, phase, data, outputs)
     with agreement.call(phase):
         found = engine.scores(share, outputs)
         if data == "global" and engine.limits.dp_size > 1:

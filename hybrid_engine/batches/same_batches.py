@@ -48,6 +48,7 @@ def agreed_share(
     batch: Batch,
     limits: BatchLimits,
     agreement: Agreement,
+    call: str,
     data: Data = "global",
     outputs: Outputs = NO_OUTPUTS,
     *,
@@ -56,11 +57,12 @@ def agreed_share(
 ) -> Batch:
     """As `own_share`, but all ranks raise what one of them finds, before any of them computes. Collective.
 
-    `learning_rate`: of the step that follows; NaN for none.
+    `call`: what it is for, in messages. `learning_rate`: of the step that follows; NaN for none.
 
-    Raises BatchError on all ranks as well where they pass what differs, by name.
+    Raises BatchError on all ranks as well where they pass what differs, by name, and StateError where they make
+    different calls.
     """
-    phase = "checking the batch"
+    phase = f"checking the batch for: {call}"
     with agreement.phase(phase):
         share = own_share(batch, limits, data, outputs, needs_labels=needs_labels)
         exact = {name: tensor for name, tensor in batch.items() if data == "global" and _is_exact(tensor)}

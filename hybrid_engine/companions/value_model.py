@@ -82,8 +82,9 @@ class ValueModel(Companion):
         Raises BatchError with every violation, and RemoteError with its text on ranks that find none.
         """
         self.require(PARAMETERS)
-        share = agreed_share(batch, self.engine.limits, self._agreement, data, needs_labels=False)
-        with self._agreement.call("values by the critic"):
+        call = "values by the critic"
+        share = agreed_share(batch, self.engine.limits, self._agreement, call, data, needs_labels=False)
+        with self._agreement.call(call):
             values = self.engine.values(share)
             if data == "global" and self.engine.dp_size > 1:
                 values = self.engine.gather_over_data_parallel(values)
@@ -100,9 +101,11 @@ class ValueModel(Companion):
         Returns the scalars, with `grad_norm`, `learning_rate` and `skipped`, and raises, as `ActorHybridWorker.update`.
         """
         self.require(ALL)
-        rate = self.engine.learning_rate
-        share = agreed_share(batch, self.engine.limits, self._agreement, data, needs_labels=False, learning_rate=rate)
-        with self._agreement.call("training step of the critic"):
+        call, rate = "training step of the critic", self.engine.learning_rate
+        share = agreed_share(
+            batch, self.engine.limits, self._agreement, call, data, needs_labels=False, learning_rate=rate
+        )
+        with self._agreement.call(call):
             return self.engine.train_step(share, loss_function)
 
     def set_learning_rate(self, learning_rate: float) -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import HybridEngineError, LostRankError, RemoteError, ReshardError, StateError
-from hybrid_engine.ranks.digests import are_same, extremes_of
+from hybrid_engine.ranks.digests import are_same, extremes_of, text_digest
 from hybrid_engine.ranks.failure_watch import FailureWatch
 from hybrid_engine.ranks.host_groups import HostLeaders
 from hybrid_engine.ranks.pace import Pace
@@ -208,24 +208,43 @@ class Agreement:
         Where it happened: `error` itself if it is one of this project's, else one of `kind` from it. Elsewhere:
         RemoteError with the messages of the ranks that failed; so does a RemoteError of which this rank came to know
         inside the block. LostRankError, with this rank's own error if it has one, when a rank does not come.
+        StateError, naming what each called, where no rank failed and ranks end different phases.
+        """
+        self._meet(phase, "", error, patience, waiting, kind)
+
+    def _meet(
+        self,
+        phase: str,
+        what_follows: str,
+        error: Exception | None = None,
+        patience: float | None = None,
+        waiting: Collection[int] | None = None,
+        kind: type[HybridEngineError] = ReshardError,
+    ) -> None:
+        """As `conclude`. Ranks return only if all make the same call: gloo aborts the process where sizes differ.
+
+        `what_follows`: of the collective that comes next, what must be the same on all ranks.
         """
         self._open_group()  # never kept in a variable: an error's traceback would keep its connections open
         with self._watch.arrived(phase):
             if error is not None and not self._tell(phase, error, patience, waiting):
                 raise self._part(phase, error) from error
-            num_failed = torch.tensor([error is not None], dtype=torch.int64)
+            number = text_digest(phase, what_follows)
+            met = torch.tensor([error is not None, number, -number], dtype=torch.int64)
             with self._connected(phase, error):
-                self._maximum(num_failed)
-            if not num_failed:
+                self._maximum(met)
+            has_failed, highest, negated_lowest = met.tolist()
+            if not has_failed and highest == -negated_lowest:
                 return
             told = None if error is None else (_described(error), _is_secondhand(error))
-            messages = self._gather(told, phase, error)
-        self._agreed = _agreed_error(phase, error, messages, kind)
-        raise self._agreed from (error if error is not self._agreed else error.__cause__)
+            messages, called = zip(*self._gather((told, f"{phase}{what_follows}"), phase, error), strict=True)
+        # a rank that failed ends an outer phase, which is no other call
+        self._agreed = _agreed_error(phase, error, messages, kind) if has_failed else _different_calls(called)
+        raise self._agreed from (None if error is None else error if error is not self._agreed else error.__cause__)
 
     def gather(self, value: object, phase: str = "gather") -> list[Any]:
         """`value` of every rank, by rank; for set-up and results, not for switches. Raises RemoteError."""
-        self.conclude(phase)  # a rank that failed on its way here concludes that, and never meets this gather
+        self._meet(phase, " (gather)")  # a rank that failed on its way here concludes that, and never meets this gather
         return self._gather(value, phase)
 
     def total(self, value: int) -> int:
@@ -234,7 +253,7 @@ class Agreement:
 
     def any_of(self, flags: Sequence[bool], phase: str) -> list[bool]:
         """Flag by flag, whether any rank raises it; all ranks give as many. Raises RemoteError."""
-        self.conclude(phase)
+        self._meet(phase, f" ({len(flags)} flags)")
         raised = torch.tensor(flags, dtype=torch.uint8)
         with self._connected(phase):
             self._maximum(raised)
@@ -245,7 +264,7 @@ class Agreement:
 
         In the place of a None the others' numbers are compared.
         """
-        self.conclude(phase)
+        self._meet(phase, f" ({len(values)} numbers)")
         extremes = extremes_of(values)
         with self._connected(phase):
             self._maximum(extremes)
@@ -336,6 +355,12 @@ def _agreed_error(
     if firsthand and isinstance(error, RemoteError):
         return type(error)(f"{error}\n{causes}")
     return error if isinstance(error, HybridEngineError) else kind(f"{phase}: {_described(error)}")
+
+
+def _different_calls(called: Sequence[str]) -> StateError:
+    """What every rank raises when ranks meet in different calls; `called`: by rank."""
+    calls = "; ".join(f"{call} on rank {called.index(call)}" for call in dict.fromkeys(called))
+    return StateError(f"ranks make different calls: {calls}. Make the same calls in the same order on every rank")
 
 
 def _described(error: BaseException) -> str:

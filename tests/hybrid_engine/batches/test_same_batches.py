@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hybrid_engine.batches.batch_checks import BatchLimits
 from hybrid_engine.batches.same_batches import agreed_share
 from hybrid_engine.batches.token_outputs import Outputs
-from hybrid_engine.errors import BatchError
+from hybrid_engine.errors import BatchError, StateError
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
 
@@ -80,6 +80,10 @@ CASES: dict[str, tuple[str, dict[str, torch.Tensor], dict[str, torch.Tensor], di
         "learning_rate: 0.01 on rank 0, 0.02 on rank 1. Call set_learning_rate with the same on every rank",
     ),
     "nothing to train on one": (*(TOGETHER, BATCH, BATCH, {"learning_rate": 0.01}, {"learning_rate": math.nan}), ""),
+    "another call": (
+        *(TOGETHER, BATCH, BATCH, {}, {"call": "scoring"}),
+        "ranks make different calls: checking the batch for: training step on rank 0; checking the batch for: scoring",
+    ),
     "own parts": (APART, BATCH, other("tokens"), {"data": "local"}, {"data": "local"}, ""),
     "other rewards of its own rows": (APART, BATCH, other("rewards"), {}, {}, ""),
     "all rows, other rows": (
@@ -104,10 +108,10 @@ def compare() -> dict[str, tuple[list[int], str]]:
         try:
             share = agreed_share(
                 *(second if rank else first, together if who == TOGETHER else apart, agreement),
-                **(there if rank else here),
+                **{"call": "training step", **(there if rank else here)},
             )
             found[name] = share["tokens"].flatten().tolist(), ""
-        except BatchError as error:
+        except (BatchError, StateError) as error:
             found[name] = [], str(error)
     dist.destroy_process_group()
     return found

@@ -227,7 +227,7 @@ def test_a_rank_may_pass_its_own_part_and_keeps_what_is_made_of_it(launched: Out
 def test_what_one_rank_does_wrong_is_told_to_all_and_changes_nothing(launched: Outcomes) -> None:
     first, second = launched["replicas"]
     assert second["labels"].startswith("BatchError: unusable batch (1):\n  - labels: is missing")
-    assert first["labels"].startswith("RemoteError: checking the batch failed on 1 rank(s)")
+    assert first["labels"].startswith("RemoteError: checking the batch for: training step failed on 1 rank(s)")
     assert "labels: is missing" in first["labels"]
     assert all("BatchError" in each["another shape"] for each in (first, second))
     assert all("data: 'global' on rank 0, 'local' on rank 1" in each["other data"] for each in (first, second))

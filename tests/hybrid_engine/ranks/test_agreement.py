@@ -100,6 +100,25 @@ def test_an_interrupt_is_not_held_back(alone: Agreement):
 
 # Two real ranks.
 
+DIFFERENT_CALLS: list[tuple[str, Callable[[Agreement], object], Callable[[Agreement], object]]] = [
+    # what the message says, what rank 0 calls, what rank 1 calls; without the message gloo would abort both processes
+    (
+        "update on rank 0; score on rank 1",
+        lambda agreement: agreement.conclude("update"),
+        lambda agreement: agreement.conclude("score"),
+    ),
+    (
+        "compare (3 numbers) on rank 0; compare (1 numbers) on rank 1",
+        lambda agreement: agreement.is_same([1, 2, 3], "compare"),
+        lambda agreement: agreement.is_same([1], "compare"),
+    ),
+    (
+        "layouts (gather) on rank 0; skipped (2 flags) on rank 1",
+        lambda agreement: agreement.gather("y" * 1000, "layouts"),
+        lambda agreement: agreement.any_of([True, False], "skipped"),
+    ),
+]
+
 
 def _phase(agreement: Agreement, error: Exception | None) -> str:
     def run() -> None:
@@ -127,6 +146,8 @@ def fail_on_rank() -> dict[str, object]:
         agreement.is_same(values, "compare") for values in ([5, -7], [5, -rank], [5, None if rank else -3])
     ]
     results["total"] = [agreement.total(rank + 1), agreement.total(2**40)]
+    for name, one, other in DIFFERENT_CALLS:
+        results[name] = outcome_of(lambda run=(one, other)[rank]: run(agreement))
     results["both well again"] = _phase(agreement, None)
     dist.destroy_process_group()
     return results
@@ -160,6 +181,12 @@ def test_each_rank_raises_its_own_error_when_both_fail(failures: list[dict[str, 
     assert of_rank_0["both"].startswith("ReshardError: ")
     assert "OSError: disk on fire" in of_rank_0["both"]
     assert of_rank_1["both"] == "StateError: not now"
+
+
+@pytest.mark.parametrize("calls", [name for name, *_ in DIFFERENT_CALLS])
+def test_ranks_that_make_different_calls_both_hear_of_both(failures: list[dict[str, object]], calls: str):
+    expected = f"StateError: ranks make different calls: {calls}. Make the same calls in the same order on every rank"
+    assert [results[calls] for results in failures] == [expected] * 2
 
 
 def test_gather_and_total(failures: list[dict[str, object]]):
