@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -122,6 +123,7 @@ class FailureWatch:
         self._arrived_at = -1
         self._closing, self._store_is_gone = threading.Event(), False
         self._thread: threading.Thread | None = None
+        self._questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         if self._world_size > 1:
             prefix = f"hybrid_engine/watch/{next(_numbers)}"
             self._store, self._threads_store = _own_connection(prefix), _own_connection(prefix)
@@ -131,6 +133,8 @@ class FailureWatch:
                 _append(self._store, f"processes/{self._space}", f"{self._rank} {self._pid}")
             self._thread = threading.Thread(target=self._watch, name="failure watch", daemon=True)
             self._thread.start()
+            # made now: starting a thread waits without end where memory is too short for it to begin
+            threading.Thread(target=self._answer, name="questions to the store", daemon=True).start()
             atexit.register(self.close)
 
     def set_silence(self, seconds: float) -> None:
@@ -145,6 +149,8 @@ class FailureWatch:
         atexit.unregister(self.close)
         self._thread.join(_SECONDS_OF_THE_STORE)
         self._ask(lambda: self._store.set(_beat(self._rank), _GONE), None)
+        self._store_is_gone = True
+        self._questions.put(None)
 
     # -- the main thread ----------------------------------------------------------------------------------------------
 
@@ -212,21 +218,28 @@ class FailureWatch:
     def _ask(self, call: Callable[[], _T], otherwise: _T) -> _T:
         """What the store answers. It is a help: when the process that holds it has ended or is frozen there is none,
         and torch's own timeouts do not cover every call."""
-        answers: list[_T] = []
+        answers: SimpleQueue[_T] = SimpleQueue()
 
         def ask() -> None:
             try:
-                answers.append(call())
-            except RuntimeError as error:
+                answers.put(call())
+            except Exception as error:
+                self._store_is_gone |= isinstance(error, RuntimeError)  # short of memory, it may answer the next time
                 logger.info("the job's store does not answer: %s", error)
+                answers.put(otherwise)
 
         if self._world_size == 1 or self._store_is_gone:
             return otherwise
-        asking = threading.Thread(target=ask, name="question to the store", daemon=True)
-        asking.start()
-        asking.join(_SECONDS_OF_THE_STORE)
-        self._store_is_gone |= not answers
-        return answers[0] if answers else otherwise
+        self._questions.put(ask)
+        try:
+            return answers.get(timeout=_SECONDS_OF_THE_STORE)
+        except Empty:
+            self._store_is_gone = True
+            return otherwise
+
+    def _answer(self) -> None:
+        for ask in iter(self._questions.get, None):
+            ask()
 
     # -- the store ----------------------------------------------------------------------------------------------------
 
@@ -245,10 +258,11 @@ class FailureWatch:
     # -- the watching thread ------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        store, num_errors = self._threads_store, 0
+        num_errors = 0
         for beat in itertools.count():
             if self._closing.wait(_SECONDS_BETWEEN_LOOKS):
                 return
+            store = self._threads_store
             try:
                 if num_errors < _NUM_ERRORS_OF_THE_STORE:
                     store.set(_beat(self._rank), str(beat))
@@ -321,10 +335,13 @@ class FailureWatch:
         return place is self._place and bool(place.phase) and not place.has_arrived
 
     def _is_forgiven(self, failure: Failure) -> bool:
-        """Whether a rank that counted no further counts again."""
+        """Whether a rank that was silent goes on: its process runs, however little time a busy host gives it to count;
+        of another host, it counts again."""
         if failure.beat is None:
             return False
-        return _beat_of(self._threads_store, failure.rank) != failure.beat
+        pid = self._pids.get(failure.rank)
+        runs = pid is not None and state_of(pid) is None
+        return runs or _beat_of(self._threads_store, failure.rank) != failure.beat
 
     def _report(self, failure: Failure, place: _Place) -> None:
         waits = f" (rank {self._rank} is still in: {place.phase})" if self._is_stuck(place) else ""

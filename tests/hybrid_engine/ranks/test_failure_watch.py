@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+import threading
+from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
+from hybrid_engine.ranks.failure_watch import FailureWatch
 from hybrid_engine.ranks.launching import run_ranks
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.ranks import watch_ranks
@@ -39,12 +43,43 @@ def test_every_rank_says_the_cause_and_ends(scenario: str) -> None:
     assert "GLHF" not in ended.output
 
 
+@pytest.fixture
+def watch() -> Iterator[FailureWatch]:
+    """Of rank 0 of 2, whose peer never comes."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield (made := FailureWatch(0, 2, 60.0))
+    made.close()
+    dist.destroy_process_group()
+
+
+def test_no_question_starts_a_thread(watch: FailureWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python waits without end for a thread that finds no memory to begin."""
+
+    def start(self: threading.Thread) -> None:
+        raise AssertionError(f"{self.name} was started")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert [watch.num_at("mark", arriving=True) for _ in range(3)] == [1, 2, 3]
+    watch.tell("switch", "MemoryError: no memory for 3 GB", 1.0)
+    assert watch.failures_of_others() == []
+
+
+def test_want_of_memory_costs_one_answer_and_a_lost_store_all(watch: FailureWatch) -> None:
+    def fail(error: Exception) -> str:
+        raise error
+
+    assert watch._ask(lambda: fail(MemoryError()), "otherwise") == "otherwise"
+    assert watch._ask(lambda: "answer", "otherwise") == "answer"
+    assert watch._ask(lambda: fail(dist.DistNetworkError("reset")), "otherwise") == "otherwise"
+    assert watch._ask(lambda: "answer", "otherwise") == "otherwise"
+
+
 @pytest.fixture(scope="module")
 def outcomes(ranks: Ranks) -> list[dict[str, str]]:
     return ranks.launch(watch_ranks.all_survived, 3, timeout=SECONDS_AT_MOST)
 
 
-@pytest.mark.parametrize("scenario", ["interrupted", "store error", "paused", "building"])
+@pytest.mark.parametrize("scenario", ["interrupted", "store error", "paused", "paused elsewhere", "building"])
 def test_no_healthy_rank_is_ended(outcomes: list[dict[str, str]], scenario: str) -> None:
     assert [each[scenario] for each in outcomes] == ["returned None"] * 3
 

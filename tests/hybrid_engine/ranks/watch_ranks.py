@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from hybrid_engine.errors import LostRankError
 from hybrid_engine.ranks import failure_watch
 from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ranks.hosts import state_of
 from hybrid_engine.ranks.job import Job
 from tests.hybrid_engine.ranks.test_agreement import outcome_of
 
@@ -46,9 +48,9 @@ def all_survived() -> dict[str, str]:
     """Each scenario with an agreement of its own; what came of it on this rank."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=FOR_EVER))
     found = {}
-    for name, (timeout, scenario) in SURVIVED.items():
+    for name, scenario in SURVIVED.items():
         _shorten()
-        agreement = Job.join(timeout).agreement
+        agreement = Job.join(FOR_EVER).agreement
         found[name] = outcome_of(lambda run=scenario, one=agreement: run(dist.get_rank(), one))
         agreement.close()
         dist.barrier()
@@ -122,6 +124,7 @@ def slow_replica(rank: int, agreement: Agreement) -> None:
 
 def store_error(rank: int, agreement: Agreement) -> None:
     """The store fails to answer rank 1's thread a few times."""
+    agreement._watch.set_silence(SILENCE)
     if rank == 1:
         agreement._watch._threads_store = _Flaky(agreement._watch._threads_store)
     with agreement.phase("generate", PATIENCE):
@@ -140,21 +143,69 @@ class _Flaky:
         return getattr(self._store, name)
 
 
-def paused(rank: int, agreement: Agreement) -> None:
-    """Rank 1 is stopped for longer than its silence is borne, and goes on before the others' patience is over.
+def paused(rank: int, agreement: Agreement, *, is_elsewhere: bool = False) -> None:
+    """Rank 1 is stopped until the others know; then it goes on, and their patience is over.
 
-    Seconds after the stop, on an idle machine: 1.5 to 2.5 reported, 4 goes on, 7.5 to 8.5 the others would end. What
-    lies between leaves room for a busy one.
+    It does not count for as long as they look, as on a host too busy to give its thread any time. On another host they
+    cannot see that it runs: there it counts again before their patience is over. No step of this waits for a time.
     """
-    failure_watch._SECONDS_TO_SPARE = 5.5
+    failure_watch._SECONDS_TO_SPARE = FOR_EVER
+    watch, stalled = agreement._watch, _Stalled(agreement._watch._threads_store)
     with agreement.phase("generate"):
         if rank == 1:
-            _stop_for(4.0)
-        time.sleep(10.0 - 4.0 * (rank == 1))
+            if not is_elsewhere:
+                watch._threads_store = stalled
+                stalled.has_come.wait()
+            os.kill(os.getpid(), signal.SIGSTOP)
+            _await(lambda: watch.num_at("looked") == 2)
+            stalled.goes_on.set()
+            return
+        _await(lambda: 1 in watch._pids)
+        pid = watch._pids[1]
+        if is_elsewhere:
+            watch._space, watch._pids = None, {}
+        if rank == 0:  # its neighbour
+            watch.set_silence(SILENCE)
+        _await(lambda: [each for each in watch._heard.failures if each.rank == 1])
+        (failure,) = watch._heard.failures
+        watch.num_at("heard", arriving=True)
+        _await(lambda: watch.num_at("heard") == 2)
+        os.kill(pid, signal.SIGCONT)
+        _await(lambda: not state_of(pid) and (_count(watch, 1) != failure.beat if is_elsewhere else True))
+        failure_watch._SECONDS_TO_SPARE = 0.5
+        first = int(_count(watch, rank))
+        _await(lambda: int(_count(watch, rank)) > first + 4)
+        watch.num_at("looked", arriving=True)
+
+
+def paused_elsewhere(rank: int, agreement: Agreement) -> None:
+    paused(rank, agreement, is_elsewhere=True)
+
+
+class _Stalled:
+    """A store in which this rank's thread stops until it `goes_on`."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.has_come, self.goes_on = store, threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> object:
+        self.has_come.set()
+        self.goes_on.wait()
+        return getattr(self._store, name)
+
+
+def _await(is_so: Callable[[], object]) -> None:
+    while not is_so():
+        time.sleep(0.05)
+
+
+def _count(watch: failure_watch.FailureWatch, rank: int) -> str:
+    return watch._ask(lambda: failure_watch._beat_of(watch._store, rank), "")
 
 
 def building(rank: int, agreement: Agreement) -> None:
     """While engines are built a rank may be silent for longer than the timeout."""
+    agreement.timeout_seconds = SILENCE
     with agreement.building(), agreement.phase("importing"):
         if rank == 1:
             _stop_for(LONGER_THAN_ALL_PATIENCE)
@@ -198,15 +249,16 @@ ENDING: dict[str, Scenario] = {
     "store goes": store_goes,
 }
 
-SURVIVED: dict[str, tuple[float, Scenario]] = {  # with the agreement's timeout
-    "nested": (FOR_EVER, nested),
-    "not a peer": (FOR_EVER, not_a_peer),
-    "interrupted": (FOR_EVER, interrupted),
-    "slow replica": (FOR_EVER, slow_replica),
-    "store error": (SILENCE, store_error),
-    "paused": (SILENCE, paused),
-    "building": (SILENCE, building),
-    "after the end": (FOR_EVER, after_the_end),
+SURVIVED: dict[str, Scenario] = {
+    "nested": nested,
+    "not a peer": not_a_peer,
+    "interrupted": interrupted,
+    "slow replica": slow_replica,
+    "store error": store_error,
+    "paused": paused,
+    "paused elsewhere": paused_elsewhere,
+    "building": building,
+    "after the end": after_the_end,
 }
 
 if __name__ == "__main__":
