@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from hybrid_engine.batches.sequences import begins_of
 from hybrid_engine.batches.tensor_shapes import require_alike
 from hybrid_engine.errors import BatchError, Violation, shortened
 from hybrid_engine.ports import Batch, LossFunction, Report
@@ -20,6 +21,7 @@ from hybrid_engine.ports import Batch, LossFunction, Report
 _REMEDIES = {
     "rewards": "Pass [B, S], 0 but for the steps that earn one: a reward for a whole answer at its last step",
     "mask": "Pass [B, S], 1 where the label is a token of a completion",
+    "sequence_ids": "Pass [B, S] as `pack` makes it, or leave it out where a row is one sequence",
 }
 
 
@@ -36,19 +38,29 @@ class Advantages(NamedTuple):
 
 
 def generalized_advantages(
-    rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float = 1.0, lam: float = 0.95
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    *,
+    sequence_ids: torch.Tensor | None = None,
 ) -> Advantages:
     """Advantages and returns of every step.
 
     Args:
         rewards: [B, S], of each step; a reward for the whole answer belongs to its last one.
-        values: [B, S], of the critic. After the last step of a row the value is 0.
+        values: [B, S], of the critic. After the last step of a sequence the value is 0.
         mask: [B, S], 1 where the label was sampled by the policy: `mask` of `build_batch`.
         gamma: discount. lam: 0 trusts the critic, 1 the rewards.
+        sequence_ids: [B, S], of packed rows (`pack`), whose sequences know nothing of each other; default: a row is one
+            sequence.
 
-    Raises BatchError naming every tensor of another shape.
+    What is outside the mask is not read. Raises BatchError naming every tensor of another shape.
     """
-    require_alike(2, _REMEDIES, values=values, rewards=rewards, mask=mask)
+    packed = {} if sequence_ids is None else {"sequence_ids": sequence_ids}
+    require_alike(2, _REMEDIES, values=values, rewards=rewards, mask=mask, **packed)
+    begins = None if sequence_ids is None else begins_of(sequence_ids)
     advantages = torch.zeros_like(values)
     advantage, next_value = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
     for step in reversed(range(values.shape[1])):
@@ -57,7 +69,9 @@ def generalized_advantages(
         advantage = torch.where(is_step, found, advantage)
         next_value = torch.where(is_step, value, next_value)
         advantages[:, step] = torch.where(is_step, found, 0.0)
-    return Advantages(advantages, (advantages + values) * mask)
+        if begins is not None:  # the column before belongs to another sequence
+            advantage, next_value = (each.masked_fill(begins[:, step], 0.0) for each in (advantage, next_value))
+    return Advantages(advantages, torch.where(mask.bool(), advantages + values, 0.0))
 
 
 def whitened(values: torch.Tensor, mask: torch.Tensor, epsilon: float = 1e-8) -> torch.Tensor:
@@ -69,7 +83,8 @@ def whitened(values: torch.Tensor, mask: torch.Tensor, epsilon: float = 1e-8) ->
     inside = values[mask.bool()]
     if not inside.numel():
         raise BatchError([Violation("mask", "is 0 everywhere", "Give it 1 where a value counts")])
-    return (values - inside.mean()) / (inside.std(correction=0) + epsilon) * mask
+    scaled = (values - inside.mean()) / (inside.std(correction=0) + epsilon)
+    return torch.where(mask.bool(), scaled, 0.0)
 
 
 def value_loss(clip: float | None = 0.2) -> LossFunction:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hybrid_engine.batches import build_batch, pack
 from hybrid_engine.companions import explained_variance, generalized_advantages, value_loss
 from hybrid_engine.companions.advantages import whitened
 from hybrid_engine.errors import BatchError
@@ -47,6 +48,35 @@ def test_advantages_are_discounted_sums_of_errors(seed: int, gamma: float, lam: 
         assert found.returns[row, steps].tolist() == pytest.approx(returns)
         assert not found.advantages[row, ~steps].any()
         assert not found.returns[row, ~steps].any()
+
+
+def test_packed_sequences_know_nothing_of_each_other() -> None:
+    prompts, completions = [[1], [2, 3], [4]], [[5, 6, 7], [8, 9], [5]]
+    packed = pack(prompts, completions, seq_length=8)
+    assert len(packed.batch["tokens"]) < len(prompts)  # a row has several
+    alone, in_rows = build_batch(prompts, completions, seq_length=8), torch.zeros(2, *packed.batch["tokens"].shape)
+    drawn_values = torch.randn(2, *alone["tokens"].shape, generator=torch.Generator().manual_seed(0))
+    for number, place in enumerate(packed.places):
+        in_rows[:, place.row, place.columns] = drawn_values[:, number, : place.length]
+    ids = packed.batch["sequence_ids"]
+    found = generalized_advantages(*in_rows, packed.batch["mask"], 0.9, 0.8, sequence_ids=ids)
+    expected = generalized_advantages(*drawn_values, alone["mask"], 0.9, 0.8)
+    for of_packed, of_alone in zip(found, expected, strict=True):
+        for number, unpacked in enumerate(packed.unpack(of_packed)):
+            torch.testing.assert_close(unpacked, of_alone[number, : len(unpacked)])
+    with pytest.raises(BatchError, match="sequence_ids: has shape"):
+        generalized_advantages(*drawn_values, alone["mask"], sequence_ids=ids[:1])
+
+
+def test_what_is_outside_the_mask_is_not_read() -> None:
+    rewards, values, mask = drawn(2)
+    spoiled = [each.masked_fill(mask == 0, torch.nan) for each in (rewards, values)]
+    for found, expected in zip(
+        (*generalized_advantages(*spoiled, mask), whitened(spoiled[1], mask)),
+        (*generalized_advantages(rewards, values, mask), whitened(values, mask)),
+        strict=True,
+    ):
+        assert torch.equal(found, expected)
 
 
 def test_with_lambda_1_returns_are_what_is_still_to_come() -> None:
