@@ -5,6 +5,7 @@
     2  cluster_plan.py    plan_job: both layouts (layouts/), rank order and bytes (planning/) -> JobPlan
     3  trainers.py        Megatron or FSDP2: the training layout, memory and peers, for step 2
        memory_peaks.py    bytes on device and host
+       cache_room.py      what vLLM's share of a device leaves for its KV cache
        memory_plan.py     what each phase of a job keeps on the devices, models beside the actor included
        other_systems.py   what others would move by their formulas
        prefetch_estimate.py   what a rollout could hide of the way back, where it is asked for

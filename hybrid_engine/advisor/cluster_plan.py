@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from hybrid_engine.advisor.cache_room import CacheRoom, token_nbytes
 from hybrid_engine.advisor.memory_peaks import MemoryPeaks
 from hybrid_engine.advisor.other_systems import PeerBytes
 from hybrid_engine.advisor.trainers import PlannedTrainer
@@ -48,6 +49,7 @@ class Cluster:
         ranks_per_host: consecutive ranks.
         device_gib: memory of one device. host_gib: of one host; None: not checked.
         link_gbps: 10^9 bytes per second of one rank, by link.
+        gpu_memory_utilization: share of a device that vLLM may use, weights and KV cache.
         has_elastic_buffers: training buffers release memory by pages, and peers of a host read them; on GPUs that needs
             cuda-bindings.
     """
@@ -57,6 +59,7 @@ class Cluster:
     host_gib: float | None = None
     link_gbps: Mapping[Link, float] = field(default_factory=lambda: LINK_GBPS)
     has_elastic_buffers: bool = True
+    gpu_memory_utilization: float = 0.5
 
     def hosts(self, num_ranks: int) -> list[int]:
         """Host number of every rank."""
@@ -78,6 +81,7 @@ class JobPlan:
         source, destination: both layouts.
         bytes: of the chosen order. sequential: of sequential order.
         memory: peaks. peers: others.
+        max_model_len: tokens of the longest sequence that vLLM is to serve; 0: not known.
     """
 
     table: ModelTable
@@ -93,6 +97,7 @@ class JobPlan:
     sequential: ByteSummary
     memory: MemoryPeaks
     peers: Sequence[PeerBytes]
+    max_model_len: int = 0
 
     @property
     def world_size(self) -> int:
@@ -124,6 +129,17 @@ class JobPlan:
     def fits_device(self) -> bool:
         """Whether every rank's peak is within its device."""
         return bool(self.memory.device.max() <= self.cluster.device_gib * GIB)
+
+    @property
+    def cache(self) -> CacheRoom:
+        """What vLLM's share of a device leaves for its KV cache."""
+        return CacheRoom(
+            self.cluster.device_gib * GIB,
+            self.cluster.gpu_memory_utilization,
+            int(self.memory.inference.max()),
+            token_nbytes(self.table.dims, self.infer, self.dtype),
+            self.max_model_len,
+        )
 
     @cached_property
     def host_nbytes(self) -> np.ndarray:
@@ -157,6 +173,7 @@ def plan_job(
     train_dtype: str | None = None,
     bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
     release_weights: bool = True,
+    max_model_len: int = 0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> JobPlan:
     """Lay out both sides, choose the order of ranks, count bytes.
@@ -166,6 +183,7 @@ def plan_job(
         order: "auto" or "sequential", see `planning.rank_order`.
         dtype: of the weights in inference; `train_dtype`: in training, default: the same.
         release_weights: inference weights give up their memory while training.
+        max_model_len: tokens of the longest sequence; 0: not known.
         progress: is told what is being done.
 
     Raises ConfigError with every violation, DependencyError for "auto" without scipy.
@@ -202,4 +220,5 @@ def plan_job(
         sequential=sequential,
         memory=MemoryPeaks(state, inference_nbytes, bucket_nbytes, keeps_inference=not release_weights),
         peers=trainer.peers(source.holdings, destination.holdings, infer),
+        max_model_len=max_model_len,
     )

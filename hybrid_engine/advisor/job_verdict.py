@@ -23,8 +23,8 @@ class JobVerdict:
 
     @property
     def fits(self) -> bool:
-        """On the device, and on the host where its size is known."""
-        return self.job.fits_device and self.job.fits_host is not False
+        """On the device, within vLLM's share of it, and on the host where its size is known."""
+        return self.job.fits_device and self.job.cache.fits and self.job.fits_host is not False
 
     @property
     def room(self) -> float:
@@ -37,19 +37,17 @@ class JobVerdict:
         memory = self.job.memory
         return bool(memory.device.max() > memory.interleaved_switch.max())
 
-    @property
-    def room_for_cache(self) -> float:
-        """Bytes of the device beside vLLM's weights."""
-        return self.job.cluster.device_gib * GIB - float(self.job.memory.inference.max())
-
     def sentences(self) -> dict[str, str]:
         """Heading -> what is to be said under it."""
         places = [(self.job.fits_device, self._of_device())]
+        if not self.job.cache.fits:
+            places.append((False, self._of_cache()))
         if self.job.fits_host is not None:
             places.append((self.job.fits_host, self._of_host()))
         fits = "; ".join(text for _, text in sorted(places, key=lambda place: place[0])) + "."
         return {
             "Fits" if self.fits else "Does not fit": fits,
+            **({"Cache": f"{self._of_cache()}."} if self.job.cache.fits else {}),
             "Left out": self._left_out(),
             "Moves": self._moved(),
             "Takes": self._time(),
@@ -60,7 +58,10 @@ class JobVerdict:
         return {
             "fits": self.fits,
             "room": self.room,
-            "room_for_cache": self.room_for_cache,
+            "room_for_cache": self.job.cache.room,
+            "cache_tokens": self.job.cache.num_tokens,
+            "gpu_memory_utilization": self.job.cache.utilization,
+            "least_gpu_memory_utilization": self.job.cache.needed,
             "peak_during": "training" if self.peak_is_of_training else "switch",
             "left_out": list(LEFT_OUT),
         }
@@ -77,13 +78,24 @@ class JobVerdict:
         fits = "fit" if self.job.fits_host else "do not fit"
         return f"{largest} of offloaded training state {fits} a host of {size}"
 
+    def _of_cache(self) -> str:
+        cache = self.job.cache
+        share = f"vLLM's {gib(cache.share)} (gpu_memory_utilization {cache.utilization:g})"
+        if cache.room <= 0:
+            found = f"{share} are less than its weights of {gib(cache.weights)}"
+        else:
+            found = f"{share} hold its weights of {gib(cache.weights)} and a KV cache of {gib(cache.room)}: "
+            found += f"{cache.num_tokens:,} tokens"
+            if cache.longest:
+                found += f", {cache.num_sequences:.3g} sequences of {cache.longest:,}"
+        if cache.fits:
+            return found
+        if cache.needed > 1:
+            return f"{found}. No share of the device is enough: use a larger --infer tp or pp, or a lower max_model_len"
+        return f"{found}; it starts from {cache.needed:g}, or with a lower max_model_len"
+
     def _left_out(self) -> str:
-        cache = (
-            f"beside vLLM's weights {gib(self.room_for_cache)} are left for the KV cache"
-            if self.room_for_cache > 0
-            else "vLLM's weights alone leave no room for the KV cache"
-        )
-        return f"the peak does not count {', '.join(LEFT_OUT[:-1])} and {LEFT_OUT[-1]}; {cache}."
+        return f"the peak does not count {', '.join(LEFT_OUT[:-1])} and {LEFT_OUT[-1]}."
 
     def _moved(self) -> str:
         moved, gathered = self.job.bytes, self.job.peers[0].nbytes

@@ -83,7 +83,12 @@ def plan(
         float | None,
         typer.Option(help="Also estimate prefetch: 10^9 bytes per second from host to device, of one rank."),
     ] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="vLLM's share of a device, for prefetch.")] = 0.5,
+    gpu_memory_utilization: Annotated[
+        float, typer.Option(help="vLLM's share of a device, for weights and KV cache, as the key of this name.")
+    ] = Cluster().gpu_memory_utilization,
+    max_model_len: Annotated[
+        int | None, integer_option("Tokens of the longest sequence; default: the config's.")
+    ] = None,
     rank: Annotated[int | None, integer_option("Also plan every transfer of this rank.")] = None,
     frozen: Annotated[
         str | None,
@@ -99,7 +104,7 @@ def plan(
 
     The verdict comes first, then the numbers. Exits with 3 if the job does not fit.
     """
-    found: list[Violation] = list(_option_violations(hosts_of, device_gib, host_gib, bucket_mb, html))
+    found: list[Violation] = list(_option_violations(hosts_of, device_gib, host_gib, bucket_mb, max_model_len, html))
     found += _prefetch_violations(prefetch_gbps, gpu_memory_utilization)
     size = collect(found, _size_of_device, device, device_gib)
     rates = collect(found, _parse_rates, link_gbps)
@@ -116,18 +121,20 @@ def plan(
     if trainer is None:
         refuse(found)
     has_elastic_buffers = _has_elastic_buffers() if elastic is None else elastic
+    cluster = Cluster(hosts_of, size, host_gib, rates, has_elastic_buffers, gpu_memory_utilization)
     make = partial(
         plan_job,
-        *(table, trainer, inference, Cluster(hosts_of, size, host_gib, rates, has_elastic_buffers)),
+        *(table, trainer, inference, cluster),
         order=order.value,
         dtype=dtypes.infer,
         train_dtype=dtypes.train,
         bucket_nbytes=bucket_mb * 1024**2,
         release_weights=release_weights,
+        max_model_len=_longest(config) if max_model_len is None else max_model_len,
     )
     page = None
     with progress() as doing:
-        answer = _answer(make, _Beside(rank, frozen, prefetch_gbps, gpu_memory_utilization), doing)
+        answer = _answer(make, _Beside(rank, frozen, prefetch_gbps), doing)
         if html is not None:
             doing("drawing the page")
             page = page_of(answer, f"{name_of_model(model)}: training {train}, generation {infer}")
@@ -147,7 +154,6 @@ class _Beside(NamedTuple):
     rank: int | None
     frozen: str | None
     prefetch_gbps: float | None
-    gpu_memory_utilization: float
 
 
 def _answer(make: Callable[..., JobPlan], beside: _Beside, doing: Callable[[str], None]) -> Answer:
@@ -171,8 +177,8 @@ def _answer(make: Callable[..., JobPlan], beside: _Beside, doing: Callable[[str]
         own_plan = job.plan_of(beside.rank)
         of_rank = facts_of_rank(own_plan, beside.rank, time.perf_counter() - started)
     if beside.prefetch_gbps is not None:
-        device_nbytes = job.cluster.device_gib * GIB
-        ahead = PrefetchEstimate(job.memory, device_nbytes, beside.gpu_memory_utilization, beside.prefetch_gbps * 1e9)
+        share = job.cluster.gpu_memory_utilization
+        ahead = PrefetchEstimate(job.memory, job.cluster.device_gib * GIB, share, beside.prefetch_gbps * 1e9)
     return Answer(job, cost, of_rank, ahead, later)
 
 
@@ -233,9 +239,15 @@ def _dtypes(infer: str | None, train: str | None, config: Mapping[str, Any], *, 
 
 
 def _option_violations(
-    hosts_of: int, device_gib: float | None, host_gib: float | None, bucket_mb: int, html: Path | None
+    hosts_of: int,
+    device_gib: float | None,
+    host_gib: float | None,
+    bucket_mb: int,
+    max_model_len: int | None,
+    html: Path | None,
 ) -> Iterator[Violation]:
     numbers = {"--hosts-of": hosts_of, "--bucket-mb": bucket_mb, "--device-gib": device_gib, "--host-gib": host_gib}
+    numbers["--max-model-len"] = max_model_len
     for key, value in numbers.items():
         if value is not None and not 0 < value <= LARGEST_SIZE:
             yield Violation(key, f"{value:g} is not a valid size", f"Use a number above 0, at most {LARGEST_SIZE}")
@@ -273,6 +285,12 @@ def _dtype_of(config: Mapping[str, Any]) -> str:
     """Return the weights' dtype in a config written by transformers 4 (torch_dtype) or 5 (dtype)."""
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     return dtype if dtype in DTYPE_NBYTES else "bfloat16"
+
+
+def _longest(config: Mapping[str, Any]) -> int:
+    """Return the tokens of the longest sequence by a model's config, as vLLM takes it; 0: it does not say."""
+    found = config.get("max_position_embeddings", config.get("n_positions"))
+    return found if isinstance(found, int) else 0
 
 
 def _peak_memory() -> int:

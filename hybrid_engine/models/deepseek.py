@@ -125,6 +125,7 @@ def _dims(config: Config, experts: Experts, sparse: list[bool]) -> ModelDims:
         num_heads=config["num_attention_heads"],
         num_kv_heads=config["num_attention_heads"],
         head_dim=config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+        latent_kv_size=config["kv_lora_rank"] + config["qk_rope_head_dim"],
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         num_experts=experts.num,
         moe_ffn_hidden_size=experts.width,

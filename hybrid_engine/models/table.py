@@ -26,6 +26,8 @@ class ModelDims:
         tied_embeddings: the output head is the embedding.
         num_experts, moe_ffn_hidden_size: routed experts and the width of one; 0 without.
         num_mtp_layers: multi-token prediction (MTP) layers; the checkpoint numbers them after the decoder's.
+        latent_kv_size: elements that multi-head latent attention keeps of a token in place of keys and values; 0:
+            there is none.
     """
 
     num_layers: int
@@ -39,6 +41,7 @@ class ModelDims:
     num_experts: int = 0
     moe_ffn_hidden_size: int = 0
     num_mtp_layers: int = 0
+    latent_kv_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import re
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from hybrid_engine.advisor.cache_room import token_nbytes
 from hybrid_engine.cli import app
 from hybrid_engine.cli.output import progress
+from hybrid_engine.layouts.parallelism import InferenceParallelism
+from hybrid_engine.models.table import ModelDims
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS
 from tests.zoo.published_configs import DEEPSEEK_V3, LLAMA_3_8B
 
@@ -27,7 +31,7 @@ def saved(directory: Path, config: dict[str, Any]) -> str:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"})
+    return CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "400"})
 
 
 def facts(*arguments: str) -> dict[str, Any]:
@@ -177,17 +181,22 @@ def test_the_answer_begins_with_the_verdict(tmp_path: Path) -> None:
     job = "--model", saved(tmp_path, LLAMA_3_8B), "--train", "tp=8,pp=2", "--infer", "tp=4"
     result = run(*job, "--device", "H100", "--host-gib", "60")
     assert result.exit_code == 0, result.output
-    fits, left_out, moves, takes, *_ = result.stdout.splitlines()
+    fits, cache, left_out, moves, takes, *_ = result.stdout.splitlines()
     device, host = fits.removesuffix(".").split("; ")
     assert device == "Fits: the peak of 8.42 GiB on a device, while training, leaves 70.7 GiB of its 79.1 GiB"
     assert host == "52.4 GiB of offloaded training state fit a host of 60 GiB"
+    # 2 * 2 heads * 128 * 32 layers * 2 bytes a token
+    assert cache == (
+        "Cache: vLLM's 39.5 GiB (gpu_memory_utilization 0.5) hold its weights of 3.74 GiB and a KV cache of 35.8 GiB: "
+        "1,173,430 tokens, 8.95 sequences of 131,072."
+    )
     assert left_out.startswith("Left out: the peak does not count activations, KV cache, CUDA context and ")
-    assert left_out.endswith("beside vLLM's weights 75.4 GiB are left for the KV cache.")
     assert "2.81 GiB to a rank on average, the least that these two layouts allow, 80% less than all" in moves
     assert re.fullmatch(r"Takes: 0\.0\d+ s for the transfers of the slowest rank .*assumed, not measured\.", takes)
     result = run(*job, "--device-gib", "4", "--host-gib", "50")
     assert result.exit_code == 3
-    device, host = result.stdout.splitlines()[0].removesuffix(".").split("; ")
+    device, cache, host = result.stdout.splitlines()[0].removesuffix(".").split("; ")
+    assert cache.startswith("vLLM's 2 GiB (gpu_memory_utilization 0.5) are less than its weights of 3.74 GiB")
     assert device == "Does not fit: the peak of 8.42 GiB on a device, while training, is 4.42 GiB more than its 4 GiB"
     assert host == "52.4 GiB of offloaded training state do not fit a host of 50 GiB"
     result = run(*job, "--host-gib", "50")
@@ -206,7 +215,36 @@ def test_the_verdict_is_of_the_switch_where_that_is_higher(tmp_path: Path) -> No
     )
     assert result.exit_code == 3
     assert "on a device, at the switch, is " in result.stdout.splitlines()[0]
-    assert "vLLM's weights alone leave no room for the KV cache" in result.stdout
+
+
+def test_a_job_whose_vllm_cannot_start_does_not_fit(tmp_path: Path) -> None:
+    """Though training and the switch do: vLLM's weights and its cache are within its share of the device."""
+    job = "--model", saved(tmp_path, LLAMA_3_8B), "--train", "tp=8", "--infer", "tp=1,dp=8", "--device-gib", "24"
+    short = *job, "--max-model-len", "8192"  # 2 * 8 heads * 128 * 32 layers * 2 bytes a token: 1 GiB
+    result = run(*short)
+    assert result.exit_code == 3
+    assert result.stdout.startswith(
+        "Does not fit: vLLM's 12.0 GiB (gpu_memory_utilization 0.5) are less than its weights of 15.0 GiB; it starts "
+        "from 0.67, or with a lower max_model_len; the peak of 16.8 GiB on a device, while training, leaves 7.16 GiB"
+    )
+    assert run(*short, "--gpu-memory-utilization", "0.67").exit_code == 0
+    nearly = run(*short, "--gpu-memory-utilization", "0.66")
+    assert nearly.exit_code == 3
+    assert "a KV cache of 0.882 GiB: 7,229 tokens, 0.882 sequences of 8,192; it starts from 0.67" in nearly.stdout
+    assert run(*job, "--gpu-memory-utilization", "0.66", "--max-model-len", "7229").exit_code == 0
+    verdict = facts(*short)["verdict"]
+    assert (verdict["fits"], verdict["cache_tokens"], verdict["least_gpu_memory_utilization"]) == (False, 0, 0.67)
+    whole = run(*job)  # 131,072 tokens
+    assert whole.exit_code == 3
+    assert "No share of the device is enough: use a larger --infer tp or pp, or a lower max_model_len" in whole.stdout
+
+
+def test_the_cache_is_counted_by_what_attention_keeps() -> None:
+    infer = InferenceParallelism(8, tensor=4, pipeline=2)
+    heads = ModelDims(5, 64, 128, 100, num_heads=8, num_kv_heads=2, head_dim=16, tied_embeddings=False)
+    assert token_nbytes(heads, infer, "bfloat16") == 3 * 2 * 1 * 16 * 2, "three layers; a head for each two ranks"
+    assert token_nbytes(heads, InferenceParallelism(1), "float32") == 5 * 2 * 2 * 16 * 4
+    assert token_nbytes(replace(heads, latent_kv_size=40), infer, "bfloat16") == 3 * 40 * 2, "whole on every rank"
 
 
 def test_the_tables_say_what_the_engine_does(tmp_path: Path) -> None:
