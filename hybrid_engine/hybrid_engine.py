@@ -114,7 +114,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
             elif settings:
                 raise TypeError(f"only with a model: {', '.join(settings)}")
             self.train, self.inference, self.config, self.job = train, inference, config, inference.job
-            self.sharding = ShardingManager(
+            self._sharding = ShardingManager(
                 trainer=train,
                 inference=weights or inference.adaptor,
                 caches=inference,

@@ -84,8 +84,9 @@ class ActorHybridWorker(SwitchContexts):
         job: the ranks, their device (`job.device`) and how they agree.
         train: the trainer, an `ActorTrainer`; `train.limits` has the data parallel rank and size.
         inference: the `InferenceEngine`, with vLLM's `llm`.
-        engine: the `HybridEngine` of both.
     """
+
+    _engine: HybridEngine[ActorTrainer] | None = None
 
     def __init__(
         self, config: HybridConfig, *, weights_only: bool = False, load_weights: bool = True, job: Job | None = None
@@ -137,13 +138,20 @@ class ActorHybridWorker(SwitchContexts):
         undo.callback(self.inference.shutdown)
         with job.agreement.phase("delivering adapters"):
             weights = served_weights(self.inference, self.config, lora)
-        self.engine = HybridEngine(
+        engine = HybridEngine(
             self.train, self.inference, self.config, offloader=offloader, weights=weights, training_layouts=layouts
         )
-        self.sharding = self.engine.sharding
+        self._engine, self._sharding = engine, engine.sharding
         undo.callback(self.sharding.close)
         if self._memory is not None:
             self._measure_switches()
+
+    @property
+    def engine(self) -> HybridEngine[ActorTrainer]:
+        """The `HybridEngine` of both. Raises StateError after `shutdown`."""
+        _ = self.sharding
+        assert self._engine is not None, "it goes with its switch"
+        return self._engine
 
     def barrier(self, phase: str) -> None:
         """Wait until all ranks are here. Raises RemoteError with what failed on another; `phase` names the place."""
@@ -358,8 +366,7 @@ class ActorHybridWorker(SwitchContexts):
         they go with it.
         """
         self._ends.close()
-        for name in ("engine", "sharding"):
-            vars(self).pop(name, None)
+        self._engine = self._sharding = None
 
 
 def _builder(config: HybridConfig) -> Callable[..., ActorTrainer]:

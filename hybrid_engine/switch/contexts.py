@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Self
 
+from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import KINDS, Kind
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.hooks import Hook
@@ -16,13 +17,20 @@ from hybrid_engine.switch.states import State
 
 
 class SwitchContexts(ABC):
-    """Base of what has a `sharding`. All methods are collective, but for the hooks'.
+    """Base of what has a switch, `_sharding`. All methods are collective, but for the hooks'.
 
     As a context manager it is shut down at the end of the block, whatever ends it.
     """
 
     job: Job
-    sharding: ShardingManager
+    _sharding: ShardingManager | None = None
+
+    @property
+    def sharding(self) -> ShardingManager:
+        """The switch. Raises StateError where it is gone, after `shutdown`."""
+        if self._sharding is None:
+            raise StateError(f"this {type(self).__name__} was shut down: build a new one")
+        return self._sharding
 
     @abstractmethod
     def shutdown(self) -> None:

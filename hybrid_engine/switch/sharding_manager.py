@@ -184,7 +184,6 @@ class ShardingManager(SwitchHooks):
         Memory: theirs beside the inference weights', so name what fits. The copies run on a side stream on CUDA, in a
         thread on the CPU. Raises StateError in any other state, OffloadError when memory runs out; both lose nothing.
         """
-        self._require_open()
         self.require(State.INFER)
         with self.job.agreement.phase("prefetch"):
             self._prefetcher.bring(kinds)
@@ -196,7 +195,8 @@ class ShardingManager(SwitchHooks):
             self._prefetcher.begin()
 
     def require(self, *states: State) -> None:
-        """Raise StateError unless the present state is one of these."""
+        """Raise StateError unless the present state is one of these; closed, there is no state."""
+        self._require_open()
         require(self.state, states)
 
     def require_kinds(self, kinds: Iterable[str]) -> None:

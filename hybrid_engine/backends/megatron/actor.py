@@ -102,8 +102,9 @@ def build_actor(
 ) -> MegatronActor:
     """Megatron's groups, model, DDP and optimizer, which end with `owner`. Collective.
 
-    Args and errors as in `build.build_model`.
+    Args and errors as in `build.build_model`; StateError where Megatron has groups in this process already.
     """
+    parallel_groups.require_none()  # before those of somebody else are noted as what ends with `owner`
     actor_config, hf_config = config.actor_config, config.hf_config()
     owner.callback(parallel_groups.destroy_parallel_state)
     parallel_groups.initialize_parallel_state(actor_config, job.world_size, job.timeout_seconds)

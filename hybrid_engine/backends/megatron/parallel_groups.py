@@ -13,6 +13,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from hybrid_engine.backends.megatron.internals import process_groups
 from hybrid_engine.backends.megatron.megatron_config import train_sizes
 from hybrid_engine.config import ActorConfig
+from hybrid_engine.errors import StateError
 from hybrid_engine.layouts.parallelism import TrainParallelism, named
 from hybrid_engine.ranks.process_groups import end_groups
 
@@ -33,6 +34,15 @@ def initialize_parallel_state(actor: ActorConfig, world_size: int, timeout_secon
     seed = actor.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def require_none() -> None:
+    """Raise StateError where Megatron has process groups already: it has room for those of one model's ranks."""
+    if parallel_state.model_parallel_is_initialized():
+        raise StateError(
+            "Megatron's process groups are in use in this process: shut down the worker that made them first, or put "
+            "vLLM beside a model of your own with hybrid_engine.attach"
+        )
 
 
 def destroy_parallel_state() -> None:

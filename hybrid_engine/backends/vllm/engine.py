@@ -45,7 +45,7 @@ from hybrid_engine.backends.vllm.generation.sampling_params import (
 )
 from hybrid_engine.backends.vllm.lora.delivered_loras import DeliveredLoras
 from hybrid_engine.backends.vllm.process.group_placement import building_groups
-from hybrid_engine.backends.vllm.process.isolation import destroy_groups, forget_import_frames
+from hybrid_engine.backends.vllm.process.isolation import destroy_groups, forget_import_frames, require_no_groups
 from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings, process_settings_kept
 from hybrid_engine.backends.vllm.process.random_state import get_state, random_state_kept, seeded_state, set_state
 from hybrid_engine.backends.vllm.process.shm_cleanup import check_room
@@ -124,6 +124,7 @@ class InferenceEngine:
         self.tokenizer = ModelTokenizer(settings.tokenizer_dir or settings.model_dir)
         with contextlib.ExitStack() as undo, torch_defaults(), process_settings_kept():
             with self._agreement.phase("checking vLLM and the model"):
+                require_no_groups()
                 self._device_type = check_settings(settings, job)
                 self._place = settings.sizes.place_of(rank)
             check_room(settings, self._device_type, job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import REPO_ROOT, Outcomes, Ranks
 from tests.hybrid_engine.end_to_end.digests import training_state
+from tests.hybrid_engine.ranks.test_agreement import outcome_of
 from tests.zoo import workers
 from tests.zoo.shares import share_of
 from tests.zoo.tokenizers import save_characters
@@ -71,12 +73,45 @@ def with_switches(model: Path, directory: Path) -> dict[str, Any]:
         found["rates"].append(worker.learning_rate)
         found["state is back"] = training_state(worker.train) == found["state"]
         found["version"] = worker.train.version
+    with pytest.raises(StateError, match="vLLM runs in this process already"):
+        workers.build_worker(model, SHARDED)
     trained = weakref.ref(worker.train)
     worker.shutdown()
+    found["closed"] = {name: outcome_of(call) for name, call in of_a_closed(worker).items()}
     del worker, reference
     gc.collect()
     found["is left"] = trained() is not None
     return found
+
+
+def of_a_closed(worker: ActorHybridWorker) -> dict[str, Callable[[], object]]:
+    """What needs the engines."""
+    batch = workers.batch(seed=9)
+    return {
+        "rollout_context": worker.rollout_context,
+        "train_context": worker.train_context,
+        "forward_context": worker.forward_context,
+        "prefetch": worker.prefetch,
+        "on_reshard_end": lambda: worker.on_reshard_end(print),
+        "generate_sequences": lambda: worker.generate_sequences(PROMPTS, SAMPLED),
+        "compute_log_probs": lambda: worker.compute_log_probs(batch),
+        "update": lambda: worker.update(batch, workers.cross_entropy),
+        "save_checkpoint": lambda: worker.save_checkpoint("nowhere"),
+        "load_checkpoint": lambda: worker.load_checkpoint("nowhere"),
+        "save_hf_checkpoint": lambda: worker.save_hf_checkpoint("nowhere"),
+        "load_hf_checkpoint": lambda: worker.load_hf_checkpoint("nowhere"),
+        "resident_nbytes": worker.resident_nbytes,
+        "barrier": lambda: worker.barrier("here"),
+        "engine": lambda: worker.engine,
+        "generate": lambda: worker.inference.generate(PROMPTS, SAMPLED),
+        "generate_over_replicas": lambda: worker.inference.generate_over_replicas(PROMPTS, SAMPLED),
+        "prompt_logprobs": lambda: worker.inference.prompt_logprobs(PROMPTS),
+        "reset_caches": worker.inference.reset_caches,
+        "release": worker.inference.release,
+        "set_lora": lambda: worker.inference.remove_lora("one"),
+        "abandon_requests": worker.inference.abandon_requests,
+        "reference": lambda: ReferenceModel(worker),
+    }
 
 
 def run_snippets(worker: ActorHybridWorker) -> dict[str, Any]:
@@ -193,6 +228,11 @@ def test_the_snippets_about_generation_run(launched: Outcomes) -> None:
         (chat,) = found["snippets"]["chats"]
         assert [message["role"] for message in chat] == ["user", "assistant"] * 2 + ["user"]
         assert found["snippets"]["raw"] == launched["switched"][0]["snippets"]["raw"]
+
+
+def test_a_closed_worker_says_so_whatever_is_asked(launched: Outcomes) -> None:
+    for found in launched["switched"]:
+        assert {name: outcome for name, outcome in found["closed"].items() if "StateError: " not in outcome} == {}
 
 
 def test_training_with_switches_is_bitwise_training_without(launched: Outcomes) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from hybrid_engine import ActorHybridWorker, ReferenceModel
 from hybrid_engine.backends.vllm.internals import core_of
-from hybrid_engine.errors import HybridEngineError
+from hybrid_engine.errors import HybridEngineError, StateError
 from tests.harness.launch import Call, Outcomes, Ranks, real_collector
 from tests.hybrid_engine.end_to_end.digests import training_state
 from tests.zoo import workers
@@ -232,6 +232,9 @@ def follow_overlapped_gathers(model: Path, directory: Path) -> Readers:
         worker.save_hf_checkpoint(directory.with_name("hf"))
         live = worker.compute_log_probs(batch)
         of_reference = reference.compute_log_probs(batch)
+        with pytest.raises(StateError, match="Megatron's process groups are in use in this process"):
+            workers.build_worker(model, OVERLAP)
+        assert torch.equal(worker.compute_log_probs(batch), live)
     second = workers.build_worker(directory.with_name("hf"), {**OVERLAP, "seed": 99}, random_weights=False)
     with second.train_context():
         begun = second.compute_log_probs(batch)

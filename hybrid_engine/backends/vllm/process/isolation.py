@@ -11,7 +11,7 @@ from types import FrameType
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.errors import ConfigError, UnknownModelError, Violation
+from hybrid_engine.errors import ConfigError, StateError, UnknownModelError, Violation
 from hybrid_engine.ranks.job import Job
 
 
@@ -102,6 +102,12 @@ def _frames_of(error: BaseException) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def require_no_groups() -> None:
+    """Raise StateError where vLLM has process groups in this process already: it has room for one engine's."""
+    if internals.PARALLEL_STATE.load()._WORLD is not None:
+        raise StateError("vLLM runs in this process already: shut down the engine or the worker that has it first")
 
 
 def destroy_groups() -> None:
