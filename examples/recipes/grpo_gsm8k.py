@@ -71,7 +71,8 @@ def step(
 ) -> Mapping[str, float]:
     """Sample completions of some problems, score them, and take one optimizer step; return what happened."""
     chats = [[{"role": "user", "content": problem.question + INSTRUCTION}] for problem in problems]
-    sampling = Sampling(n=options.samples, max_tokens=options.max_tokens, temperature=1.0, seed=number)
+    seed = number * options.samples  # completion i has seed + i: no step draws from the streams of another
+    sampling = Sampling(n=options.samples, max_tokens=options.max_tokens, temperature=1.0, seed=seed)
     with worker.rollout_context():
         groups = worker.generate_sequences(chats, sampling)
     rewards = torch.tensor(

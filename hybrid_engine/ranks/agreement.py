@@ -41,6 +41,9 @@ SECONDS_OF_A_ROUND = 5.0
 SHORT_PATIENCE = 30.0
 """Seconds for which a rank that failed waits for others that cannot come back, since they wait for it in a library."""
 
+PATIENCE_AFTER_INTERRUPT = 1.0
+"""In its place after Ctrl-C or SystemExit, which ends a job: torchrun kills after 30 s."""
+
 
 class Agreement:
     """Lets every rank know whether any rank failed. One small all-reduce when all is well; of many ranks on several
@@ -105,7 +108,7 @@ class Agreement:
                 yield
         except BaseException as error:
             if error is not self._agreed and error is not self.lost:
-                self._watch.tell("building", _described(error), SHORT_PATIENCE)
+                self._watch.tell("building", _described(error), _patience_after(error, SHORT_PATIENCE))
             raise
         finally:
             self._end_group()
@@ -142,7 +145,8 @@ class Agreement:
                 raise
             error = self._in_our_words(name, caught)
         except BaseException as interrupt:  # not held back, but the others hear of it
-            self._watch.tell(name, _described(interrupt), patience or self.timeout_seconds, waiting)
+            seconds = self.timeout_seconds if patience is None else _patience_after(interrupt, patience)
+            self._watch.tell(name, _described(interrupt), seconds, waiting)
             raise
         self.conclude(name, error, patience, waiting, kind)
 
@@ -365,7 +369,11 @@ def _different_calls(called: Sequence[str]) -> StateError:
 
 def _described(error: BaseException) -> str:
     text = plain_text(error) if is_lost_connection(error) else str(error)
-    return f"{type(error).__name__}: {text}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _patience_after(error: BaseException, patience: float) -> float:
+    return patience if isinstance(error, Exception) else min(patience, PATIENCE_AFTER_INTERRUPT)
 
 
 def _is_secondhand(error: Exception) -> bool:

@@ -16,6 +16,7 @@ from tests.hybrid_engine.ranks import watch_ranks
 
 CAUSES = {
     "raises": r"rank 1, generate: MemoryError: no memory for 3 GB",
+    "ctrl-c": r"rank 1, generate: KeyboardInterrupt",
     "killed": r"rank 1 has ended \(process \d+\)",
     "stopped": r"rank 1 is stopped \(process \d+\)",
     "store goes": r"rank 0 has ended",
@@ -25,7 +26,8 @@ SECONDS_AT_MOST = 100  # a rank that is left waiting waits for minutes
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "scenario", [name if name == "raises" else pytest.param(name, marks=pytest.mark.faults) for name in CAUSES]
+    "scenario",
+    [name if name in ("raises", "ctrl-c") else pytest.param(name, marks=pytest.mark.faults) for name in CAUSES],
 )
 def test_every_rank_says_the_cause_and_ends(scenario: str) -> None:
     """One rank waits in a call that has no timeout, another in a collective, the third fails."""
@@ -35,7 +37,7 @@ def test_every_rank_says_the_cause_and_ends(scenario: str) -> None:
     assert re.search(rf"ERROR \[Reshard\] {cause} \(rank {waiting} is still in: generate\)", ended.output), ended.output
     end = rf"CRITICAL \[Reshard\] rank {waiting} ends: after \d+ s it still waits in 'generate'.*{cause}"
     assert re.search(end, ended.output), ended.output
-    if scenario in ("raises", "killed"):  # nothing tells a group that a member is stopped
+    if scenario in ("raises", "killed", "ctrl-c"):  # nothing tells a group that a member is stopped
         assert re.search(rf"rank 2 LostRankError: generate: {cause}", ended.output), ended.output
     if scenario == "raises":
         own = "rank 1 LostRankError: generate: MemoryError: no memory for 3 GB\nThe other ranks did not come"

@@ -73,11 +73,11 @@ def _store_of_rank_0() -> dist.Store:
     return dist.TCPStore("127.0.0.1", int(meeting.get("port")), is_master=False)
 
 
-def part(how: Callable[[], None]) -> Callable[[int, Agreement], None]:
+def part(how: Callable[[], None], patience: float = PATIENCE) -> Callable[[int, Agreement], None]:
     """Rank 1 fails. Rank 0 waits in a call that has no timeout, rank 2 in a collective."""
 
     def scenario(rank: int, agreement: Agreement) -> None:
-        with agreement.phase("generate", PATIENCE):
+        with agreement.phase("generate", patience):
             if rank == 1:
                 time.sleep(0.5)  # the others are waiting by then
                 how()
@@ -90,6 +90,10 @@ def part(how: Callable[[], None]) -> Callable[[int, Agreement], None]:
 
 def _raise() -> None:
     raise MemoryError("no memory for 3 GB")
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def after_the_end(rank: int, agreement: Agreement) -> None:
@@ -244,6 +248,7 @@ Scenario = Callable[[int, Agreement], None]
 
 ENDING: dict[str, Scenario] = {
     "raises": part(_raise),
+    "ctrl-c": part(_interrupt, FOR_EVER),
     "killed": part(lambda: os.kill(os.getpid(), signal.SIGKILL)),
     "stopped": part(lambda: os.kill(os.getpid(), signal.SIGSTOP)),
     "store goes": store_goes,
