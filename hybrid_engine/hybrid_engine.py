@@ -163,7 +163,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
 
         self.sharding.require(State.INFER)
         completions = self.inference.generate_over_replicas(
-            prompts, sampling or Sampling(), self._lora, attention_mask, data
+            prompts, Sampling() if sampling is None else sampling, self._lora, attention_mask, data
         )
         return in_form_of(prompts, completions, self._pad_token_id())
 

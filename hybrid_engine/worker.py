@@ -180,7 +180,7 @@ class ActorHybridWorker(SwitchContexts):
 
         self.sharding.require(State.INFER)
         return self.inference.generate_over_replicas(
-            prompts, sampling or Sampling(), self.adapter, attention_mask, data
+            prompts, Sampling() if sampling is None else sampling, self.adapter, attention_mask, data
         )
 
     @overload

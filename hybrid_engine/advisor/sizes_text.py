@@ -88,10 +88,12 @@ def parse_job(
     inference = _parse(infer, INFER, _by_text(InferenceParallelism), found)
     if with_fsdp and not found and "num_shards" not in training:
         found.append(Violation(f"{TRAIN} fsdp", "not given", "Say how many ranks shard a parameter, e.g. fsdp=4"))
-    if found:
+    if found and "num_shards" not in training and with_fsdp:
         raise ConfigError(found)
     dps = {TRAIN: training.pop(_DATA.name, 1 if with_fsdp else None), INFER: inference.pop(_DATA.name, None)}
     one = _one_replica(training), InferenceParallelism(1, **inference)
+    if found:  # what could be read may be wrong, too
+        raise ConfigError([*found, *(_findings(one, table, model_findings) if table is not None else ())])
     worlds = {
         option: sizes.ranks_per_replica * dp
         for (option, dp), sizes in zip(dps.items(), one, strict=True)
@@ -169,6 +171,7 @@ def _parse(text: str, option: str, sizes: Mapping[str, Size], found: list[Violat
             found.append(Violation(f"{option} {key}", "given twice", "Leave one out"))
         elif isinstance(parsed, int) and not isinstance(parsed, bool) and not 1 <= parsed <= LARGEST_SIZE:
             found.append(Violation(f"{option} {key}", f"{parsed} is not a valid size", f"Use 1 to {LARGEST_SIZE}"))
+            continue
         values[size.name] = parsed
     return values
 

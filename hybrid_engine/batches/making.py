@@ -112,10 +112,13 @@ def _all_token_ids(key: str, given: object, found: list[Violation]) -> list[tupl
 
 def _token_ids(value: object) -> tuple[int, ...] | None:
     values = value.tolist() if hasattr(value, "tolist") else value  # of tensors and arrays
-    if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
+    if isinstance(values, str | bytes | bytearray) or not hasattr(values, "__iter__"):
+        return None
+    listed = list(values)
+    if bool in set(map(type, listed)):  # Python counts it as 0 or 1
         return None
     try:
-        return tuple(operator.index(token) for token in values)
+        return tuple(map(operator.index, listed))
     except TypeError:
         return None
 

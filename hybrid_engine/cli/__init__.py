@@ -29,7 +29,12 @@ from hybrid_engine.cli.example_command import example
 from hybrid_engine.cli.plan_command import plan
 from hybrid_engine.cli.verify_command import verify
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut the names of options off in narrow terminals
+)
 
 
 def _print_version(asked: bool) -> None:

@@ -106,6 +106,9 @@ def plan(
     """
     found: list[Violation] = list(_option_violations(hosts_of, device_gib, host_gib, bucket_mb, max_model_len, html))
     found += _prefetch_violations(prefetch_gbps, gpu_memory_utilization)
+    for key, text in (("--train", train), ("--infer", infer)):
+        if not text.strip(" ,"):
+            found.append(Violation(key, "names no size", "For one rank pass tp=1"))
     size = collect(found, _size_of_device, device, device_gib)
     rates = collect(found, _parse_rates, link_gbps)
     directory = collect(found, model_directory, model)

@@ -57,11 +57,22 @@ ELSEWHERE: Mapping[str, tuple[str, ...]] = {
 }
 """Names that other frameworks have for a key, or for a like key of another section -> keys of ours."""
 
-FOLLOWING = {
-    ("actor_config", "dp"): "the number of ranks over TP x PP x CP",
-    ("actor_config", "data_parallel_size"): "the number of ranks over TP x PP x CP",
+_DATA_PARALLEL = "Leave it out: it is the number of ranks over TP x PP x CP"
+_SAMPLED = "Pass Sampling({0}=...) to generate_sequences: each call says how it samples"
+_ACCUMULATED = "Leave it out: an update accumulates the rows of a rank / micro_batch_size micro batches"
+NO_KEYS = {
+    ("actor_config", "dp"): _DATA_PARALLEL,
+    ("actor_config", "data_parallel_size"): _DATA_PARALLEL,
+    ("actor_config", "gradient_accumulation_steps"): _ACCUMULATED,
+    **{
+        ("generate_config", name): _SAMPLED.format(ours)
+        for name, ours in {
+            **{name: name for name in ("n", "temperature", "top_p", "top_k", "max_tokens", "min_p", "stop")},
+            "max_new_tokens": "max_tokens",
+        }.items()
+    },
 }
-"""(section, name) that users try, though it is not a key -> what its value follows from."""
+"""(section, name) that users try, though it is not a key -> what to do."""
 
 _BESIDE = "critic_config"
 """A section that most jobs lack, with keys of the same names as the actor's."""
@@ -88,8 +99,8 @@ def proposal(place: Path, section: type[Section], root: type[Section], prefix: s
         root: where other keys are looked up.
         prefix: of keys below `root`, in messages.
     """
-    if place in FOLLOWING:
-        return f"Leave it out: it is {FOLLOWING[place]}"
+    if place in NO_KEYS:
+        return NO_KEYS[place]
     here, name = place[:-1], clipped(place[-1])
     paths = [path for path in paths_of(root) if path[0] != _BESIDE or here[:1] == (_BESIDE,)]
     words = set(name.split("_"))

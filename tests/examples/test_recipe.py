@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
-from examples.recipes.grpo_gsm8k import Problem, number_in, read_problems
-from hybrid_engine import load_config
+from examples.recipes.grpo_gsm8k import Problem, number_in, read_problems, step
+from hybrid_engine import Sampling, load_config
 from hybrid_engine.cli import app
 from tests.harness.launch import REPO_ROOT
 from tests.zoo.published_configs import QWEN2_5_0_5B
@@ -41,6 +43,24 @@ def test_its_plan_moves_the_least_and_fits(model: Path) -> None:
     assert answer["model"]["served_bytes"] == 988_065_536  # 494 million parameters in bfloat16
     lacking = answer["bytes"]["received"]["mean"] / answer["model"]["served_bytes"]
     assert lacking == pytest.approx(0.5, abs=0.001)  # half of what tensor parallelism cuts
+
+
+def test_no_two_steps_draw_from_one_random_stream() -> None:
+    """Completion i of a prompt draws with seed + i."""
+    sampled: list[Sampling] = []
+
+    def generate(prompts: object, sampling: Sampling) -> None:
+        sampled.append(sampling)
+        raise InterruptedError
+
+    worker = mock.MagicMock()
+    worker.generate_sequences = generate
+    worker.rollout_context.return_value.__exit__.return_value = False
+    for number in range(3):
+        with pytest.raises(InterruptedError):
+            step(worker, mock.Mock(), [Problem("1 + 1?", 2)], number, Namespace(samples=8, max_tokens=4))
+    streams = [one.seed + i for one in sampled for i in range(one.n)]
+    assert len(set(streams)) == len(streams) == 3 * 8
 
 
 @pytest.mark.parametrize(

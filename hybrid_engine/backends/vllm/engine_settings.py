@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from hybrid_engine.errors import ArgumentError, ConfigError, StateError, Violation, shortened
+from hybrid_engine.errors import ArgumentError, ConfigError, StateError, Violation, nearest, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.size_rules import count_violations, infer_rank_violations
 
@@ -114,6 +114,13 @@ class Sampling:
     repetition_penalty: float = 1.0
     min_tokens: int = 0
 
+    def __new__(cls, *_: object, **given: object) -> Sampling:
+        """Raise ArgumentError for names that are no attributes, with ours for those of others."""
+        known = cls.__dataclass_fields__
+        if violations := [_unknown(name, known) for name in given if name not in known]:
+            raise ArgumentError(violations)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         stop: object = self.stop
         if isinstance(stop, str):
@@ -122,6 +129,16 @@ class Sampling:
             raise ArgumentError(violations)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "stop", tuple(self.stop))
+
+
+_OTHER_NAMES = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "num_generations": "n"}
+"""Of transformers and TRL -> ours."""
+
+
+def _unknown(name: str, known: Iterable[str]) -> Violation:
+    meant = _OTHER_NAMES.get(name) or nearest(name, known)
+    remedy = f"Use {meant}" if meant else f"Use one of {', '.join(known)}, or pass vllm.SamplingParams"
+    return Violation(f"sampling.{name}", "is no attribute of Sampling", remedy)
 
 
 _LARGEST = 2**31 - 1

@@ -107,6 +107,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"prompts": ["one", "two"], "completions": "a text"},
         [r"prompts\[0\]: is not a list of token ids but 'one'", "completions: is 'a text'"],
     ),
+    "flags": ({"prompts": [[True]] * 4}, [r"prompts\[0\]: is not a list of token ids but \[True\]"]),
+    "bytes": ({"completions": [b"ab"] * 4}, [r"completions\[0\]: is not a list of token ids but b'ab'"]),
     "one sequence": ({"prompts": [1, 2]}, [r"prompts\[0\]: is not a list of token ids but 1, and 1 more"]),
     "fractions": ({"prompts": torch.ones(4, 2)}, [r"prompts\[0\]: is not a list of token ids but tensor"]),
     "no list": ({"prompts": None}, ["prompts: is None. Pass a list"]),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from hybrid_engine.advisor.cache_room import token_nbytes
@@ -270,7 +271,13 @@ def test_the_tables_say_what_the_engine_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("train", "infer", "num_ranks"),
-    [("tp=2", "tp=2", 2), ("tp=4,pp=2", "tp=2", 8), ("tp=2", "tp=4,pp=3", 12), ("pp=2", "tp=3", 6), ("", "", 1)],
+    [
+        ("tp=2", "tp=2", 2),
+        ("tp=4,pp=2", "tp=2", 8),
+        ("tp=2", "tp=4,pp=3", 12),
+        ("pp=2", "tp=3", 6),
+        ("tp=1", "tp=1", 1),
+    ],
 )
 def test_without_dp_there_are_as_few_ranks_as_both_can_share_out(
     train: str, infer: str, num_ranks: int, tmp_path: Path
@@ -335,6 +342,9 @@ def test_everything_impossible_is_said_at_once(tmp_path: Path) -> None:
         ("tp=2,dp=3", "tp=4", "--infer tp: TP 4 x PP 1 = 4 does not divide the world size 6. Use one of 1, 2, 3, 6"),
         ("tp=2,dp=3", "tp=2,dp=4", "--infer dp: training has 6 ranks, inference 8"),
         ("tp=2 pp=2", "tp=2", "--train tp: '2 pp=2' cannot be read. Separate sizes by commas: tp=2,pp=2"),
+        ("", "tp=2", "--train: names no size. For one rank pass tp=1"),
+        ("tp=5", "tp=5,xx=2", "--train tp: 5 does not divide the number of attention heads"),
+        ("tp=5", "tp=5,xx=2", "--infer xx: unknown key"),
         ("tp=2,dp=2,pd=1", "tp=2", "--train pd: unknown key. Known keys: tp, pp, vpp"),
         ("tp=two,dp=1", "tp=0", "--train tp: 'two' cannot be read"),
         ("tp=two,dp=1", "tp=0", "--infer tp: 0 is not a valid size"),
@@ -382,6 +392,15 @@ def test_numbers_that_cannot_be_are_refused_at_once(option: str, value: str, tmp
     assert result.exit_code == 2
     assert option in result.stderr
     assert not result.stdout
+
+
+@pytest.mark.parametrize("command", ["plan", "verify", "check-gpu", "example"])
+def test_help_cuts_nothing_off_in_a_narrow_terminal(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"})
+    options = {name for one in get_command(app).commands[command].params for name in (*one.opts, *one.secondary_opts)}
+    assert {name for name in options if name.startswith("--") and name not in result.stdout.split()} <= {"--help"}
+    assert "…" not in result.stdout
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
 
 
 def test_prefetch_is_estimated_when_asked(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from hybrid_engine import ActorHybridWorker, ReferenceModel, Sampling
 from hybrid_engine.backends.fsdp.actor import build_actor
-from hybrid_engine.errors import HybridEngineError, StateError
+from hybrid_engine.errors import ArgumentError, HybridEngineError, StateError
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import REPO_ROOT, Outcomes, Ranks
@@ -56,6 +56,8 @@ def with_switches(model: Path, directory: Path) -> dict[str, Any]:
                     call(directory / "never")
             del call  # a method holds its trainer
             if number == 0:
+                with pytest.raises(ArgumentError, match=r"sampling: got \{\}"):
+                    worker.generate_sequences(PROMPTS, {})
                 found["snippets"] = run_snippets(worker)
         found["surplus"].append(worker.sharding.last_report.bytes_received - worker.sharding.last_report.bytes_least)
         with worker.forward_context():

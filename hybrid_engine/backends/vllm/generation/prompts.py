@@ -26,6 +26,8 @@ Prompts = torch.Tensor | Sequence[str] | Sequence[Sequence[Message]] | Sequence[
 _REMEDY = "Pass texts, chats (lists of messages with role and content), lists of token ids, or a tensor [B, S]"
 _REMEDY_FOR_ONE = "Pass a list of prompts; of a tokenizer's output its input_ids, with attention_mask=attention_mask"
 
+_REMEDY_FOR_IDS = "Pass a list of token ids for each sequence: [[5, 6, 7]], not [5, 6, 7]"
+
 
 def token_ids_of(
     prompts: Prompts, tokenizer: ModelTokenizer, attention_mask: torch.Tensor | None = None
@@ -72,17 +74,21 @@ def in_form_of(prompts: Prompts, completions: list[list[Completion]], pad_token_
 
 
 def check_token_ids(prompts: Sequence[Sequence[int]], max_tokens: int, limit: int, vocabulary: int) -> None:
-    """Raise ArgumentError naming every prompt that is empty, too long or out of the vocabulary.
+    """Raise ArgumentError naming every prompt that is no token ids, empty, too long or out of the vocabulary.
 
     Args:
-        prompts: token ids.
+        prompts: token ids, of each a list.
         max_tokens: to be generated after each.
         limit: longest prompt and completion.
         vocabulary: number of tokens.
     """
+    if isinstance(prompts, str | Mapping) or not hasattr(prompts, "__len__"):
+        raise ArgumentError([Violation("prompts", f"got {shortened(prompts)}", _REMEDY_FOR_IDS)])
     violations = []
     for index, prompt in enumerate(prompts):
-        if not len(prompt):
+        if (form := _form_of(prompt)) != "token ids":
+            violations.append(Violation(f"prompts[{index}]", form, _REMEDY_FOR_IDS))
+        elif not len(prompt):
             violations.append(Violation(f"prompts[{index}]", "it has no tokens", "Leave it out"))
         elif len(prompt) + max_tokens > limit:
             problem = f"{len(prompt)} tokens and {max_tokens} to generate, but {limit} fit together"
@@ -131,7 +137,7 @@ def _form_of(prompt: Any) -> str:
     if isinstance(prompt, torch.Tensor | np.ndarray):
         is_row = prompt.ndim == 1 and _is_integer(prompt.dtype)
         return "token ids" if is_row else f"{prompt.dtype} of shape {tuple(prompt.shape)}"
-    if not isinstance(prompt, Sequence):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         return f"{shortened(prompt)}, outside of a list" if isinstance(prompt, int) else f"got {shortened(prompt)}"
     if prompt and all(isinstance(part, Mapping) for part in prompt):
         faulty = [part for part in prompt if not isinstance(part.get("role"), str) or len(part) < 2]

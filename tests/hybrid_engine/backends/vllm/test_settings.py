@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings, Sampling
-from hybrid_engine.errors import ConfigError
+from hybrid_engine.errors import ArgumentError, ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 
 
@@ -64,6 +66,17 @@ def test_everything_wrong_with_sampling_is_said_at_once() -> None:
     text = str(caught.value)
     assert "sampling.max_tokens: 0 is not possible. Use a whole number from 1 to 2147483647, or None" in text
     assert "sampling.top_k: 'k' is not possible. Use a whole number from 0 to 2147483647; 0 takes all tokens" in text
+
+
+def test_an_unknown_name_is_answered_with_ours() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        Sampling(max_new_tokens=5, temprature=1, do_sample=True)
+    assert [(found.key, found.remedy) for found in caught.value.findings][:2] == [
+        ("sampling.max_new_tokens", "Use max_tokens"),
+        ("sampling.temprature", "Use temperature"),
+    ]
+    assert "Use one of n, temperature" in caught.value.findings[2].remedy
+    assert pickle.loads(pickle.dumps(Sampling(n=2))) == replace(Sampling(), n=2) == Sampling(2)
 
 
 def test_stop_tokens_may_be_a_list_and_a_stop_string_alone() -> None:

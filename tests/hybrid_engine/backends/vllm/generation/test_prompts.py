@@ -61,6 +61,7 @@ def test_a_mask_takes_padding_away_on_both_sides(tokenizer: ModelTokenizer) -> N
         ([1, 2], "prompts[0]: 1, outside of a list"),
         ([["1", 2]], "prompts[0]: a list with '1'"),
         ([[True]], "prompts[0]: a list with True"),
+        ([b"ab"], "prompts[0]: got b'ab'"),
         ([[1.5]], "prompts[0]: a list with 1.5"),
         ([CHAT, "1"], "prompts[1]: a text, but prompts[0] is a chat"),
         ([np.array([1.0])], "prompts[0]: float64 of shape (1,)"),
@@ -84,6 +85,22 @@ def test_every_token_list_that_cannot_be_completed_is_named() -> None:
     assert [finding.key for finding in caught.value.findings] == ["prompts[0]", "prompts[1]", "prompts[2]"]
     assert "it has no tokens" in str(caught.value)
     assert "60 tokens and 8 to generate, but 64 fit together" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([5, 6, 7], "prompts[0]: 5, outside of a list. Pass a list of token ids for each sequence: [[5, 6, 7]], not"),
+        ([[True, False]], "prompts[0]: a list with "),
+        ([bytearray(b"ab")], "prompts[0]: got bytearray(b'ab')"),
+        ("text", "prompts: got 'text'"),
+        (5, "prompts: got 5"),
+    ],
+)
+def test_only_lists_of_token_ids_are_scored(prompts: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_token_ids(prompts, max_tokens=1, limit=64, vocabulary=130)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "llama"])
