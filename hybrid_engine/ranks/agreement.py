@@ -313,10 +313,16 @@ class Agreement:
 
     @contextmanager
     def _connected(self, phase: str, error: Exception | None = None) -> Iterator[None]:
-        """What torch.distributed raises about a rank that is gone, in our words; `error` is this rank's own."""
+        """What ends a collective, in our words; `error` is this rank's own.
+
+        Mostly torch.distributed says that a rank is gone; but a signal's handler may raise here, too.
+        """
         try:
             yield
-        except RuntimeError as broken:
+        except Exception as broken:
+            if error is None and not is_lost_connection(broken):
+                error = broken
+                self._watch.tell(phase, _described(broken), self.timeout_seconds)
             parted = self._part(phase, error)
             raise parted from (parted.__cause__ or error or broken)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from hybrid_engine.errors import GenerationError, RemoteError, ReshardError, StateError, WeightError
+from hybrid_engine.errors import GenerationError, LostRankError, RemoteError, ReshardError, StateError, WeightError
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
@@ -96,6 +96,21 @@ def test_foreign_errors_become_reshard_errors_where_they_happen(alone: Agreement
 def test_an_interrupt_is_not_held_back(alone: Agreement):
     with pytest.raises(KeyboardInterrupt), alone.phase("prepare"):
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, OSError])
+def test_what_a_signals_handler_raises_in_a_collective_is_no_lost_rank(
+    alone: Agreement, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+):
+    def interrupted(values: object) -> None:
+        raise kind("time is up")
+
+    monkeypatch.setattr(alone, "_maximum", interrupted)
+    with pytest.raises(LostRankError, match=f"commit: {kind.__name__}: time is up") as caught:
+        alone.conclude("commit")
+    assert isinstance(caught.value.__cause__, kind)
+    with pytest.raises(StateError, match="the ranks have parted"):
+        alone.conclude("next")
 
 
 # Two real ranks.
