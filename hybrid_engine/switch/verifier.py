@@ -5,15 +5,14 @@
     unproven       the engine says, while it commits, that it computes with something else than it was given
     conclude       digests of training travel, each rank compares those of what it received
 
-A region is right when it has the bits of one of the ranks that train it. Ranks whose copies differ are logged: that is
-training's affair. `WeightError` on any rank fails the switch, so the state before is restored.
+A region is right when it has the bits of the ranks that train it, which must be the same: replicas whose bits differ
+train more than one model. `WeightError` on any rank fails the switch, so the state before is restored.
 
 Memory: 16 bytes for every region of the verified tensors, of all ranks that train them.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,12 +30,8 @@ from hybrid_engine.switch.common_regions import CommonRegions, PlacedRegion
 from hybrid_engine.tracing.recording import span
 from hybrid_engine.transports.copies import strided
 
-logger = logging.getLogger("hybrid_engine")
-
 NUM_SAMPLED = 8
 """Canonical tensors that "sample" compares at every switch, others each time."""
-
-_NUM_NAMED = 4  # tensors in a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +151,7 @@ class Verification:
         ranks = torch.cat([torch.full((len(each),), rank) for rank, each in enumerate(sources)])
         order = rows[:, 0].argsort(stable=True)
         numbers, digests, ranks = rows[order, 0].contiguous(), rows[order, 1], ranks[order]
-        self._warn_of_replicas(numbers, digests)
+        self._compare_replicas(numbers, digests, ranks)
         found = self._destination.rows()
         first = torch.searchsorted(numbers, found[:, 0].contiguous())
         end = torch.searchsorted(numbers, found[:, 0].contiguous(), right=True)
@@ -170,13 +165,18 @@ class Verification:
             region, own = self._regions.region(part.number), self._job.rank
             self._findings.append(f"{_named(region)}: {part.place.buffer.name} of rank {own} {_differs(senders)}")
 
-    def _warn_of_replicas(self, numbers: torch.Tensor, digests: torch.Tensor) -> None:
+    def _compare_replicas(self, numbers: torch.Tensor, digests: torch.Tensor, ranks: torch.Tensor) -> None:
+        """Find regions that ranks train with other bits; each tensor is named once, by the first of its regions."""
         differ = (numbers[1:] == numbers[:-1]) & (digests[1:] != digests[:-1])
-        names = sorted({self._regions.region(number).tensor for number in numbers[1:][differ].tolist()})
-        if names and self._job.rank == 0:
-            more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
-            shown = ", ".join(names[:_NUM_NAMED])
-            logger.warning("[Reshard] replicas of %s%s differ between ranks that train", shown, more)
+        named: set[str] = set()
+        for number in numbers[1:][differ].unique().tolist():
+            region = self._regions.region(number)
+            if region.tensor not in named:
+                named.add(region.tensor)
+                at = numbers == number
+                of_digest = sorted(ranks[at & (digests == one)].tolist() for one in digests[at].unique())
+                kinds = " and ".join(map(_ranks, of_digest))
+                self._findings.append(f"{_named(region)}: {kinds} train it with different bits; replicas must be equal")
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -193,5 +193,8 @@ def _named(region: Region) -> str:
 
 
 def _differs(senders: Sequence[int]) -> str:
-    plural = "s" if len(senders) > 1 else ""
-    return f"differs from the training weights of rank{plural} {', '.join(map(str, senders))}"
+    return f"differs from the training weights of {_ranks(senders)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

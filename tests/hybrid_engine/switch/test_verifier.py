@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -198,8 +197,8 @@ def test_samples_go_round(verified: Rig) -> None:
     assert full.begin().tensors == set(names)
 
 
-def test_replicas_that_differ_are_logged_and_either_may_arrive(
-    verified: Rig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_replicas_that_differ_are_an_error_that_names_their_ranks(
+    verified: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second rank that trains the same is added to what is gathered; its copy of a tensor differs."""
     gather = type(verified.job.agreement).gather
@@ -213,6 +212,9 @@ def test_replicas_that_differ_are_logged_and_either_may_arrive(
         return [other, own]
 
     monkeypatch.setattr(type(verified.job.agreement), "gather", with_another)
-    with caplog.at_level(logging.WARNING, "hybrid_engine"):
+    with pytest.raises(WeightError) as caught:
         verified.manager.enter(INFER)
-    assert "replicas of second differ between ranks that train" in caplog.text
+    assert caught.value.findings == (
+        "second[0:64, 0:512]: rank 0 and rank 1 train it with different bits; replicas must be equal",
+    )
+    verified.assert_is(TRAIN)
