@@ -33,6 +33,7 @@ from hybrid_engine.backends.vllm.arguments import (
     is_sleepy,
     llm_arguments,
 )
+from hybrid_engine.backends.vllm.caches import zero_caches
 from hybrid_engine.backends.vllm.engine_settings import Completion, InferenceSettings
 from hybrid_engine.backends.vllm.generation.model_tokenizer import ModelTokenizer
 from hybrid_engine.backends.vllm.generation.prompts import Prompts, check_token_ids, token_ids_of
@@ -57,6 +58,7 @@ from hybrid_engine.backends.vllm.requests import (
     logprobs_of_prompt,
     none_left,
     require_answers,
+    require_numbers,
     reset_prefix_cache,
 )
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
@@ -278,11 +280,12 @@ class InferenceEngine:
         return self._llm
 
     def reset_caches(self) -> None:
-        """Forget cached prefixes; call after every switch, for they were computed with the old weights.
+        """Forget cached prefixes and zero all caches; call after every switch: they are of the old weights.
 
         Raises StateError when vLLM has unfinished requests or blocks in use, whose values are those of the old weights.
         """
         reset_prefix_cache(self.llm)
+        zero_caches(self.llm)
 
     def release(self) -> None:
         """Give up the weights' memory and, on GPU with sleep mode, the KV cache's. Raises as `reset_caches`."""
@@ -385,6 +388,7 @@ class InferenceEngine:
             with refusals_named(), none_left(llm), calling_near_end(llm, self.near_end):
                 outputs = llm.generate(requests, params, use_tqdm=False, lora_request=lora_request)
                 require_answers(outputs, prompts, params.n)
+                require_numbers(outputs)
             self._generator_state = get_state()
         return outputs
 

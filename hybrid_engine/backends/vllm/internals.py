@@ -166,7 +166,9 @@ CACHED_TOKENIZER = Internal(
     "vllm.tokenizers.hf:get_cached_tokenizer", "gives a tokenizer of transformers what vLLM reads of its own"
 )
 DISPATCH_MODE = Internal("torch.utils._python_dispatch:TorchDispatchMode", "sees every operation of a loader")
-TREE_LEAVES = Internal("torch.utils._pytree:tree_leaves", "finds the tensors among an operation's arguments")
+TREE_LEAVES = Internal(
+    "torch.utils._pytree:tree_leaves", "finds the tensors among an operation's arguments, and in a layer's cache"
+)
 MAKE_SUBCLASS = Internal("torch:Tensor._make_subclass", "makes a parameter of vLLM's class without its constructor")
 LORA_REQUEST = Internal("vllm.lora.request:LoRARequest", "names the LoRA of a request")
 LORA_MODEL = Internal(
@@ -255,6 +257,11 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         "vllm.device_allocator:AllocationData": ("handle", "is_asleep"),
         "vllm.device_allocator.cumem:CuMemAllocator": ("pointer_to_data", "allocator_and_pools", "get_current_usage"),
         f"{_V1}.worker.gpu_worker:Worker": ("_sleep_saved_parameters", "get_draft_model"),
+    },
+    "hold the KV cache, whatever its kind": {
+        f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("kv_caches", "vllm_config"),
+        f"{_V1}.worker.gpu.model_runner:GPUModelRunner": ("kv_caches", "vllm_config"),
+        "vllm.config:CompilationConfig": ("static_forward_context",),
     },
     "read how torch's allocator is configured": {
         ALLOCATOR_CONFIG.target: ("current_alloc_conf", "conf_flag_enabled", "EXPANDABLE_SEGMENTS"),
@@ -346,6 +353,7 @@ READ_FROM_LLM = (
     *(f"{_CORE}.scheduler.{name}" for name in ("requests", "finished_req_ids", "shutdown")),
     *(f"{_CORE}.scheduler.kv_cache_manager.block_pool.{name}" for name in ("num_gpu_blocks", "get_num_free_blocks")),
     *(f"{_CORE}.{_RUNNER}.{name}" for name in ("model", "execute_model_state", "req_states|requests")),
+    *(f"{_CORE}.{_RUNNER}.{name}" for name in ("kv_caches", "vllm_config.compilation_config.static_forward_context")),
 )
 """What is read of an engine once it is built, whichever classes vLLM chose for it; either of two names where it differs
 between vLLM's two model runners."""

@@ -8,6 +8,7 @@ and forgets every cached prefix, and nothing goes on while anything is left.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import Completion, Decoder
-from hybrid_engine.errors import StateError
+from hybrid_engine.errors import GenerationError, StateError
 from hybrid_engine.ports import NearEnd
 
 _NUM_NAMED = 8
@@ -152,6 +153,20 @@ def require_answers(outputs: Sequence[Any], prompts: Sequence[Sequence[int]], nu
             f"vLLM mixed up requests: {problem}. Is its engine used from elsewhere at the same time? "
             "If not, shut it down and build a new one"
         )
+
+
+def require_numbers(outputs: Sequence[Any]) -> None:
+    """Raise GenerationError for NaN among the log-probabilities that were asked for, which names where it is."""
+    for index, output in enumerate(outputs):
+        places = {f"completion {number}": choice.cumulative_logprob for number, choice in enumerate(output.outputs)}
+        # a row is NaN as a whole, where a logit is
+        rows = [next(iter(row.values())).logprob for row in output.prompt_logprobs or () if row]
+        for place, logprob in {**places, "the prompt itself": math.fsum(rows)}.items():
+            if logprob is not None and math.isnan(logprob):
+                raise GenerationError(
+                    f"vLLM computed NaN: log-probabilities of {place}, prompt {index} of {len(outputs)}. With these "
+                    "weights its activations overflow, or a weight is NaN: go on from the last good checkpoint"
+                )
 
 
 def _require_none(llm: Any, purpose: str) -> None:

@@ -111,6 +111,11 @@ def test_memory_does_not_pile_up_over_switches(memory: Memory) -> None:
     assert memory.committed[-1] - memory.committed[0] < 0.2 * memory.weights, memory
 
 
+def test_nan_is_no_answer(memory: Memory) -> None:
+    assert [each.kind for each in memory.nan] == ["GenerationError"] * 2
+    assert "vLLM computed NaN" in memory.nan[0].message
+
+
 def test_torchs_settings_stay_those_of_training(memory: Memory) -> None:
     before, built, answered = memory.settings
     assert before == built == answered

@@ -83,12 +83,13 @@ class Quantised:
 @dataclass(frozen=True)
 class Memory:
     """In MB: the weights, and the process after each release and each switch. torch's settings before vLLM was built,
-    after that, and after it answered."""
+    after that, and after it answered. What is said when a weight is NaN."""
 
     weights: float
     released: list[float]
     committed: list[float]
     settings: list[ProcessSettings]
+    nan: list[Refusal]
 
 
 def quantised(directory: str, num_tp: int) -> Quantised:
@@ -141,13 +142,19 @@ def memory(directory: str) -> Memory:
     engine.reset_caches()
     engine.generate([[1, 2, 3]], Sampling(max_tokens=2))
     settings.append(ProcessSettings.now())
-    result = Memory(engine.adaptor.nbytes / 1e6, released, committed, settings)
+    support.write_by_records(engine.adaptor, {**weights, "model.norm.weight": weights["model.norm.weight"] * torch.nan})
+    nan = refusal_of(lambda: engine.generate([[1, 2, 3]], Sampling(n=2, max_tokens=2)))
+    nan_prompt = refusal_of(lambda: engine.prompt_logprobs([[1, 2, 3]]))
+    result = Memory(engine.adaptor.nbytes / 1e6, released, committed, settings, [nan, nan_prompt])
     engine.shutdown()
     return result
 
 
 def gaps_to_transformers(directory: str, num_tp: int, families: Sequence[str]) -> dict[str, float]:
-    """Greatest difference of vLLM's and transformers' float32 log-probabilities over two switches, by family."""
+    """Greatest difference of vLLM's and transformers' float32 log-probabilities over two switches, by family.
+
+    Before each switch every block of every cache holds what a diverged policy leaves there.
+    """
     job()
     result: dict[str, float] = {}
     for name in families:
@@ -161,6 +168,7 @@ def gaps_to_transformers(directory: str, num_tp: int, families: Sequence[str]) -
         gaps = []
         for values, theirs in zip(weights, expected, strict=True):
             support.fill_by_records(engine.adaptor, values)
+            _spoil_caches(engine)
             engine.reset_caches()
             gaps += [gap(*pair) for pair in zip(engine.prompt_distributions(PROMPTS), theirs, strict=True)]
             gaps.append(_gap_while_decoding(engine))
@@ -254,6 +262,11 @@ def _reference_distributions(path: str) -> list[torch.Tensor]:
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         return [model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1) for tokens in PROMPTS]
+
+
+def _spoil_caches(engine: InferenceEngine) -> None:
+    for cache in internals.model_runner_of(engine.llm).kv_caches:
+        cache.fill_(torch.nan)
 
 
 def _gap_while_decoding(engine: InferenceEngine) -> float:
