@@ -140,4 +140,5 @@ def served_weights(engine: InferenceEngine, config: HybridConfig, lora: ActorLor
         return engine.adaptor
     from hybrid_engine.backends.vllm.lora.weights_with_lora import WeightsWithLora
 
+    engine.trained_lora = lora.name
     return WeightsWithLora(engine.adaptor, engine.loras, lora, config.wire_dtype)

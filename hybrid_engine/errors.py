@@ -16,6 +16,7 @@ HybridEngineError
 ├── DeviceMemoryError    the device's driver refused an allocation or another call on memory
 ├── GenerationError      vLLM failed while it generated; weights and state are as before
 └── ReshardError         a switch failed; says in which phase, and what state was restored
+    ├── ComputationError vLLM computes something else than the trainer; names both numbers
     ├── OffloadError     state could not be moved off the device or back
     ├── LostRankError    a rank exited or does not respond; the job cannot continue
     ├── RemoteError      the cause is on another rank; carries that rank's message
@@ -211,6 +212,10 @@ class LostRankError(ReshardError):
 
 class PeerTransportError(TransportError, RemoteError):
     """A peer could not do its part of a bucket; the message carries the peer's own error."""
+
+
+class ComputationError(ReshardError):
+    """With the same weights, vLLM and the trainer give tokens other log-probabilities; the message has both numbers."""
 
 
 class OffloadError(ReshardError):

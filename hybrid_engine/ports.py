@@ -19,6 +19,7 @@ Who calls what, on every rank (switch/sharding_manager.py, switch/weight_contain
                    InferenceWeights.commit                                   the engine's own post-load processing
      5           BucketFollower.finish, InferenceWeights.finish_fill         - staging memory
      6           InferenceCaches.wake_kv_cache, .reset_caches                state INFER: inference weights alone
+                 Probed.probe of both sides, before 2 and here               where it is due (switch/computation.py)
         prefetch NearEnd.call -> ShardingManager.near_end -> onload          + what fits of training state
      7  back     InferenceWeights.release, onload                            state TRAIN
 
@@ -280,7 +281,7 @@ class InferenceCaches(Protocol):
         ...
 
     def reset_caches(self) -> None:
-        """Forget what was computed with older weights."""
+        """Forget what was computed with older weights: no later answer depends on it, whatever it was."""
         ...
 
 

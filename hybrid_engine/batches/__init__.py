@@ -8,6 +8,7 @@
     sequences.py       which tokens are one sequence: attention_mask, position_ids, sequence_ids
     arrangement.py     micro batches, and the rows that a model computes in place of the user's
     token_outputs.py   entropy and most likely tokens, of logits whose vocabulary is split over ranks
+    probes.py          what two engines are asked about tokens, to be compared with each other
     loss_results.py    what a loss function may return
 
 docs/batches.md is the user's page.

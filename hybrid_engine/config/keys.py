@@ -247,6 +247,10 @@ class GenerateConfig(Section):
     verify: Literal["off", "sample", "full"] = "off"
     """Compare vLLM's weights with training's in the switch, bit by bit: all of them, or a few tensors each time. A
     difference fails the switch, and the state before is restored."""
+    check_compute: Literal["first", "always", "off"] = "first"
+    """Compare vLLM's log-probabilities of a few fixed tokens with the trainer's own, in the first switch or in each. If
+    they are far apart, the two compute different models: the switch fails, and the state before is restored. Where
+    either side cannot compute them, a line in the log says why."""
     trace: File | None = None
     """A file for a timeline of all switches on all ranks, which https://ui.perfetto.dev shows; default: none."""
     timeout_seconds: Seconds = 300.0

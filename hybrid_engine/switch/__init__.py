@@ -16,6 +16,7 @@
     verifier.py           `generate_config.verify`: vLLM's weights against training's, while they are filled
       common_regions.py     what is compared: regions that both sides have whole
     value_ranges.py       refuses weights that a cast on the way would make infinite
+    computation.py        `generate_config.check_compute`: vLLM's log-probabilities against the trainer's
 
 Set-up, once, on every rank:
 
@@ -25,6 +26,7 @@ Set-up, once, on every rank:
 
 A switch to INFER, each step a phase that all ranks leave together; on the device afterwards:
 
+    0  Computation.ask_trainer the trainer's log-probabilities of a few tokens, in the first switch
     1  offload                 gradients and optimizer state                             parameters
     2  prepare, check          pending gathers finish; NaN, overflow refused              parameters
     3  WeightContainer.fill    for each bucket:
@@ -37,6 +39,7 @@ A switch to INFER, each step a phase that all ranks leave together; on the devic
        Verification.conclude   digests travel and are compared
     4  offload                 the rest of the parameters                                inference weights
     5  wake_kv_cache, reset_caches
+       Computation.compare     vLLM's log-probabilities of the same tokens, where 0 was
 
 With prefetch: auto, optimizer state is copied beside 1 to 3 and leaves in 4, or before 3 where its memory is needed.
 

@@ -32,6 +32,7 @@ from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_defaults import torch_defaults
 from hybrid_engine.records.layout import Layout
+from hybrid_engine.switch.computation import Computation
 from hybrid_engine.switch.deliveries import Delivery, Digests, parts_of
 from hybrid_engine.switch.entered import Contexts, Entered
 from hybrid_engine.switch.hooks import SwitchHooks
@@ -82,9 +83,7 @@ class ShardingManager(SwitchHooks):
         self.training = trainer.weights
         self.inference = inference
         self.caches = caches
-        self.offloader = offloader
-        self.config = config
-        self.job = job
+        self.offloader, self.config, self.job = offloader, config, job
         self.state = State.TRAIN
         self.last_report: ReshardReport | None = None
         self._contexts: Contexts = []
@@ -105,6 +104,7 @@ class ShardingManager(SwitchHooks):
                 source_layouts=training_layouts,
                 timed=self._tally.timed,
             )
+            self._computation = Computation(trainer, caches, job, config.check_compute)
             with self._phase("release"):
                 inference.release()
             with self._phase("onload"):
@@ -189,8 +189,7 @@ class ShardingManager(SwitchHooks):
             self._prefetcher.bring(kinds)
 
     def near_end(self) -> None:
-        """This rank's replica has drawn nearly all of a rollout: in INFER, bring training state as far as it fits. No
-        collective. What fails is logged, and left to the next switch."""
+        """A rollout is nearly drawn: in INFER, bring what fits of training state. No collective; logs what fails."""
         if self._connection is not None and self.state is State.INFER:
             self._prefetcher.begin()
 
@@ -222,11 +221,14 @@ class ShardingManager(SwitchHooks):
             with self._phase("resume"):
                 self.caches.wake_kv_cache()
                 self.caches.reset_caches()
+            self._computation.compare(self._tally)
 
     def _fill_inference(self) -> Delivery:
+        if self._computation.is_due:
+            self._onload({"param"}, read_only=True)
+            self._computation.ask_trainer(self._tally)
         leaving = _ALL_KINDS - resident_kinds(State.INFER, self.config) - {"param"}
-        take_off = self._begin_offload if self.config.prefetch == "auto" else self._offload
-        take_off(leaving)
+        (self._begin_offload if self.config.prefetch == "auto" else self._offload)(leaving)
         delivery = self._next_delivery()
         if not self.offloader.is_offloaded("param"):
             with self._phase("check"):
@@ -382,8 +384,7 @@ class ShardingManager(SwitchHooks):
 
     def _note_peak(self, training: int | None = None) -> None:
         """Look at what is on the device; `training`: bytes of training state there, if they are known."""
-        if training is None:
-            training = resident_nbytes(self.offloader)
+        training = resident_nbytes(self.offloader) if training is None else training
         inference = self.inference.resident_nbytes()
         count("device bytes", training=training, inference=inference)
         self._tally.peak = max(self._tally.peak, training + inference)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,6 +18,7 @@ from hybrid_engine.backends.fsdp.model_checks import require_torch
 from hybrid_engine.backends.fsdp.sharded_tensors import reshard
 from hybrid_engine.backends.fsdp.training_state import TrainingState
 from hybrid_engine.backends.fsdp.wrapped_names import transformers_model
+from hybrid_engine.batches.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.errors import ModelError
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
@@ -91,6 +92,42 @@ class ShardedModel:
     def reachable_tensors(self) -> Iterator[Reached]:
         """Every tensor that model and optimizers refer to, for `Offloader.residual`."""
         return self._state.reachable()
+
+    def probe_limits(self) -> ProbeLimits:
+        """As `probes.Probed` says."""
+        longest = getattr(self._transformers().config, "max_position_embeddings", None)
+        return ProbeLimits(max_length=longest, vocab_size=self.table.dims.vocab_size)
+
+    @torch.no_grad()
+    def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
+        """As `probes.Probed` says; of the model in evaluation mode, adapters and mixed precision as they are."""
+        modes = [(module, module.training) for module in self.model.modules()]
+        dtypes: list[torch.dtype] = []
+        embeddings = self._transformers().get_input_embeddings()
+        seen = embeddings.register_forward_hook(lambda _module, _inputs, output: dtypes.append(output.dtype))
+        try:
+            for module, _ in modes:
+                module.training = False
+            device = next(self.model.parameters()).device
+            with torch.compiler.set_stance("force_eager"):  # nobody waits for a compilation of this length
+                logits = self.model(tokens.to(device), use_cache=False).logits
+        finally:
+            seen.remove()
+            for module, is_training in modes:
+                module.training = is_training
+            reshard(self.model)
+        dtypes.append(logits.dtype)
+        log_probs = logits[:, :-1, : self.table.dims.vocab_size].float().log_softmax(-1)
+        chosen = log_probs.gather(-1, tokens[:, 1:, None].to(log_probs.device)).squeeze(-1)
+        return ProbeAnswer(chosen.cpu(), max(dtypes, key=lambda dtype: torch.finfo(dtype).eps))
+
+    def computed_settings(self) -> Mapping[str, Any]:
+        """As `probes.Probed` says: the live model's own configuration."""
+        config: dict[str, Any] = self._transformers().config.to_dict()
+        return {name: value for name, value in config.items() if not name.startswith("_")}
+
+    def _transformers(self) -> Any:
+        return transformers_model(self.model)
 
     def _watch(self) -> None:
         """Hear of what needs the model's state, and of every step of any optimizer: one may be made after this."""

@@ -15,6 +15,7 @@
     offload  training_state.py    what is on the device, and what can leave it
     train    live_model.py        `LiveModel`: a model as the switch sees it (port `Trainer`), whoever trains it
              live_settings.py     what a model that somebody else has built says of itself, and whether it can be driven
+             forward_probe.py     what any such model computes of a few tokens, to be compared with vLLM
              pipeline_engine.py   steps and readings through Megatron's pipeline schedules, whatever the output is
              model_inputs.py      masks, positions and packed sequences, as Megatron's models take them
              output_hooks.py      what is read off the output layer's logits

@@ -110,7 +110,10 @@ def build_actor(
     parallel_groups.initialize_parallel_state(actor_config, job.world_size, job.timeout_seconds)
     actor = build.build_actor(actor_config, table, hf_config, job.world_size, weights_only=weights_only)
     owner.callback(build.end_training, actor)
-    return MegatronActor(actor, config, table, job)
+    trainer = MegatronActor(actor, config, table, job)
+    if weights_only:
+        trainer.cannot_compute = "the trainer holds weights and does not compute"
+    return trainer
 
 
 def build_critic(config: HybridConfig, job: Job, owner: ExitStack) -> MegatronCritic:

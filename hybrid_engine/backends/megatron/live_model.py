@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.access_guards import guard_model, guard_optimizer
 from hybrid_engine.backends.flat_buffers import is_frozen
+from hybrid_engine.backends.megatron import forward_probe
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.elastic_weights import (
     keep_expert_bias_in_float32,
@@ -20,6 +23,7 @@ from hybrid_engine.backends.megatron.elastic_weights import (
 )
 from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 from hybrid_engine.backends.megatron.training_state import TrainingState
+from hybrid_engine.batches.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.errors import ConfigError, StateError, Violation
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
@@ -121,6 +125,25 @@ class LiveModel:
     def reachable_tensors(self) -> Iterator[Reached]:
         """Every tensor that model and optimizer refer to, for `Offloader.residual`."""
         return self._state.reachable()
+
+    cannot_compute = ""
+    """Why the model is not asked to compute; empty where it is."""
+
+    def probe_limits(self) -> ProbeLimits:
+        """As `probes.Probed` says."""
+        if self.cannot_compute:
+            return ProbeLimits(self.cannot_compute)
+        return forward_probe.probe_limits(self.chunks, self.weights.model.table)
+
+    def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
+        """As `probes.Probed` says; of a model in evaluation mode, whose pending gathers finish before."""
+        self.guard(["param"])
+        self.weights.base.prepare()
+        return forward_probe.probe(self.chunks, self.weights.model.table.dims.vocab_size, tokens)
+
+    def computed_settings(self) -> Mapping[str, Any]:
+        """As `probes.Probed` says."""
+        return forward_probe.own_settings(unwrap_model(self.chunks[0]).config, self.weights.model.table)
 
     def reload_main_params(self) -> None:
         """Copy the model's parameters into the optimizer's main parameters, after the model's were written."""

@@ -15,6 +15,7 @@ from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.learning_rate import learning_rate_of, set_learning_rate
 from hybrid_engine.backends.megatron.build import Actor, model_device
+from hybrid_engine.backends.megatron.forward_probe import without_multi_token_prediction
 from hybrid_engine.backends.megatron.live_model import LiveModel
 from hybrid_engine.backends.megatron.model_inputs import ModelInputs
 from hybrid_engine.batches.arrangement import MicroBatch, Rows, micro_batches
@@ -187,7 +188,8 @@ class PipelineEngine(LiveModel, ABC):
         for chunk in self.chunks:
             chunk.train(not forward_only)
         iterators = [iter(parts) for _ in self.chunks]
-        with self._without_multi_token_prediction() if forward_only else contextlib.nullcontext():
+        alone = without_multi_token_prediction(unwrap_model(self.chunks))
+        with alone if forward_only else contextlib.nullcontext():
             return forward_backward(
                 forward_step_func=self._forward_step(loss_function),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -216,21 +218,6 @@ class PipelineEngine(LiveModel, ABC):
 
         return forward_step
 
-    @contextlib.contextmanager
-    def _without_multi_token_prediction(self) -> Iterator[None]:
-        """Run the decoder alone: the MTP layers only serve a loss, and Megatron cannot run them without labels."""
-        num_layers, models = self.transformer_config.mtp_num_layers, unwrap_model(self.chunks)
-        processes = [model.mtp_process for model in models]
-        self.transformer_config.mtp_num_layers = None
-        for model in models:
-            model.mtp_process = False
-        try:
-            yield
-        finally:
-            self.transformer_config.mtp_num_layers = num_layers
-            for model, process in zip(models, processes, strict=True):
-                model.mtp_process = process
-
     def _average(self, reports: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
         """Mean over micro batches and data parallel ranks, sent from the last pipeline stage to all."""
         last = parallel_state.get_pipeline_model_parallel_last_rank()
@@ -246,21 +233,6 @@ class PipelineEngine(LiveModel, ABC):
             values /= self.dp_size
         torch.distributed.broadcast(values, src=last, group=group)
         return dict(zip(names, values.tolist(), strict=True))
-
-    def _from_last_stage(
-        self, parts: Sequence[torch.Tensor], shape: Sequence[int], dtype: torch.dtype = torch.float32
-    ) -> torch.Tensor:
-        """`parts`, which only the last pipeline stage has, joined along dim 0 to this shape, on every stage."""
-        empty = torch.empty(tuple(shape), dtype=dtype, device=model_device())
-        result = torch.cat(list(parts)).contiguous() if parts else empty
-        if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-            return result
-        torch.distributed.broadcast(
-            result,
-            src=parallel_state.get_pipeline_model_parallel_last_rank(),
-            group=parallel_state.get_pipeline_model_parallel_group(),
-        )
-        return result
 
 
 def _conclude(phase: str, error: Exception | None) -> None:

@@ -10,6 +10,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.build import Actor
+from hybrid_engine.backends.megatron.forward_probe import from_last_stage
 from hybrid_engine.backends.megatron.output_hooks import OutputReader, hide_padding
 from hybrid_engine.backends.megatron.pipeline_engine import PipelineEngine
 from hybrid_engine.batches.arrangement import MicroBatch, Rows
@@ -78,7 +79,7 @@ class TrainEngine(PipelineEngine):
             reports = self._run(batch, keep, forward_only=True)
         shape = tuple(batch["tokens"].shape)
         return {
-            name: self._from_last_stage([report[name] for report in reports], (*shape, *further), dtype)
+            name: from_last_stage([report[name] for report in reports], (*shape, *further), dtype)
             for name, further, dtype in outputs.shapes
         }
 
@@ -91,7 +92,7 @@ class TrainEngine(PipelineEngine):
             return whole.sum(), {"logits": whole.float()}
 
         reports = self._run({"tokens": tokens}, keep, forward_only=True)
-        return self._from_last_stage([report["logits"] for report in reports], (*tokens.shape, self.vocab_size))
+        return from_last_stage([report["logits"] for report in reports], (*tokens.shape, self.vocab_size))
 
     def _forward(self, model: torch.nn.Module, rows: Rows) -> torch.Tensor:
         """Losses [b, S] of the last chunk, or logits without labels."""

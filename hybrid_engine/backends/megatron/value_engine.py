@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from megatron.core import parallel_state
 
+from hybrid_engine.backends.megatron.forward_probe import from_last_stage
 from hybrid_engine.backends.megatron.pipeline_engine import PipelineEngine
 from hybrid_engine.batches.arrangement import Rows
 from hybrid_engine.ports import Batch, Report
@@ -25,7 +26,7 @@ class ValueEngine(PipelineEngine):
             return values.sum(), {"values": values}
 
         reports = self._run(batch, keep, forward_only=True)
-        values = self._from_last_stage([report["values"] for report in reports], batch["tokens"].shape)
+        values = from_last_stage([report["values"] for report in reports], batch["tokens"].shape)
         if parallel_state.get_tensor_model_parallel_world_size() > 1:
             # each rank has computed them; they go into a batch, in which ranks must pass the same bits
             source = parallel_state.get_tensor_model_parallel_src_rank()

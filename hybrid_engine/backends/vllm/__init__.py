@@ -5,6 +5,8 @@
     arguments.py        settings -> vLLM's arguments, checked by vLLM before anything is built
     feasibility.py      what would keep an engine from generating at all
     requests.py         requests to vLLM; none outlives the call that made it
+    probing.py          what vLLM computes of a few tokens, to be compared with the trainer
+    caches.py           the memory of its caches, zeroed in every switch
     native_load.py      what vLLM itself loads from a checkpoint, for comparison
     fresh_engine.py     what a vLLM of its own answers, for comparison
     internals.py        every private name of vLLM and torch that is used or replaced here, with the reason

@@ -45,6 +45,7 @@ from hybrid_engine.backends.vllm.generation.sampling_params import (
     told_fields,
 )
 from hybrid_engine.backends.vllm.lora.delivered_loras import DeliveredLoras
+from hybrid_engine.backends.vllm.probing import ProbedEngine
 from hybrid_engine.backends.vllm.process.group_placement import building_groups
 from hybrid_engine.backends.vllm.process.isolation import destroy_groups, forget_import_frames, require_no_groups
 from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings, process_settings_kept
@@ -87,7 +88,7 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.vllm.generation.sampling_params import AnySampling
 
 
-class InferenceEngine:
+class InferenceEngine(ProbedEngine):
     """One rank of the colocated vLLM.
 
     Attributes:

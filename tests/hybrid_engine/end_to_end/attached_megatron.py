@@ -16,8 +16,9 @@ from megatron.core import parallel_state
 
 import hybrid_engine
 from examples import bring_your_own_megatron as example
-from hybrid_engine.errors import ConfigError, StateError
+from hybrid_engine.errors import ComputationError, ConfigError, StateError
 from hybrid_engine.ranks.start_up import join_process_group
+from hybrid_engine.switch.states import State
 
 NUM_ROUNDS, NUM_STEPS = 2, 4
 VERIFIED = {**example.CONFIG["generate_config"], "verify": "full", "bucket_mb": 1, "kv_cache_mb": 16}
@@ -39,6 +40,7 @@ class Attached:
         warned, warned_if_prepared: log messages without `prepare`, and with it.
         refused: what is said of models and configurations that do not fit.
         is_held_back: a forward pass in a rollout.
+        other_setting, state_after: of a switch while Megatron computes what config.json knows nothing of.
     """
 
     plain: list[float] = field(default_factory=list)
@@ -49,6 +51,8 @@ class Attached:
     warned_if_prepared: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     is_held_back: bool = False
+    other_setting: str = ""
+    state_after: str = ""
 
 
 def attach_and_train() -> dict[str, Any]:
@@ -71,6 +75,10 @@ def attach_and_train() -> dict[str, Any]:
 def rounds(model: torch.nn.Module, optimizer: Any, found: Attached) -> list[float]:
     """Losses of the rounds, and of a step once the engine is shut down."""
     engine = hybrid_engine.attach(model, optimizer, {**example.CONFIG, "generate_config": VERIFIED})
+    config = model.module.config
+    with mock.patch.object(config, "glu_linear_offset", 100.0), pytest.raises(ComputationError) as caught:
+        engine.sharding.enter(State.INFER)
+    found.other_setting, found.state_after = str(caught.value), engine.sharding.state.value
     losses = []
     for _ in range(NUM_ROUNDS):
         with engine.train_context():

@@ -7,6 +7,7 @@ Two ranks, FSDP2 -> vLLM's TP 2, a model with experts: real transports, real vLL
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ def inject(directory: str) -> dict[str, Seen]:
         model=model,
         rollout_config={
             **{"model": directory, "max_model_len": 64, "max_num_seqs": 8, "tp_size": 2, "bucket_mb": 1},
-            **{"verify": "full", "trace": str(Path(directory) / "trace.json")},
+            **{"verify": "full", "check_compute": "always", "trace": str(Path(directory) / "trace.json")},
             "release_weights": False,  # old values stay where they are
         },
         compress_reshard=True,
@@ -204,12 +205,23 @@ def live_weight(engine: Any, seen: Seen) -> Iterator[None]:
         del adaptor.finish_fill
 
 
+@contextmanager
+def other_setting(engine: Any, seen: Seen) -> Iterator[None]:
+    """Training normalises with another epsilon than config.json has; every bit arrives."""
+    model = engine.train.model
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.model.norm, "variance_epsilon", 10.0)
+        patch.setattr(model.config, "rms_norm_eps", 10.0)
+        yield
+
+
 FAULTS: dict[str, Callable[[Any, Seen], Any]] = {
     "flipped bit": flipped_bit,
     "stale bucket": stale_bucket,
     "dense kernel": dense_kernel,
     "expert kernel": expert_kernel,
     "live weight": live_weight,
+    "other setting": other_setting,
 }
 
 
@@ -280,6 +292,13 @@ def test_a_stale_kernel_is_named_with_its_weights(seen: list[dict[str, Seen]]) -
 def test_a_live_weight_that_changed_is_named(seen: list[dict[str, Seen]]) -> None:
     (line,) = _lines(seen[0]["live weight"])
     assert line == f"{NORM}.weight: on rank 1, vLLM's weights changed after they were committed"
+
+
+def test_another_setting_is_named_with_both_numbers(seen: list[dict[str, Seen]]) -> None:
+    for found in (each["other setting"] for each in seen):
+        assert found.error.startswith("ComputationError: vLLM does not compute what the trainer computes: log-prob")
+        assert re.search(r"sequence \d, -\d+\.\d{4} by the trainer and -\d+\.\d{4} by vLLM", found.error)
+        assert "rms_norm_eps is 10.0 for the trainer and 1e-06 for vLLM" in found.error
 
 
 # -- the trace ---------------------------------------------------------------------------------------------------------

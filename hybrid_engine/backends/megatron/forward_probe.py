@@ -1,0 +1,144 @@
+"""What a Megatron model computes, found out by a forward pass that leaves no trace (port `Probed`).
+
+Nothing of it needs to know who trains the model, or how: chunks, their process groups and Megatron's own schedule do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.utils import unwrap_model
+
+from hybrid_engine.backends.megatron.build import model_device
+from hybrid_engine.backends.megatron.model_inputs import ModelInputs
+from hybrid_engine.batches.arrangement import Rows
+from hybrid_engine.batches.probes import ProbeAnswer, ProbeLimits
+from hybrid_engine.models.table import ModelTable
+
+_SILENT = ("timers", "param_sync_func", "grad_sync_func", "no_sync_func")
+"""Fields of the configuration by which a schedule calls the training loop's own machinery."""
+
+
+def probe_limits(chunks: Sequence[torch.nn.Module], table: ModelTable) -> ProbeLimits:
+    """What these chunks can compute."""
+    model = unwrap_model(chunks[0])
+    config, refusal = model.config, ""
+    if (size := parallel_state.get_context_parallel_world_size()) > 1:
+        refusal = f"the trainer splits sequences over {size} context parallel ranks"
+    return ProbeLimits(
+        refusal,
+        model.max_sequence_length if model.position_embedding_type == "learned_absolute" else None,
+        config.tensor_model_parallel_size if config.sequence_parallel else 1,
+        table.dims.vocab_size,
+    )
+
+
+@torch.no_grad()
+def probe(chunks: Sequence[torch.nn.Module], vocab_size: int, tokens: torch.Tensor) -> ProbeAnswer:
+    """Log-probabilities of `tokens` [B, L] on every pipeline stage; all data parallel ranks compute all. Collective."""
+    rows = [Rows(row[None]) for row in tokens.to(model_device())]
+    # an interleaved schedule wants a multiple of the stages: rows come again, and what they give is left out
+    rows *= -(-parallel_state.get_pipeline_model_parallel_world_size() // len(rows)) if len(chunks) > 1 else 1
+    models = unwrap_model(list(chunks))
+    inputs = ModelInputs(models)
+    with _as_for_reading(chunks, models):
+        found = get_forward_backward_func()(
+            forward_step_func=_forward_step(inputs, vocab_size),
+            data_iterator=[iter(rows) for _ in chunks] if len(chunks) > 1 else iter(rows),
+            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(rows),
+            seq_length=tokens.shape[1],
+            micro_batch_size=1,
+            forward_only=True,
+        )
+    shape = (tokens.shape[0], tokens.shape[1] - 1)
+    dtype = next(models[0].parameters()).dtype
+    return ProbeAnswer(from_last_stage([each["log_probs"] for each in found][: len(tokens)], shape).cpu(), dtype)
+
+
+def _forward_step(inputs: ModelInputs, vocab_size: int) -> Callable[[Iterator[Rows], torch.nn.Module], Any]:
+    def forward_step(iterator: Iterator[Rows], chunk: torch.nn.Module) -> Any:
+        rows, model = next(iterator), unwrap_model(chunk)
+
+        def result(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            is_split = output.shape[-1] < model.vocab_size
+            logits = gather_from_tensor_model_parallel_region(output) if is_split else output
+            log_probs = logits[:, :-1, :vocab_size].float().log_softmax(-1)
+            chosen = log_probs.gather(-1, rows.tokens[:, 1:, None]).squeeze(-1)
+            return chosen.sum(), {"log_probs": chosen}
+
+        return chunk(**inputs.arguments(rows), labels=None), result
+
+    return forward_step
+
+
+@contextlib.contextmanager
+def _as_for_reading(chunks: Sequence[torch.nn.Module], models: Sequence[Any]) -> Iterator[None]:
+    """No dropout, no losses beside the decoder's, no part of the training loop; all flags are back afterwards."""
+    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        with _fields_set(_configs_of(models), dict.fromkeys(_SILENT)), without_multi_token_prediction(models):
+            yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
+
+
+@contextlib.contextmanager
+def without_multi_token_prediction(models: Sequence[Any]) -> Iterator[None]:
+    """Run the decoder alone: the MTP layers only serve a loss, and Megatron cannot run them without labels."""
+    with _fields_set(_configs_of(models), {"mtp_num_layers": None}), _fields_set(models, {"mtp_process": False}):
+        yield
+
+
+@contextlib.contextmanager
+def _fields_set(owners: Sequence[Any], values: Mapping[str, Any]) -> Iterator[None]:
+    """Give attributes, where there are such, other values for a while."""
+    before = [(owner, name, getattr(owner, name)) for owner in owners for name in values if hasattr(owner, name)]
+    for owner, name, _ in before:
+        setattr(owner, name, values[name])
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def _configs_of(models: Sequence[Any]) -> list[Any]:
+    """Megatron's scripts make one for each chunk."""
+    return list({id(model.config): model.config for model in models}.values())
+
+
+def from_last_stage(
+    parts: Sequence[torch.Tensor], shape: Sequence[int], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """`parts`, which only the last pipeline stage has, joined along dim 0 to this shape, on every stage."""
+    empty = torch.empty(tuple(shape), dtype=dtype, device=model_device())
+    result = torch.cat(list(parts)).contiguous() if parts else empty
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return result
+    torch.distributed.broadcast(
+        result,
+        src=parallel_state.get_pipeline_model_parallel_last_rank(),
+        group=parallel_state.get_pipeline_model_parallel_group(),
+    )
+    return result
+
+
+def own_settings(config: Any, table: ModelTable) -> Mapping[str, Any]:
+    """Plain fields of Megatron's configuration that neither follow from config.json nor have their default."""
+    found = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, bool | int | float | str) and value != table.transformer.get(field.name, field.default):
+            found[f"TransformerConfig.{field.name}"] = value
+    return found

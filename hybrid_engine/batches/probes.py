@@ -1,0 +1,60 @@
+"""What a trainer and an inference engine are asked, to be compared with each other (switch/computation.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+
+@dataclass(frozen=True)
+class ProbeLimits:
+    """What a side can compute of tokens that it is to be compared by.
+
+    Attributes:
+        refusal: why it computes none of any length; empty where it does.
+        max_length: most tokens of a row; None: any number.
+        multiple: what the length is a multiple of.
+        vocab_size: token ids are below it.
+    """
+
+    refusal: str = ""
+    max_length: int | None = None
+    multiple: int = 1
+    vocab_size: int = 2**31
+
+
+@dataclass(frozen=True)
+class ProbeAnswer:
+    """What a side computes of tokens [B, L].
+
+    Attributes:
+        log_probs: [B, L - 1] float32 on the host, of every token but the first after those before it.
+        dtype: what it computes in: the coarsest there is.
+    """
+
+    log_probs: torch.Tensor
+    dtype: torch.dtype
+
+
+@runtime_checkable
+class Probed(Protocol):
+    """A side that can be asked what it computes. A trainer and an engine that both are one get compared."""
+
+    def probe_limits(self) -> ProbeLimits:
+        """What it can compute. No collective; ranks may differ."""
+        ...
+
+    def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
+        """Log-probabilities of `tokens` [B, L] int64 on the host, the same on all ranks. Collective.
+
+        Neither gradients, generators, counters nor flags of the model are changed by it. Of a trainer, parameters are
+        on the device while it is called, and its `guard` lets it pass.
+        """
+        ...
+
+    def computed_settings(self) -> Mapping[str, Any]:
+        """What decides what it computes, by the names in config.json where it has them."""
+        ...

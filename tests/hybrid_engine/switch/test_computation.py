@@ -1,0 +1,216 @@
+"""`generate_config.check_compute` with fakes of both engines: when it is asked, of what, and what a difference does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine.batches.probes import ProbeAnswer, ProbeLimits
+from hybrid_engine.errors import ComputationError, GenerationError
+from hybrid_engine.switch.computation import LENGTH, NUM_ROWS, TOLERANCES, Gap, tokens_within
+from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, FakeInference, FakeTraining, Rig
+
+
+def log_probs_of(tokens: torch.Tensor) -> torch.Tensor:
+    """What both fakes compute; spread over 3 nats."""
+    return -3.0 - (tokens[:, 1:] % 7).float()
+
+
+class ProbedTraining(FakeTraining):
+    """A trainer that can be asked: `offset` is what it computes otherwise than vLLM."""
+
+    limits = ProbeLimits(max_length=21, multiple=4, vocab_size=50)
+    offset = 0.0
+    is_there = False
+
+    def probe_limits(self) -> ProbeLimits:
+        return self.limits
+
+    def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
+        self.script.reach("trainer computes")
+        self.guard(["param"])
+        torch.rand(3)
+        self.is_there = bool(self.param.any())
+        return ProbeAnswer(log_probs_of(tokens) + self.offset, torch.float32)
+
+    def computed_settings(self) -> Mapping[str, Any]:
+        return {"rms_norm_eps": 1e-5, "hidden_size": 8, "glu_linear_offset": 1.0}
+
+
+class ProbedInference(FakeInference):
+    """An engine that can be asked."""
+
+    limits = ProbeLimits(max_length=63, vocab_size=40)
+
+    def probe_limits(self) -> ProbeLimits:
+        return self.limits
+
+    def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
+        self.script.reach("vLLM computes")
+        self.asked = tokens
+        return ProbeAnswer(log_probs_of(tokens), torch.float32)
+
+    def computed_settings(self) -> Mapping[str, Any]:
+        return {"rms_norm_eps": 1e-6, "hidden_size": 8, "vocab_size": 40}
+
+
+class ProbedRig(Rig):
+    """A rank whose two sides can be asked."""
+
+    training: ProbedTraining
+    inference: ProbedInference
+
+    def __init__(self, limits: ProbeLimits = ProbedTraining.limits, **settings: object) -> None:
+        super().__init__(build=False, **settings)
+        rank, num_ranks = self.job.rank, self.job.world_size
+        self.training = ProbedTraining(self.script, rank, num_ranks, elastic=False)
+        self.training.limits = limits
+        self.inference = ProbedInference(self.script, rank)
+        self.offloader = type(self.offloader)(self.script, self.training.offload_items)
+        self.build()
+
+    def asked(self) -> int:
+        """How often both were asked since the last time; one is not asked without the other."""
+        calls = self.script.take()
+        assert calls.count("trainer computes") == calls.count("vLLM computes")
+        return calls.count("vLLM computes")
+
+
+@pytest.fixture
+def probed(job: None) -> ProbedRig:
+    return ProbedRig()
+
+
+@pytest.mark.parametrize(("when", "expected"), [("first", [1, 0, 0]), ("always", [1, 1, 1]), ("off", [0, 0, 0])])
+def test_it_is_asked_when_it_is_due(job: None, when: str, expected: list[int]) -> None:
+    rig, found, has_seconds = ProbedRig(check_compute=when), [], []
+    for before in (TRAIN, FORWARD, IDLE):
+        rig.manager.enter(before)
+        report = rig.manager.enter(INFER)
+        found.append(rig.asked())
+        has_seconds.append("compute" in report.seconds_by_phase)
+        rig.assert_is(INFER)
+    assert found == expected
+    assert has_seconds == [bool(count) for count in expected]
+
+
+def test_the_trainer_computes_before_anything_leaves_and_vllm_last(probed: ProbedRig) -> None:
+    probed.manager.enter(INFER)
+    calls = probed.script.take()
+    assert calls[0] == "trainer computes"
+    assert calls[-4:] == ["wake", "reset", "vLLM computes", "reset"]  # nothing of the tokens stays in the caches
+
+
+def test_from_idle_the_parameters_come_first(job: None) -> None:
+    rig = ProbedRig(check_compute="always")
+    rig.manager.enter(IDLE)
+    rig.training.guard = rig.manager.require_kinds
+    rig.manager.enter(INFER)
+    assert rig.training.is_there
+    assert rig.training.guard == rig.manager.require_kinds
+
+
+def test_generators_stay_where_they_are(probed: ProbedRig) -> None:
+    before = torch.get_rng_state()
+    probed.manager.enter(INFER)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_tokens_suit_all_sides_and_are_always_the_same(probed: ProbedRig) -> None:
+    probed.manager.enter(INFER)
+    tokens = probed.inference.asked
+    assert tokens.shape == (NUM_ROWS, 20)
+    assert tokens.max() < 40
+    _, again = tokens_within([probed.training.limits, probed.inference.limits])
+    assert again is not None
+    assert torch.equal(tokens, again)
+    _, longest = tokens_within([ProbeLimits(), ProbeLimits()])
+    assert longest is not None
+    assert longest.shape == (NUM_ROWS, LENGTH)
+
+
+def test_another_function_fails_the_switch_and_names_numbers_and_settings(probed: ProbedRig) -> None:
+    probed.training.offset = 0.5
+    for _ in range(2):  # what has failed is asked again
+        with pytest.raises(ComputationError) as caught:
+            probed.manager.enter(INFER)
+        probed.assert_is(TRAIN)
+    text = str(caught.value)
+    assert "38 tokens are 0.5 nats apart in the mean" in text
+    at = probed.inference.asked[0, 1].item()
+    assert f"token {at} at position 1 of sequence 0, {-2.5 - at % 7:.4f} by the trainer" in text
+    assert f"and {-3 - at % 7:.4f} by vLLM" in text
+    assert "rms_norm_eps is 1e-05 for the trainer and 1e-06 for vLLM" in text
+    assert "the trainer has glu_linear_offset 1.0" in text
+    assert "hidden_size" not in text
+    probed.training.offset = 0.0
+    probed.manager.enter(INFER)
+    probed.assert_is(INFER)
+
+
+@pytest.mark.parametrize("call", ["trainer computes", "vLLM computes"])
+def test_a_side_that_fails_fails_the_switch(probed: ProbedRig, call: str) -> None:
+    probed.script.arm(call, GenerationError("NaN"))
+    with pytest.raises(GenerationError):
+        probed.manager.enter(INFER)
+    probed.assert_is(TRAIN)
+    probed.script.take()
+    probed.manager.enter(INFER)
+    assert probed.asked() == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"),
+    [
+        ({"refusal": "the trainer splits sequences"}, "the trainer splits sequences"),
+        ({"max_length": 3}, "at most 3 tokens"),
+        ({"multiple": 128}, "a multiple of 128"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_once(
+    job: None, caplog: pytest.LogCaptureFixture, limits: dict[str, Any], reason: str
+) -> None:
+    with caplog.at_level(logging.WARNING, "hybrid_engine"):
+        rig = ProbedRig(limits=replace(ProbedTraining.limits, **limits))
+        for state in (INFER, TRAIN, INFER):
+            rig.manager.enter(state)
+    assert rig.asked() == 0
+    (line,) = [record.getMessage() for record in caplog.records if "is not compared" in record.getMessage()]
+    assert reason in line
+
+
+def test_a_trainer_without_a_forward_pass_is_not_compared(job: None, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "hybrid_engine"):
+        rig = Rig()
+        rig.manager.enter(INFER)
+    assert "FakeTraining cannot be asked" in caplog.text
+    rig.assert_is(INFER)
+
+
+def answers(gap: float, dtype: torch.dtype, spread: float = 1.0) -> Gap:
+    """Two answers that are `gap` apart everywhere."""
+    tokens = torch.arange(40)[None]
+    values = torch.linspace(-1, 1, 39)[None]
+    values *= spread / values.std()
+    return Gap(tokens, ProbeAnswer(values, torch.float32), ProbeAnswer(values + gap, dtype))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+def test_the_coarser_side_and_the_spread_say_what_rounding_is(dtype: torch.dtype) -> None:
+    most = TOLERANCES[dtype]
+    assert answers(0.99 * most, dtype).is_rounding
+    assert not answers(1.01 * most, dtype).is_rounding
+    assert answers(2.9 * most, dtype, spread=3.0).is_rounding
+    assert answers(0.19 * most, dtype, spread=0.0).is_rounding
+
+
+def test_nan_is_no_rounding() -> None:
+    gap = answers(0.0, torch.bfloat16)
+    gap.served.log_probs[0, 3] = torch.nan
+    assert not gap.is_rounding
+    assert "token 4 at position 4" in str(gap)
