@@ -286,7 +286,8 @@ class InferenceEngine(ProbedEngine):
         Raises StateError when vLLM has unfinished requests or blocks in use, whose values are those of the old weights.
         """
         reset_prefix_cache(self.llm)
-        zero_caches(self.llm)
+        if self._sleep_mode is None or not self._sleep_mode.is_kv_cache_asleep:  # what sleeps has no memory
+            zero_caches(self.llm)
 
     def release(self) -> None:
         """Give up the weights' memory and, on GPU with sleep mode, the KV cache's. Raises as `reset_caches`."""
@@ -297,8 +298,9 @@ class InferenceEngine(ProbedEngine):
 
     def wake_kv_cache(self) -> None:
         """Take the KV cache's memory again (GPU, after a release); call once the weights are committed."""
-        if self._sleep_mode is not None:
+        if self._sleep_mode is not None and self._sleep_mode.is_kv_cache_asleep:
             self._sleep_mode.wake_kv_cache()
+            zero_caches(self.llm)  # memory that anything may have been in
         if self._loras is not None:
             self._loras.reset_device()
 

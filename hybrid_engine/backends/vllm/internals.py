@@ -262,6 +262,7 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         f"{_V1}.worker.gpu_model_runner:GPUModelRunner": ("kv_caches", "vllm_config"),
         f"{_V1}.worker.gpu.model_runner:GPUModelRunner": ("kv_caches", "vllm_config"),
         "vllm.config:CompilationConfig": ("static_forward_context",),
+        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase": ("kv_cache",),
     },
     "read how torch's allocator is configured": {
         ALLOCATOR_CONFIG.target: ("current_alloc_conf", "conf_flag_enabled", "EXPANDABLE_SEGMENTS"),

@@ -141,7 +141,7 @@ def test_another_function_fails_the_switch_and_names_numbers_and_settings(probed
             probed.manager.enter(INFER)
         probed.assert_is(TRAIN)
     text = str(caught.value)
-    assert "38 tokens are 0.5 nats apart in the mean" in text
+    assert "38 tokens are 0.5 nats apart (median)" in text
     at = probed.inference.asked[0, 1].item()
     assert f"token {at} at position 1 of sequence 0, {-2.5 - at % 7:.4f} by the trainer" in text
     assert f"and {-3 - at % 7:.4f} by vLLM" in text
@@ -207,6 +207,14 @@ def test_the_coarser_side_and_the_spread_say_what_rounding_is(dtype: torch.dtype
     assert not answers(1.01 * most, dtype).is_rounding
     assert answers(2.9 * most, dtype, spread=3.0).is_rounding
     assert answers(0.19 * most, dtype, spread=0.0).is_rounding
+
+
+def test_tokens_for_which_rounding_chooses_other_experts_are_no_other_function() -> None:
+    gap = answers(0.0, torch.bfloat16)
+    gap.served.log_probs[0, ::3] += 2.0
+    assert gap.is_rounding
+    gap.served.log_probs[0, 1::3] += 2.0
+    assert not gap.is_rounding
 
 
 def test_nan_is_no_rounding() -> None:

@@ -72,10 +72,11 @@ EXPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
                 "device_config",
                 "cache_config",
                 "parallel_config",
+                "compilation_config",
             ),
             "vllm.config:ModelConfig": (
                 *("dtype", "max_model_len", "get_vocab_size", "is_moe", "use_mla", "get_head_size"),
-                *("get_num_kv_heads", "get_num_layers", "get_sliding_window"),
+                *("get_num_kv_heads", "get_num_layers", "get_sliding_window", "hf_config", "quantization"),
             ),
             "vllm.config:CacheConfig": ("kv_cache_memory_bytes", "block_size", "cache_dtype"),
             "vllm.config:DeviceConfig": ("device",),
@@ -101,7 +102,9 @@ EXPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
         },
         "is what vLLM answers with": {
             "vllm.outputs:RequestOutput": ("outputs", "prompt_token_ids", "prompt_logprobs"),
-            "vllm.outputs:CompletionOutput": ("token_ids", "logprobs", "finish_reason", "stop_reason", "text"),
+            "vllm.outputs:CompletionOutput": (
+                *("token_ids", "logprobs", "cumulative_logprob", "finish_reason", "stop_reason", "text"),
+            ),
             "vllm.logprobs:Logprob": ("logprob",),
         },
         "names and checks a LoRA": {
