@@ -98,9 +98,9 @@ def _checked_config(
     """The configuration for this model, and its tokenizer's directory. What is wrong is said here, where the model is
     as it was."""
     from hybrid_engine.backends.fsdp.adaptor import read_model_weights
-    from hybrid_engine.backends.fsdp.live_config import require_configured
     from hybrid_engine.backends.fsdp.model_checks import require_drivable, weights_dtype
     from hybrid_engine.backends.fsdp.wrapped_names import wrapped_names
+    from hybrid_engine.backends.fsdp.written_config import require_configured
 
     require_drivable(model, job.world_size)
     tensors = model.state_dict(keep_vars=True)
@@ -128,7 +128,7 @@ def _model_directory(model: Any, owner: ExitStack) -> Path:
 
     No file is read: what the model was told when it was loaded, and since, is in the object alone.
     """
-    from hybrid_engine.backends.fsdp.live_config import config_of
+    from hybrid_engine.backends.fsdp.written_config import config_of
 
     made = Path(owner.enter_context(tempfile.TemporaryDirectory(prefix="hybrid-engine-")))
     config_of(model).save_pretrained(made)

@@ -5,7 +5,7 @@
     wrapped_names.py     transformers' names below what PEFT, torch.compile and checkpointing put around modules
     lora_views.py        what a switch gets of weights with LoRA: sums, or the adapter beside them
     model_checks.py      what makes a model impossible to read or to drive, all of it at once
-    live_config.py       the config of a model that is there, which must say what the model computes
+    written_config.py       the config of a model that is there, which must say what the model computes
     unbuilt_model.py     the same from a config.json alone, for plans
     sharded_tensors.py   what of each parameter this rank holds, and the flat buffer it lies in
     adaptor.py           the two together: records of this rank (port `TrainingWeights`)

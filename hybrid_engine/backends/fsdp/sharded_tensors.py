@@ -57,7 +57,7 @@ class ShardedTensors:
 
     def moved(self) -> list[str]:
         """Names of tensors that are not where `parts` says, or not the model's any more."""
-        # not by state_dict(), which is refused while a switch is under way; its names may be others, its tensors are not
+        # not by state_dict(), which is refused while a switch is under way: other names, but the same tensors
         parameters = {id(tensor): name for name, tensor in self._model.named_parameters()}
         present = parameters.keys() | set(map(id, self._model.buffers()))
         gone = [name for name, own in self.tensors.items() if id(own) not in present or not self._is_home(name, own)]

@@ -73,9 +73,8 @@ def load_hf_checkpoint(
     Stored values are cast to the shards' dtype. Padding of the vocabulary becomes zero, and LoRA adds nothing.
     Main parameters of an optimizer are not touched: see `ActorHybridWorker.load_hf_checkpoint`.
 
-    Everything that can be wrong with the files is found before any rank changes a shard: names, shapes, lengths, and
-    contents where a file carries a checksum (those of `save_hf_checkpoint` do; safetensors has none). The ranks share
-    that reading, by file.
+    What is wrong with the files is found before any rank changes a shard: names, shapes, lengths, and contents where a
+    file carries a checksum (those of `save_hf_checkpoint` do). The ranks share that reading, by file.
 
     Raises:
         ConfigError: for a directory without a usable checkpoint, quantised ones among them.
@@ -292,11 +291,8 @@ def _tensors_to_store(source: Layout, table: ModelTable, dtype: str | None) -> d
     held_in = {shard.region.tensor: source.buffers[shard.place.buffer].dtype for shard in source.shards}
     if missing := [name for name in table.shapes if name not in held_in and table.is_served(name)]:
         raise ParameterMismatchError([f"{name}: no training rank holds it" for name in missing])
-    stored = {
-        name: (shape, table.dtypes.get(name) or dtype or held_in[name])
-        for name, shape in table.shapes.items()
-        if name in held_in
-    }
+    held = {name: shape for name, shape in table.shapes.items() if name in held_in}
+    stored = {name: (shape, table.dtypes.get(name) or dtype or held_in[name]) for name, shape in held.items()}
     return stored | {copy: stored[name] for copy, name in table.copies.items() if held_in.keys() >= table.shapes.keys()}
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
 from hybrid_engine.backends.vllm import internals
@@ -194,6 +196,12 @@ def is_eager(settings: InferenceSettings, device_type: str) -> bool:
     """Whether vLLM captures no graphs and compiles nothing."""
     chosen = settings.enforce_eager
     return device_type == "cpu" if chosen is None else chosen
+
+
+def eager_stance(settings: InferenceSettings, device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Eager on CPU means eager: vLLM's samplers carry `torch.compile` decorators that cost seconds at first use."""
+    eager = device_type == "cpu" and is_eager(settings, "cpu")
+    return torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext()
 
 
 def is_sleepy(settings: InferenceSettings, device_type: str) -> bool:

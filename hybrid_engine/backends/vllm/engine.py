@@ -29,7 +29,7 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.arguments import (
     check_can_generate,
     check_settings,
-    is_eager,
+    eager_stance,
     is_sleepy,
     llm_arguments,
 )
@@ -115,14 +115,12 @@ class InferenceEngine(ProbedEngine):
             job: whose ranks generate; outlives this object.
             dtypes: canonical name -> dtype, where it is not that of the weights (`ModelTable.dtypes`).
 
-        Weights are of no use, and `generate` refuses, until all groups were committed once. The process's random state,
-        its process groups, environment and torch's settings are as before.
+        `generate` refuses until all groups were committed once. The process's random state, its process groups,
+        environment and torch's settings are as before.
 
         Raises DependencyError, ConfigError, ModelError or ParameterMismatchError.
         """
-        self.job = job
-        self._agreement = job.agreement
-        self.settings = settings
+        self.job, self._agreement, self.settings = job, job.agreement, settings
         self.rank = rank = job.rank
         self.tokenizer = ModelTokenizer(settings.tokenizer_dir or settings.model_dir)
         with contextlib.ExitStack() as undo, torch_defaults(), process_settings_kept():
@@ -281,10 +279,8 @@ class InferenceEngine(ProbedEngine):
         return self._llm
 
     def reset_caches(self) -> None:
-        """Forget cached prefixes and zero all caches; call after every switch: they are of the old weights.
-
-        Raises StateError when vLLM has unfinished requests or blocks in use, whose values are those of the old weights.
-        """
+        """Forget cached prefixes and zero all caches, after every switch. Raises StateError while requests are
+        unfinished."""
         reset_prefix_cache(self.llm)
         if self._sleep_mode is None or not self._sleep_mode.is_kv_cache_asleep:  # what sleeps has no memory
             zero_caches(self.llm)
@@ -352,7 +348,7 @@ class InferenceEngine(ProbedEngine):
             with self._agreement.phase("looking at what vLLM computes with", patience):
                 return look(traced, context, act_dtype, keeps_addresses=self._device_type != "cpu", gate=gate)
 
-        with building_groups(self.settings, self.job), self._stance():
+        with building_groups(self.settings, self.job), eager_stance(self.settings, self._device_type):
             from vllm import LLM
 
             with capturing(trace, look_at) as capture:
@@ -368,12 +364,6 @@ class InferenceEngine(ProbedEngine):
         parts = instances.reshape(-1, instances[0, 0].size).tolist()
         return ProcessingGate(self.rank, self.job.new_group("gloo", owner, parts), self.job.timeout_seconds)
 
-    def _stance(self) -> contextlib.AbstractContextManager[Any]:
-        """Eager on CPU means eager: vLLM's samplers carry `torch.compile` decorators that cost seconds at first use."""
-        if self._device_type == "cpu" and is_eager(self.settings, "cpu"):
-            return torch.compiler.set_stance("force_eager")
-        return contextlib.nullcontext()
-
     def _complete(self, prompts: Sequence[Sequence[int]], *, params: Any, lora: str | None) -> list[list[Completion]]:
         return [completions_of(output, params, self.tokenizer) for output in self._run(prompts, params, lora)]
 
@@ -386,7 +376,8 @@ class InferenceEngine(ProbedEngine):
             raise StateError("the KV cache's memory is released: call wake_kv_cache() before generating")
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         lent = self.tokenizer.lent_to(llm) if needs_tokenizer(params) else contextlib.nullcontext()
-        with torch_defaults(), random_state_kept(), process_settings_kept(self._process_settings), self._stance(), lent:
+        stance = eager_stance(self.settings, self._device_type)
+        with torch_defaults(), random_state_kept(), process_settings_kept(self._process_settings), stance, lent:
             set_state(self._generator_state)
             with refusals_named(), none_left(llm), calling_near_end(llm, self.near_end):
                 outputs = llm.generate(requests, params, use_tqdm=False, lora_request=lora_request)

@@ -106,13 +106,14 @@ def _state_after_steps(job: SmallJob, memory: AbstractContextManager[Any], *, is
         train: ActorTrainer = build_actor(config, table, ranks, ends)
         offloader = Offloader(train.offload_items, reachable=train.reachable_tensors)
         for number in range(_NUM_STEPS):
-            batch = agreed_share(tokens_and_labels(number, table.dims.vocab_size, 4), train.limits, ranks.agreement)
-            train.train_step(batch, cross_entropy)
+            batch = tokens_and_labels(number, table.dims.vocab_size, 4)
+            share = agreed_share(batch, train.limits, ranks.agreement, "training step")
+            train.train_step(share, cross_entropy)
             if is_offloaded:
                 offloader.offload()
                 offloader.onload()
         items = [item for item in train.offload_items() if (item.kind, item.action) == ("param", "copy")]
-        return [int(box_digest(item.tensor, item.tensor.dtype)) for item in items]
+        return [box_digest(item.tensor) for item in items]
 
 
 def vllm(job: SmallJob) -> list[Planned]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybrid_engine.backends.fsdp.live_config import require_configured
+from hybrid_engine.backends.fsdp.written_config import require_configured
 from hybrid_engine.errors import ModelError
 from hybrid_engine.model_parts import _model_directory
 from hybrid_engine.models import table_for
