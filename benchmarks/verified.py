@@ -1,10 +1,12 @@
-"""What `generate_config.verify` costs: seconds of a switch to vLLM with off, sample and full, in turn.
+"""What `generate_config.verify` and `incremental` cost, and save: seconds of a switch to vLLM in each mode, in turn.
 
     python benchmarks/verified.py --json FILE [--model qwen2.5-0.5b] [--runs 5] [--rounds 2]
 
-Two ranks, a transformers model sharded by FSDP2 in bfloat16, vLLM with TP=2; every switch moves all weights. The modes
-take turns, off, sample, full, off, …, so that a machine that slows down slows all three. "verify" has digests and their
-comparison; reading weights back through vLLM's kernels, where these have packed them, is part of "commit".
+Two ranks, a transformers model sharded by FSDP2 in bfloat16, vLLM with TP=2. The modes take turns, so that a machine
+that slows down slows all of them. "verify" has digests and their comparison; reading weights back through vLLM's
+kernels, where these have packed them, is part of "commit". "written" and "kept" are `incremental: auto` with every
+weight written between two switches, and with none: "compare" is what the digests of all weights take, to hold against
+a copy of as many bytes ("copy", the floor of what a switch does with them).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +31,16 @@ from benchmarks.resharding.cases import MODELS  # noqa: E402
 from benchmarks.resharding.measuring import gather  # noqa: E402
 from hybrid_engine import HybridEngine  # noqa: E402
 from hybrid_engine.ranks.launching import run_ranks  # noqa: E402
+from hybrid_engine.ranks.torch_internals import copy_each  # noqa: E402
 from hybrid_engine.switch.states import State  # noqa: E402
 
-MODES = ("off", "sample", "full")
-FIGURES = ("switch_seconds", "verify_seconds", "commit_seconds")
+INCREMENTAL = {"incremental": "auto", "incremental_mb": 2048}
+MODES: dict[str, dict[str, Any]] = {
+    **{verify: {"verify": verify} for verify in ("off", "sample", "full")},
+    **{"written": INCREMENTAL, "kept": INCREMENTAL},
+}
+PHASES = ("verify", "commit", "compare")
+FIGURES = ("switch_seconds", *(f"{phase}_seconds" for phase in PHASES), "copy_seconds", "bytes_sent", "bytes_held")
 NUM_RANKS = 2
 
 
@@ -52,7 +61,7 @@ def main() -> int:
             sys.exit(f"verified: failed:\n{ended.output}")
         figures = json.loads(out.read_text())
     for mode, row in figures.items():
-        print(f"verify: {mode:6}", ", ".join(f"{name} {value:.4g}" for name, value in row.items()))
+        print(f"{mode:8}", ", ".join(f"{name} {value:.4g}" for name, value in row.items()))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(figures, indent=2))
     return 0
@@ -77,19 +86,29 @@ def run_rank(job: str) -> None:
     dist.destroy_process_group()
 
 
-def switches(model: str, verify: str, num_runs: int) -> list[list[float]]:
-    """`FIGURES` of each switch to vLLM, each of the rank that took longest for it."""
+@torch.no_grad()
+def switches(model: str, mode: str, num_runs: int) -> list[list[float]]:
+    """`FIGURES` of each switch to vLLM, each of the rank with the most of it."""
     engine = HybridEngine(
         model=random_model(MODELS[model], torch.bfloat16),
-        rollout_config={"tp_size": NUM_RANKS, "max_model_len": 64, "max_num_seqs": 4, "verify": verify},
+        rollout_config={"tp_size": NUM_RANKS, "max_model_len": 64, "max_num_seqs": 4, **MODES[mode]},
         train_config={"fsdp_config": {}},
     )
     engine.sharding.enter(State.INFER)  # the first one allocates
     engine.sharding.enter(State.TRAIN)
     found = []
     for _ in range(num_runs):
+        held = list(engine.train.weights.buffers().values())
+        for flat in held if mode == "written" else ():
+            flat.neg_()
+        copies = [torch.empty_like(flat) for flat in held]
+        started = time.perf_counter()
+        copy_each(copies, held)
+        copied = time.perf_counter() - started
         report: Any = engine.sharding.enter(State.INFER)
-        own = (report.seconds, *(report.seconds_by_phase.get(phase, 0.0) for phase in ("verify", "commit")))
+        phases = (report.seconds_by_phase.get(phase, 0.0) for phase in PHASES)
+        sent = report.bytes_own + report.bytes_received
+        own = (report.seconds, *phases, copied, sent, sum(flat.nbytes for flat in held))
         found.append([max(column) for column in zip(*gather(own), strict=True)])
         engine.sharding.enter(State.TRAIN)
     engine.shutdown()
