@@ -9,6 +9,7 @@ too. A parameter or a moment that is read or written itself is not: torch has no
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,9 +24,11 @@ Guard = Callable[[Iterable[str]], object]
 
 def guard_model(model: torch.nn.Module, guard: Guard) -> Iterator[RemovableHandle]:
     """Have `guard` called whenever the model, or a module in it, is asked for what needs its parameters."""
+    own = weakref.WeakSet(model.modules())  # a copy of the model has its hooks, and parameters of its own
 
-    def needs_parameters(*_: Any) -> None:
-        guard(["param"])
+    def needs_parameters(module: torch.nn.Module, *_: Any) -> None:
+        if module in own:
+            guard(["param"])
 
     # before FSDP2's own, which gathers parameters
     yield model.register_forward_pre_hook(needs_parameters, prepend=True)

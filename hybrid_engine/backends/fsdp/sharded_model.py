@@ -147,9 +147,12 @@ class ShardedModel:
 
         self._guard = guard
         handles = [
-            *guard_model(self.model, guard),
             # on what PEFT and torch.compile call, too
-            *guard_model(transformers_model(self.model), guard),
+            *(
+                handle
+                for model in dict.fromkeys((self.model, transformers_model(self.model)))
+                for handle in guard_model(model, guard)
+            ),
             register_optimizer_step_pre_hook(before_step),
             register_optimizer_step_post_hook(after_step),
             *(handle for optimizer in self.optimizers for handle in guard_optimizer(optimizer, guard)),
