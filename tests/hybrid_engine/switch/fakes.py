@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -155,20 +157,20 @@ class FakeTraining:
 class FakeInference:
     """Every rank wants all of every tensor; a tensor is a group. Also the caches of this engine."""
 
-    def __init__(self, script: Script, rank: int) -> None:
+    def __init__(
+        self, script: Script, rank: int, tensors: Mapping[str, tuple[int, ...]] = MappingProxyType(SHAPES)
+    ) -> None:
         self.script, self.rank = script, rank
         self.dtype = "float32"
-        self.tensors = dict(SHAPES)
+        self.tensors = dict(tensors)
         self.live: dict[str, torch.Tensor] = {}
         self.in_force: set[str] = set()
 
     def layout(self) -> Layout:
         ids = {name: BufferId(self.rank, f"{name}.weight") for name in self.tensors}
-        buffers = {
-            ids[name]: Buffer(rows * columns, self.dtype, name) for name, (rows, columns) in self.tensors.items()
-        }
+        buffers = {ids[name]: Buffer(math.prod(shape), self.dtype, name) for name, shape in self.tensors.items()}
         shards = [
-            Shard(Region(name, (0, 0), shape), Place(ids[name], 0, (shape[1], 1)))
+            Shard(Region(name, (0,) * len(shape), shape), Place(ids[name], 0, torch.empty(shape).stride()))
             for name, shape in self.tensors.items()
         ]
         return Layout(self.tensors, buffers, tuple(shards))
@@ -177,7 +179,7 @@ class FakeInference:
         for group in groups:
             self.script.reach(f"allocate {group}")
             self.in_force.discard(group)
-            self.live[group] = torch.zeros(SHAPES[group], dtype=getattr(torch, self.dtype)).flatten()
+            self.live[group] = torch.zeros(math.prod(self.tensors[group]), dtype=getattr(torch, self.dtype))
         return {f"{group}.weight": self.live[group] for group in groups}
 
     def commit(self, groups: Sequence[str]) -> None:

@@ -1,0 +1,242 @@
+"""A transformers model sharded by FSDP2, with AdamW, and every way that torch's public API has to write it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from hybrid_engine import HybridEngine
+from hybrid_engine.backends.fsdp import ShardedModel
+from hybrid_engine.backends.fsdp.actor import build_actor
+from hybrid_engine.backends.fsdp.sharded_tensors import reshard
+from hybrid_engine.config import HybridConfig
+from hybrid_engine.models import table_for
+from hybrid_engine.ranks.job import Job
+from tests.hybrid_engine.backends.fsdp.peft_models import peft_model
+from tests.walk.inference import inference_for
+from tests.walk.oracle import Subject, Write
+from tests.zoo import sharded_models
+from tests.zoo.tiny_models import label_log_probs, token_batch
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+_BASE = ".base_layer.weight"
+
+
+class Fsdp2(Subject):
+    """See the module."""
+
+    exact = True
+
+    def __init__(self, path: Path, config: HybridConfig, job: Job, ends: ExitStack, *, lora: bool, serve: bool) -> None:
+        table = table_for(config.hf_config())
+        if lora:
+            self.model: Any = sharded_models.shard(peft_model(path, LORA))
+            self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
+            train: Any = ShardedModel(self.model, table, job.rank, [self.optimizer])
+            ends.callback(train.close)
+        else:
+            train = build_actor(config, table, job, ends)
+            self.model, self.optimizer = train.model, train.optimizer
+        side, inference = inference_for(train, config, table, job, ends, serve=serve)
+        engine = HybridEngine(train, side, config)
+        ends.callback(engine.sharding.close)
+        super().__init__(engine, job, inference, exact=not lora and not serve, saves=not lora)
+        self.vocab_size = table.dims.vocab_size
+        self._seed = 0
+        self.writes, self.steps = self._writes(), self._steps()
+        self.loads = {
+            "load_state_dict": lambda parts: self.model.load_state_dict(self._as_state(parts), strict=False),
+            "set_model_state_dict": lambda parts: set_model_state_dict(
+                self.model, self._as_state(parts), options=StateDictOptions(strict=False)
+            ),
+        }
+        self.reads = {
+            "state_dict": lambda: _locals(self.model.state_dict()),
+            "get_model_state_dict": lambda: _locals(get_model_state_dict(self.model)),
+            "optimizer.state_dict": self._optimizer_state_dict,
+        }
+
+    def named(self) -> dict[str, torch.Tensor]:
+        reshard(self.model)  # as FSDP2 leaves them; a forward pass that was cut short leaves gathered ones
+        return dict(self.model.named_parameters())
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return _locals(self.named())
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        names = {parameter: name for name, parameter in self.named().items()}
+        return {
+            f"{key} of {names[parameter]}": _local(value)
+            for parameter, state in self.optimizer.state.items()
+            for key, value in state.items()
+        }
+
+    def canonical(self) -> dict[str, torch.Tensor]:
+        whole = {name: _whole(tensor) for name, tensor in self.named().items()}
+        if self.saves:
+            return {name: whole[name] for name in self.inference.tensors}
+        found = {}
+        for name in self.inference.tensors:
+            inner = f"base_model.model.{name}"
+            base = inner.removesuffix(".weight") + _BASE
+            if base not in whole:
+                found[name] = whole[inner]
+                continue
+            a, b = (whole[base.replace(_BASE, f".lora_{letter}.default.weight")] for letter in "AB")
+            found[name] = whole[base] + b @ a * (LORA["lora_alpha"] / LORA["r"])  # type: ignore[operator]
+        return found
+
+    def forward(self) -> torch.Tensor:
+        self._seed += 1
+        batch = token_batch(100 * self._seed + self.job.rank, num_sequences=1, length=8)
+        tokens, labels = batch["tokens"] % self.vocab_size, batch["labels"] % self.vocab_size
+        return -label_log_probs(self.model(tokens).logits, labels).mean()
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def _writes(self) -> dict[str, Write]:
+        return {
+            "p.mul_": lambda chance: self._some(chance).mul_(_factor(chance)),
+            "p.copy_": lambda chance: (p := self._some(chance)).copy_(p.detach() * _factor(chance)),
+            "p.data.add_": lambda chance: self._some(chance).data.add_(0.01 * _factor(chance)),
+            "init.normal_": lambda chance: torch.nn.init.normal_(self._some(chance), std=0.02 * _factor(chance)),
+            "foreach_mul_": lambda chance: torch._foreach_mul_(self._several(chance), _factor(chance)),
+            "foreach_add_": lambda chance: torch._foreach_add_(self._several(chance), 0.01 * _factor(chance)),
+            "foreach_lerp_": self._lerp,
+            "ema multi_avg_fn": self._ema,
+            "to_local().copy_": lambda chance: (local := self._part(chance)).copy_(local * _factor(chance)),
+            "to_local().numpy()": lambda chance: self._part(chance).numpy().__imul__(_factor(chance)),
+            "all_reduce into to_local": self._all_reduce,
+            "broadcast into to_local": lambda chance: self._collect(chance, partial(dist.broadcast, src=0)),
+            "fused adamw on parts": partial(self._adamw, fused=True),
+            "foreach adamw on parts": partial(self._adamw, foreach=True),
+            "load_state_dict, doubled": lambda chance: self.model.load_state_dict(self._scaled(_factor(chance))),
+        }
+
+    def _steps(self) -> dict[str, Write]:
+        return {
+            "step": self._trained(lambda: self.optimizer.step()),
+            "step, unhooked": self._trained(lambda: type(self.optimizer).step.__wrapped__(self.optimizer)),
+            "step of a new optimizer": self._trained(lambda: torch.optim.SGD(self._trainable(), lr=0.1).step()),
+            "step of a new fused one": self._trained(lambda: torch.optim.AdamW(self._trainable(), fused=True).step()),
+            "moments": self._moments,
+            "optimizer.load_state_dict": lambda chance: self.optimizer.load_state_dict(self.optimizer.state_dict()),
+        }
+
+    def _trained(self, step: Callable[[], object]) -> Write:
+        def run(_: random.Random) -> None:
+            self.optimizer.zero_grad()
+            self.forward().backward()
+            step()
+
+        with_gradients: Write = torch.enable_grad()(run)
+        return with_gradients
+
+    def _trainable(self) -> list[torch.Tensor]:
+        return [parameter for parameter in self.named().values() if parameter.requires_grad]
+
+    def _moments(self, chance: random.Random) -> None:
+        for state in self.optimizer.state.values():
+            state["exp_avg"].mul_(_factor(chance))
+
+    def _scaled(self, factor: float) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach() * factor for name, tensor in self.model.state_dict().items()}
+
+    def _several(self, chance: random.Random) -> list[torch.Tensor]:
+        parameters = list(self.named().values())
+        return chance.sample(parameters, chance.choice((2, len(parameters))))
+
+    def _some(self, chance: random.Random) -> torch.Tensor:
+        return chance.choice(list(self.named().values()))
+
+    def _part(self, chance: random.Random) -> torch.Tensor:
+        return _local(self._some(chance))
+
+    def _lerp(self, chance: random.Random) -> None:
+        several = self._several(chance)
+        torch._foreach_lerp_(several, [each * _factor(chance) for each in several], 0.5)
+
+    def _ema(self, chance: random.Random) -> None:
+        several = self._several(chance)
+        get_ema_multi_avg_fn(0.9)(several, [each * _factor(chance) for each in several], 1)
+
+    def _collect(self, chance: random.Random, collective: Callable[[torch.Tensor], object]) -> None:
+        """Into a part of this rank's memory, as a user's own averaging of weights does."""
+        tensor = self._some(chance)
+        if _is_even(tensor):
+            collective(_local(tensor))
+
+    def _all_reduce(self, chance: random.Random) -> None:
+        if _is_even(tensor := self._some(chance)):
+            dist.all_reduce(_local(tensor))
+            _local(tensor).div_(self.job.world_size)
+
+    def _adamw(self, chance: random.Random, **kernel: bool) -> None:
+        parts = [_local(each) for each in self._several(chance) if _local(each).numel()]
+        zeros = [torch.zeros_like(each) for each in parts]
+        adamw(
+            parts,
+            [torch.full_like(each, _factor(chance)) for each in parts],
+            zeros,
+            [each.clone() for each in zeros],
+            [],
+            [torch.zeros(()) for _ in parts],
+            **kernel,
+            **{"amsgrad": False, "beta1": 0.9, "beta2": 0.99, "lr": 0.01, "weight_decay": 0.0, "eps": 1e-8},
+            maximize=False,
+        )
+
+    def _as_state(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        own = self.named()
+        return {name: _sharded_like(own[name], part) for name, part in parts.items()}
+
+    def _optimizer_state_dict(self) -> dict[str, torch.Tensor]:
+        state, names = self.optimizer.state_dict(), {p: name for name, p in self.named().items()}
+        order = [names[p] for group in self.optimizer.param_groups for p in group["params"]]
+        return {
+            f"{key} of {order[index]}": _local(value)
+            for index, values in state["state"].items()
+            for key, value in values.items()
+        }
+
+
+def _factor(chance: random.Random) -> float:
+    return chance.uniform(0.8, 1.2)
+
+
+def _is_even(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, DTensor) or tensor.shape[0] % tensor.device_mesh.size() == 0
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def _locals(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {name: _local(tensor) for name, tensor in tensors.items()}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def _sharded_like(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return part
+    return DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )

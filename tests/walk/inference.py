@@ -1,0 +1,94 @@
+"""Inference sides: one without an engine, where every rank holds every tensor whole in memory, and vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybrid_engine.assembly import build_inference_engine
+from hybrid_engine.config import HybridConfig
+from hybrid_engine.models.table import ModelTable
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.switch.rendezvous import gather_layouts
+from tests.hybrid_engine.switch.fakes import FakeInference, Script
+from tests.zoo import workers
+
+if TYPE_CHECKING:
+    from hybrid_engine.backends.vllm import InferenceEngine
+
+
+class MemoryInference(FakeInference):
+    """What `HybridEngine` takes for an `InferenceEngine`, as far as switches go.
+
+    Args:
+        job: of all ranks.
+        tensors: canonical tensors and their shapes.
+        dtype: in which they come.
+
+    Attributes:
+        spoil: a group of which one bit is flipped "before" or "after" its next commit.
+    """
+
+    def __init__(self, job: Job, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        super().__init__(Script(), job.rank, tensors)
+        self.job, self.adaptor, self.dtype = job, self, dtype
+        self.near_end: object = None
+        self.spoil: tuple[str, str] | None = None
+
+    def commit(self, groups: Sequence[str]) -> None:
+        self._spoil(groups, "before")
+        super().commit(groups)
+        self._spoil(groups, "after")
+
+    def _spoil(self, groups: Sequence[str], when: str) -> None:
+        if self.spoil is not None and self.spoil[1] == when and self.spoil[0] in groups:
+            flip(self.live[self.spoil[0]])
+            self.spoil = None
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """What is live, in the tensors' shapes."""
+        return {name: flat.view(self.tensors[name]) for name, flat in self.live.items() if name in self.in_force}
+
+
+class Served:
+    """vLLM, of which log-probabilities are seen. As much of `MemoryInference` as a walk asks for.
+
+    Args:
+        engine: built for this job.
+    """
+
+    def __init__(self, engine: InferenceEngine) -> None:
+        self.engine, self.dtype = engine, torch.float32
+        self.spoil: tuple[str, str] | None = None
+        self.tensors: Mapping[str, tuple[int, ...]] = {}
+        self.live: Mapping[str, torch.Tensor] = {}
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """What it computes of `scored_batch`."""
+        return {"log-probabilities": torch.stack(self.engine.prompt_logprobs(scored_batch()["tokens"].tolist()))}
+
+
+def scored_batch() -> dict[str, torch.Tensor]:
+    """What both sides compute where a walk has vLLM."""
+    return workers.batch(seed=0)
+
+
+def inference_for(
+    train: Any, config: HybridConfig, table: ModelTable, job: Job, ends: ExitStack, *, serve: bool
+) -> tuple[Any, MemoryInference | Served]:
+    """What the engine gets, and what the walk looks at."""
+    if not serve:
+        shapes = {name: tuple(shape) for name, shape in table.shapes.items() if table.is_served(name)}
+        inference = MemoryInference(job, shapes, getattr(torch, config.actor_config.params_dtype))
+        return inference, inference
+    engine = build_inference_engine(config, table, gather_layouts(job, train.weights), job)
+    ends.callback(engine.shutdown)
+    return engine, Served(engine)
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Change one bit."""
+    tensor.view(torch.uint8)[0] ^= 1

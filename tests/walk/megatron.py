@@ -1,0 +1,211 @@
+"""A Megatron model with DDP and the distributed optimizer, and every way that its users have to write it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from hybrid_engine import HybridEngine
+from hybrid_engine.attaching.preparing import apply_patches
+from hybrid_engine.config import HybridConfig
+from hybrid_engine.models import table_for
+from hybrid_engine.ranks.job import Job
+from tests.walk.inference import inference_for
+from tests.walk.oracle import Subject, Write
+from tests.zoo import workers
+from tests.zoo.megatron_models import whole_weights
+
+
+class Megatron(Subject):
+    """See the module."""
+
+    def __init__(self, config: HybridConfig, job: Job, ends: ExitStack, *, serve: bool) -> None:
+        apply_patches()
+        from hybrid_engine.backends.megatron.actor import build_actor
+
+        table = table_for(config.hf_config())
+        train = build_actor(config, table, job, ends)
+        self.chunks, self.optimizer = train.actor.chunks, train.actor.optimizer
+        side, inference = inference_for(train, config, table, job, ends, serve=serve)
+        engine = HybridEngine(train, side, config)
+        ends.callback(engine.sharding.close)
+        super().__init__(engine, job, inference, exact=not serve)
+        self.vocab_size, self._seed = table.dims.vocab_size, 0
+        self.writes, self.steps = self._writes(), self._steps()
+        self.loads = {"load_state_dict": self._load}
+        self.reads = {
+            "state_dict": lambda: self._shown(self.chunks[0].state_dict()),
+            "optimizer.state_dict": self._optimizer_state_dict,
+        }
+
+    def named(self) -> dict[str, torch.Tensor]:
+        return {
+            f"chunk{number}.{name.replace('module.', '')}": tensor
+            for number, chunk in enumerate(self.chunks)
+            for name, tensor in chunk.named_parameters()
+        }
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.detach() for name, tensor in self.named().items()}
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        of_the_model = {each.untyped_storage().data_ptr() for each in self.named().values()}
+        for number, optimizer in enumerate(self._members()):
+            adam = optimizer.optimizer
+            for place, parameter in enumerate(each for group in adam.param_groups for each in group["params"]):
+                if parameter.untyped_storage().data_ptr() not in of_the_model:  # float32 ones are the model's own
+                    found[f"main parameter {number}.{place}"] = parameter.detach()
+                for key, value in adam.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        found[f"{key} of main parameter {number}.{place}"] = value
+        return found
+
+    def canonical(self) -> dict[str, torch.Tensor]:
+        weights = self.engine.train.weights.merged
+        weights.prepare()  # sums with adapters, where there are some
+        whole = whole_weights(weights)
+        return {name: whole[name].to(self.inference.dtype) for name in self.inference.tensors}
+
+    def forward(self) -> torch.Tensor:
+        return self.engine.train.log_probs(self._share())
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def _share(self) -> dict[str, torch.Tensor]:
+        """Of a batch, which other tensor parallel ranks have too."""
+        self._seed += 1
+        limits = self.engine.train.limits
+        batch = workers.batch(seed=self._seed)
+        return {name: rows.chunk(limits.dp_size)[limits.dp_rank] % self.vocab_size for name, rows in batch.items()}
+
+    def _writes(self) -> dict[str, Write]:
+        return {
+            "p.mul_": lambda chance: self._some(chance).mul_(_factor(chance)),
+            "p.data.mul_": lambda chance: self._some(chance).data.mul_(_factor(chance)),
+            "p.data.copy_": lambda chance: (p := self._some(chance)).data.copy_(p.detach() * _factor(chance)),
+            "foreach_mul_": lambda chance: torch._foreach_mul_(self._several(chance), _factor(chance)),
+            "foreach_mul_ on .data": lambda chance: torch._foreach_mul_(
+                [each.data for each in self._several(chance)], _factor(chance)
+            ),
+            "ema multi_avg_fn": self._ema,
+            "flat param_data": lambda chance: chance.choice(list(self._buffers())).param_data.mul_(_factor(chance)),
+            "all_reduce into p.data": self._all_reduce,
+            "load_state_dict, scaled": self._load_scaled,
+            "load_hf_checkpoint's way": self._through_records,
+        }
+
+    def _steps(self) -> dict[str, Write]:
+        return {
+            "step": lambda chance: self.engine.train.train_step(self._share(), workers.cross_entropy),
+            "optimizer.step": self._with_gradients(lambda: self.optimizer.step()),
+            "half steps": self._with_gradients(lambda: self._half_steps([self.optimizer])),
+            "half steps of the chain": self._with_gradients(lambda: self._half_steps(self._members())),
+            "steps of the chain": self._with_gradients(lambda: [each.step() for each in self._members()]),
+            "main params, copied": self._main_parameters,
+            "reload_model_params": lambda chance: self.optimizer.reload_model_params(),
+            "moments": self._moments,
+        }
+
+    def _members(self) -> list[Any]:
+        return list(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
+
+    def _buffers(self) -> Iterator[Any]:
+        for chunk in self.chunks:
+            yield from (
+                buffer for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers] if buffer.param_data is not None
+            )
+
+    def _with_gradients(self, step: Callable[[], object]) -> Write:
+        def run(chance: random.Random) -> None:
+            gradient = 0.01 * _factor(chance)
+            for chunk in self.chunks:
+                for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+                    buffer.grad_data.fill_(gradient)
+            step()
+
+        return run
+
+    def _half_steps(self, optimizers: list[Any]) -> None:
+        for optimizer in optimizers:
+            assert not optimizer.prepare_grads()
+            assert optimizer.step_with_ready_grads()
+
+    def _main_parameters(self, chance: random.Random) -> None:
+        factor = _factor(chance)
+        for optimizer in self._members():
+            for group in optimizer.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.mul_(factor)
+            optimizer._copy_main_params_to_model_params()
+        for chunk in self.chunks:
+            chunk.start_param_sync(force_sync=True)
+
+    def _moments(self, chance: random.Random) -> None:
+        for optimizer in self._members():
+            for state in optimizer.optimizer.state.values():
+                if "exp_avg" in state:
+                    state["exp_avg"].mul_(_factor(chance))
+
+    def _several(self, chance: random.Random) -> list[torch.Tensor]:
+        parameters = list(self.named().values())
+        return chance.sample(parameters, chance.choice((2, len(parameters))))
+
+    def _some(self, chance: random.Random) -> torch.Tensor:
+        return chance.choice(list(self.named().values()))
+
+    def _ema(self, chance: random.Random) -> None:
+        several = self._several(chance)
+        get_ema_multi_avg_fn(0.9)(several, [each * _factor(chance) for each in several], 1)
+
+    def _all_reduce(self, chance: random.Random) -> None:
+        """Averages replicas; sharded parameters of several ranks are mixed, which is a write as any other."""
+        parameter = self._some(chance)
+        parameter.data.mul_(_factor(chance))
+        if self.engine.train.limits.dp_size == self.job.world_size:
+            dist.all_reduce(parameter.data)
+            parameter.data.div_(self.job.world_size)
+
+    def _load_scaled(self, chance: random.Random) -> None:
+        factor = _factor(chance)
+        self._load({name: tensor * factor for name, tensor in self.parameters().items()})
+
+    def _load(self, parts: Mapping[str, torch.Tensor]) -> None:
+        for number, chunk in enumerate(self.chunks):
+            prefix = f"chunk{number}."
+            own = {name.removeprefix(prefix): part for name, part in parts.items() if name.startswith(prefix)}
+            chunk.load_state_dict(own, strict=False)
+
+    def _through_records(self, chance: random.Random) -> None:
+        """As a checkpoint of another format is read: into the flat buffers."""
+        factor = _factor(chance)
+        for flat in self.engine.train.weights.base.buffers().values():
+            flat.mul_(factor)
+
+    def _shown(self, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        return {f"chunk0.{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+    def _optimizer_state_dict(self) -> dict[str, torch.Tensor]:
+        """What is in the inner optimizers' state dicts, which Megatron's checkpoints are made of."""
+        if any(optimizer.optimizer.state for optimizer in self._members()):  # else Megatron has none to give
+            self.optimizer.state_dict()
+        found = {}
+        for number, optimizer in enumerate(self._members()):
+            for place, state in optimizer.optimizer.state_dict()["state"].items():
+                found |= {
+                    f"{key} of main parameter {number}.{place}": value
+                    for key, value in state.items()
+                    if isinstance(value, torch.Tensor)
+                }
+        return found
+
+
+def _factor(chance: random.Random) -> float:
+    return chance.uniform(0.8, 1.2)
