@@ -94,7 +94,7 @@ class Fsdp2(Subject):
                 found[name] = whole[inner]
                 continue
             a, b = (whole[base.replace(_BASE, f".lora_{letter}.default.weight")] for letter in "AB")
-            found[name] = whole[base] + b @ a * (LORA["lora_alpha"] / LORA["r"])  # type: ignore[operator]
+            found[name] = whole[base] + b @ a * (LORA["lora_alpha"] / LORA["r"])
         return found
 
     def forward(self) -> torch.Tensor:

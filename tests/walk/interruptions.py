@@ -95,16 +95,16 @@ class Points:
 @contextmanager
 def no_new_threads() -> Iterator[None]:
     """A limit on the number of processes is reached."""
-    start: Any = threading._start_new_thread  # type: ignore[attr-defined]  # below `Thread.start`, which undoes its own
+    start: Any = threading._start_new_thread  # below `Thread.start`, which undoes its own
 
     def refuse(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
 
-    threading._start_new_thread = refuse  # type: ignore[attr-defined]
+    threading._start_new_thread = refuse
     try:
         yield
     finally:
-        threading._start_new_thread = start  # type: ignore[attr-defined]
+        threading._start_new_thread = start
 
 
 def _place(frame: FrameType, event: str, argument: Any) -> str | None:

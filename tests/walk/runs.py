@@ -22,9 +22,10 @@ from typing import Any
 from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.ranks.job import Job
 from tests.harness.launch import Ranks
+from tests.walk.attempts import Findings
 from tests.walk.interruptions import Points
 from tests.walk.oracle import Subject
-from tests.walk.walk import Findings, Walk
+from tests.walk.walk import Walk
 from tests.zoo import workers
 
 TRAINERS = ("fsdp2", "fsdp2-lora", "megatron", "megatron-bf16", "megatron-lora")

@@ -7,67 +7,27 @@ tensors in every other context. A call is right, or it is refused with one of th
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from hybrid_engine.errors import HybridEngineError, LostRankError
+from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.switch.states import State
+from tests.walk.attempts import Attempts, Findings, Parted, Wrong, said
 from tests.walk.inference import MemoryInference, flip
-from tests.walk.interruptions import Cancelled, Interruption, Points, no_new_threads
+from tests.walk.interruptions import Points, no_new_threads
 from tests.walk.oracle import Kept, Shadow, Subject, differences
 
 KINDS = {State.TRAIN: ("param", "optimizer"), State.FORWARD: ("param",)}
-ERRORS: tuple[Callable[[], BaseException], ...] = (
-    *(KeyboardInterrupt, lambda: SystemExit(143), lambda: Cancelled("by ray")),
-    *(lambda: MemoryError("injected"), lambda: OSError(28, "injected"), lambda: RuntimeError("injected")),
-)
 TOUR = [State(name) for name in ("infer", "train", "forward", "infer", "idle", "infer", "forward", "train")] + [
     *(State.IDLE, State.FORWARD, State.IDLE, State.TRAIN)
 ]
 ELSEWHERE = (State.INFER, State.FORWARD, State.IDLE)
-MOST_REFUSED = 6  # visits one after the other, without a fault in them, until the engine counts as stuck
 
 
-class Wrong(Exception):
-    """What should not be. Ends the walk."""
-
-
-class Parted(Exception):
-    """The ranks have lost each other: nothing more can be asked of this job."""
-
-
-@dataclass
-class Findings:
-    """Of one walk, on one rank.
-
-    Attributes:
-        wrong: what ended it too early; empty when all was right.
-        history: what was done, the last last.
-        counts: steps, switches, faults, refusals and what was compared.
-        refused: what was refused, by call.
-        interrupted: where exceptions came.
-        parted: whether the ranks lost each other after a fault.
-    """
-
-    seed: int
-    settings: str
-    wrong: str = ""
-    history: list[str] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-    refused: Counter[str] = field(default_factory=Counter)
-    interrupted: Counter[str] = field(default_factory=Counter)
-    parted: bool = False
-
-
-class Walk:
+class Walk(Attempts):
     """See the module.
 
     Args:
@@ -81,14 +41,10 @@ class Walk:
     def __init__(
         self, subject: Subject, points: Points, seed: int, path: Path, *, faults: float, settings: str = ""
     ) -> None:
-        self.subject, self.engine = subject, subject.engine
-        self.chance = random.Random(seed)
-        self.found = Findings(seed, settings)
-        self._points, self._path, self._faults = points, path, faults
-        self._journal = Path(f"{path}-rank{subject.job.rank}.txt").open("w")  # noqa: SIM115 - closed at the end of `run`
-        self._note(f"seed {seed}, {settings}")
+        journal = Path(f"{path}-rank{subject.job.rank}.txt")
+        super().__init__(subject, points, Findings(seed, settings), journal)
+        self.engine, self._path, self._faults = subject.engine, path, faults
         self._checkpoint: Kept | None = None
-        self._num_refused = 0
         themes = sorted(subject.writes)
         self._writes = self.chance.sample(themes, 4)  # few, or each would hide what another one misses
         self._steps = self.chance.sample(sorted(subject.steps), 2)
@@ -103,7 +59,6 @@ class Walk:
             *(["call"] if self._calls else []),
             *(["spoil"] * 5 if is_verified and self.chance.random() < 0.3 else []),
         ]
-        self._group = dist.new_group(backend="gloo")
         self._shadow = Shadow(subject)
         with torch.no_grad():
             self._shadow.read()
@@ -164,15 +119,14 @@ class Walk:
         except Parted:
             self.found.parted = True
         finally:
-            dist.destroy_process_group(self._group)
-            self._journal.close()
+            self.close()
         return self.found
 
     def _tour(self) -> None:
         """Go every way once, and learn where an exception can come."""
         for target in TOUR:
             what = f"{self.engine.sharding.state}->{target}"
-            self._points.record(what, lambda to=target: self.engine.sharding.enter(to))  # type: ignore[misc]
+            self._points.record(what, lambda to=target: self.engine.sharding.enter(to))
             self._look(target)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -204,7 +158,7 @@ class Walk:
             context.__exit__(type(leave) if leave else None, leave, None)
         except BaseException as error:
             if error is not leave:
-                raise Wrong(f"leaving {target.value}: {_said(error)}") from error
+                raise Wrong(f"leaving {target.value}: {said(error)}") from error
 
     def _act(self, state: State) -> None:
         if state is State.INFER:
@@ -296,20 +250,15 @@ class Walk:
         """What a user calls between contexts, at the end of a script, or by mistake in a rollout."""
         calls: dict[str, Callable[[], None]] = {
             **({"save_checkpoint": self._save_outside} if self.subject.saves else {}),
-            "weights_changed": lambda: self._told(),
         }
-        calls |= {name: lambda name=name: self._read_outside(name) for name in self.subject.reads}  # type: ignore[misc]
-        calls |= {name: lambda name=name: self._load_outside(name) for name in self.subject.loads}  # type: ignore[misc]
+        calls |= {name: lambda name=name: self._read_outside(name) for name in self.subject.reads}
+        calls |= {name: lambda name=name: self._load_outside(name) for name in self.subject.loads}
         return calls
 
     def _outside(self, name: str) -> None:
         self._note(f"{name} outside, in {self.engine.sharding.state.value}")
         with torch.no_grad():
             self._calls_outside()[name]()
-
-    def _told(self) -> None:
-        if hasattr(self.engine, "weights_changed"):
-            self.engine.weights_changed()
 
     def _save_outside(self) -> None:
         if self._accepted("save_checkpoint", lambda: self.subject.save(self._path)):
@@ -336,7 +285,7 @@ class Walk:
             self._refused(name, error)
             return False
         except Exception as error:
-            raise Wrong(f"{name} in {self.engine.sharding.state.value}: {_said(error)}") from error
+            raise Wrong(f"{name} in {self.engine.sharding.state.value}: {said(error)}") from error
         return True
 
     def _must_refuse(self, name: str, call: Callable[[], object]) -> None:
@@ -373,91 +322,6 @@ class Walk:
         texts = self._gathered("" if condition else text)
         if first := next((f"rank {rank}: {each}" for rank, each in enumerate(texts) if each), None):
             raise Wrong(first)
-
-    # -- faults --------------------------------------------------------------------------------------------------------
-
-    def _fault(self, what: str, faulty: bool) -> Interruption | None:
-        """What is to go wrong on this rank. Others may be spared an error, and never a signal."""
-        number, make = self.chance.getrandbits(32), self.chance.choice(ERRORS)
-        hit = self.chance.randrange(self.subject.job.world_size)
-        if not faulty or not self._points.known(what):
-            return None
-        if isinstance(make(), Exception) and hit != self.subject.job.rank:
-            return None
-        return self._points.interruption(what, random.Random(number + self.subject.job.rank), make)
-
-    def _tried(self, what: str, call: Callable[[], object], fault: Interruption | None) -> bool:
-        """Whether a call succeeded, on all ranks. It may fail by a fault, on any rank, or be refused."""
-        has_gradients, records = torch.is_grad_enabled(), self.chance.random() < 0.05
-        said = ""
-        try:
-            if fault is not None:
-                fault.run(call)
-            elif records or not self._points.known(what):
-                self._points.record(what, call)
-            else:
-                call()
-        except Wrong:
-            raise
-        except BaseException as error:
-            said = "parted" if isinstance(error, LostRankError) else _said(error)
-            if not isinstance(error, HybridEngineError) and (fault is None or fault.where is None):
-                said = f"raw: {said}"
-        torch.set_grad_enabled(has_gradients)  # what was interrupted may be torch's own context
-        return self._agreed(what, said, None if fault is None else fault.where, fault)
-
-    def _agreed(self, what: str, said: str, where: str | None, fault: Interruption | None) -> bool:
-        """Bring together how a call ended on each rank."""
-        everyone = self._gathered((said, where))
-        places = [place for _, place in everyone if place is not None]
-        self.found.interrupted.update(places)
-        self.found.counts["faults"] += len(places)
-        for text, place in everyone:
-            if place is not None:
-                error = "another rank's" if fault is None else fault.name
-                self._note(f"  {error} at {place}: {text[:90] or 'swallowed'}")
-        texts = [text for text, _ in everyone if text]
-        if any(text == "parted" or "ranks have parted" in text for text in texts):
-            raise Parted
-        if (raw := next((text for text in texts if text.startswith("raw: ")), None)) and not places:
-            raise Wrong(f"{what}: {raw}")
-        if not texts:
-            self._num_refused = 0
-        elif not places:
-            self._refused(what, texts[0])
-        return not texts
-
-    @contextmanager
-    def _its(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except AssertionError as error:
-            raise Wrong(f"{what}: {error}") from error
-
-    def _refused(self, name: str, error: object) -> None:
-        self.found.refused[f"{name}: {type(error).__name__ if isinstance(error, Exception) else str(error)[:60]}"] += 1
-        self._note(f"  refused: {str(error)[:120]}")
-        if "->" in name:
-            self._num_refused += 1
-            if self._num_refused >= MOST_REFUSED:
-                raise Wrong(f"stuck: {error}")
-
-    def _gathered(self, value: Any) -> list[Any]:
-        if self.subject.job.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.subject.job.world_size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
-
-    def _note(self, text: str) -> None:
-        """Also in a file: a read of released memory ends the process."""
-        self.found.history.append(text)
-        self._journal.write(f"{text}\n")
-        self._journal.flush()
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error)[:300]}"
 
 
 def _few(names: list[str]) -> str:
