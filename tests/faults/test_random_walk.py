@@ -10,12 +10,19 @@ import pytest
 
 from tests.harness.launch import Ranks
 from tests.walk import interrupted_saves
-from tests.walk.runs import TRAINERS, launched, report, story, walks
+from tests.walk.runs import TRAINERS, launched, plans, report, story, walks
 
 pytestmark = [pytest.mark.faults, pytest.mark.engines]
 
 SECONDS = 50.0  # for each of the ten walks
 NUM_TRIALS = 50  # for each of the four scripts
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_every_call(engines: Ranks, trainer: str, record: Callable[..., None]) -> None:
+    found = launched(engines, 1, plans, trainer, timeout=300)
+    record(fault=f"every call once, {trainer}", message=report(found))
+    assert [story(each) for each in found if each.wrong] == []
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

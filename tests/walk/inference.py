@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -27,26 +27,12 @@ class MemoryInference(FakeInference):
         job: of all ranks.
         tensors: canonical tensors and their shapes.
         dtype: in which they come.
-
-    Attributes:
-        spoil: a group of which one bit is flipped "before" or "after" its next commit.
     """
 
     def __init__(self, job: Job, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
         super().__init__(Script(), job.rank, tensors)
         self.job, self.adaptor, self.dtype = job, self, dtype
         self.near_end: object = None
-        self.spoil: tuple[str, str] | None = None
-
-    def commit(self, groups: Sequence[str]) -> None:
-        self._spoil(groups, "before")
-        super().commit(groups)
-        self._spoil(groups, "after")
-
-    def _spoil(self, groups: Sequence[str], when: str) -> None:
-        if self.spoil is not None and self.spoil[1] == when and self.spoil[0] in groups:
-            flip(self.live[self.spoil[0]])
-            self.spoil = None
 
     def whole(self) -> dict[str, torch.Tensor]:
         """What is live, in the tensors' shapes."""
@@ -62,9 +48,12 @@ class Served:
 
     def __init__(self, engine: InferenceEngine) -> None:
         self.engine, self.dtype = engine, torch.float32
-        self.spoil: tuple[str, str] | None = None
         self.tensors: Mapping[str, tuple[int, ...]] = {}
-        self.live: Mapping[str, torch.Tensor] = {}
+
+    def spoil(self) -> None:
+        """Change one weight as nobody should, in what vLLM computes with."""
+        with torch.no_grad():
+            self.engine.adaptor.model.get_submodule("model.norm").weight.data[:4] *= 2
 
     def whole(self) -> dict[str, torch.Tensor]:
         """What it computes of `scored_batch`."""
@@ -87,8 +76,3 @@ def inference_for(
     engine = build_inference_engine(config, table, gather_layouts(job, train.weights), job)
     ends.callback(engine.shutdown)
     return engine, Served(engine)
-
-
-def flip(tensor: torch.Tensor) -> None:
-    """Change one bit."""
-    tensor.view(torch.uint8)[0] ^= 1

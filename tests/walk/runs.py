@@ -51,17 +51,15 @@ def walks(
 
 
 def plans(directory: str, trainer: str, first: int = 0, seconds: float = 1e9) -> list[Findings]:
-    """A rank function: every call in every state, each with a new engine; from number `first` on."""
-    started = time.monotonic()
+    """A rank function: every call in every state, from number `first` on; a new engine after each that is wrong."""
     settings = {"incremental": "auto", "prefetch": "auto", "bucket_mb": 1, "timeout_seconds": TIMEOUT}
-    with walking(directory, trainer, 0, settings, 0.0) as walk:
-        names, found = walk.plans(), []
-    for number, name in list(enumerate(names))[first:]:
-        if time.monotonic() - started > seconds:
-            break
-        with walking(directory, trainer, number, {**settings, "plan": name}, 0.0) as walk:
-            found.append(walk.follow(name))
+    started, names, found = time.monotonic(), [""], []
+    while first < len(names) and time.monotonic() - started < seconds:
+        with walking(directory, trainer, first, settings, 0.0) as walk:
+            names = walk.plans()
+            found.append(walk.follow(names[first:]))
         _keep(directory, found[-1])
+        first += found[-1].counts["plans"]
     return found
 
 
@@ -71,7 +69,7 @@ def walking(directory: str, trainer: str, seed: int, settings: Mapping[str, Any]
     path, place = written_model(Path(directory)), Path(directory) / f"checkpoint-{seed}"
     faulthandler.enable()
     with ExitStack() as ends:
-        config = configured(path, trainer, {name: value for name, value in settings.items() if name != "plan"})
+        config = configured(path, trainer, settings)
         job = ends.enter_context(closing(Job.join(config.generate_config.timeout_seconds, host="here")))
         subject = subject_of(path, trainer, config, job, ends)
         yield Walk(subject, Points(), seed, place, faults=faults, settings=f"{trainer} {settings}")
@@ -170,7 +168,7 @@ def _crash(directory: Path, error: AssertionError) -> Findings:
     first, *history = journals[-1].read_text().splitlines()
     frames = [line.strip() for line in str(error).splitlines() if line.strip().startswith('File "/')]
     why = next((word for word in ("Segfault", "outlived", "SIGABRT") if word in str(error)), str(error)[-300:])
-    seed = int(journals[-1].name.split("-")[1])
+    seed = int(journals[-1].name.split("-")[1]) + max(0, sum(line.startswith("plan ") for line in history) - 1)
     return Findings(seed, first.partition(", ")[2], f"a rank died: {why} {frames[:6]}", history)
 
 

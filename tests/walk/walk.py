@@ -7,7 +7,7 @@ tensors in every other context. A call is right, or it is refused with one of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.switch.states import State
 from tests.walk.attempts import Attempts, Findings, Parted, Wrong, said
-from tests.walk.inference import MemoryInference, flip
+from tests.walk.inference import Served
 from tests.walk.interruptions import Points, no_new_threads
 from tests.walk.oracle import Kept, Shadow, Subject, differences
 
@@ -51,13 +51,13 @@ class Walk(Attempts):
         calls = sorted(self._calls_outside())
         self._calls = self.chance.sample(calls, 2) if self.chance.random() < 0.5 else []
         self._writes_in_forward = self.chance.random() < 0.4
-        can_be_spoilt = isinstance(subject.inference, MemoryInference)
+        can_be_spoilt = isinstance(subject.inference, Served)
         is_verified = self.engine.config.generate_config.verify == "full" and can_be_spoilt
         self._in_rollouts = [
             *("prefetch", "near end", "near end, no threads"),
             *(["refused"] if self.chance.random() < 0.3 else []),
             *(["call"] if self._calls else []),
-            *(["spoil"] * 5 if is_verified and self.chance.random() < 0.3 else []),
+            *(["spoil"] if is_verified else []),
         ]
         self._shadow = Shadow(subject)
         with torch.no_grad():
@@ -67,19 +67,19 @@ class Walk(Attempts):
         """Names for `follow`: every call in every state."""
         writes = sorted([*self.subject.writes, *self.subject.loads])
         return [
+            *(f"infer: {name}" for name in ("near end, no threads", "refused", "near end", "prefetch")),
             *(f"{state}: {name}" for state in KINDS for name in writes),
             *(f"train: {name}" for name in sorted(self.subject.steps)),
             *(f"{state}, outside: {name}" for state in ELSEWHERE for name in sorted(self._calls_outside())),
-            *(f"infer: {name}" for name in ("refused", "near end", "near end, no threads", "prefetch")),
         ]
 
     def run(self, num_steps: int) -> Findings:
         """Walk on until something is wrong."""
         return self._walked(lambda: self._wander(num_steps))
 
-    def follow(self, plan: str) -> Findings:
-        """Take one call after a rollout and a step, then see whether all is right."""
-        return self._walked(lambda: self._go(plan))
+    def follow(self, plans: Sequence[str]) -> Findings:
+        """Take each of these calls after a rollout and a step, and see whether all is right."""
+        return self._walked(lambda: [self._go(plan) for plan in plans])
 
     def _wander(self, num_steps: int) -> None:
         if self.chance.random() < 0.7:
@@ -91,6 +91,8 @@ class Walk(Attempts):
         self._visit(State.TRAIN)
 
     def _go(self, plan: str) -> None:
+        self._note(f"plan {plan}")
+        self.found.counts["plans"] += 1
         where, _, name = plan.partition(": ")
         state, is_outside = State(where.removesuffix(", outside")), where.endswith("outside")
         step = "moments" if "no threads" in name else "step"  # without state, for it must be the first copy
@@ -111,7 +113,7 @@ class Walk(Attempts):
             self._visit(State.TRAIN, lambda: self._do("p.mul_", lambda: self._write("p.mul_"), State.TRAIN))
             self._visit(State.FORWARD)
 
-    def _walked(self, walk: Callable[[], None]) -> Findings:
+    def _walked(self, walk: Callable[[], object]) -> Findings:
         try:
             walk()
         except Wrong as wrong:
@@ -226,23 +228,17 @@ class Walk(Attempts):
                     self.engine.sharding.near_end()
 
     def _spoil(self) -> None:
-        """One bit is flipped where `verify: full` must see it: on its way, or in what stayed."""
+        """A live weight changes where `verify: full` must see it at the next switch, or send it again."""
         inference = self.subject.inference
-        assert isinstance(inference, MemoryInference)
-        group = self.chance.choice(sorted(inference.live))
-        when = self.chance.choice(("before", "after", "at rest"))
-        self._note(f"spoiling {group} {when} a commit")
-        if when == "at rest":
-            flip(inference.live[group])
-        else:
-            inference.spoil = (group, when)
+        assert isinstance(inference, Served)
+        self._note("spoiling a live weight")
+        inference.spoil()
         self.found.counts["spoilt"] += 1
         for target in (State.TRAIN, State.INFER):
             try:
                 self.engine.sharding.enter(target)
             except HybridEngineError as error:
-                self.found.refused[f"spoilt {when}: {type(error).__name__}"] += 1
-        inference.spoil = None
+                self._refused(f"spoilt, to {target}", error)
         if self.engine.sharding.state is State.INFER:
             self._look(State.INFER)
 
