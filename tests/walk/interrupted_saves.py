@@ -102,6 +102,7 @@ class _Loop:
         known = torch.load(self._states, weights_only=True)
         with self.engine.train_context():
             self._load(self.place / "checkpoint", "the checkpoint after the ranks had lost each other", known)
+        self._go_on()
 
     def trial(self, chance: random.Random) -> None:
         """One signal, at any moment of an iteration, or of a switch, which is a small part of one."""
@@ -185,6 +186,9 @@ class _Loop:
             if self._copy.exists():
                 self._load(self._copy / "checkpoint", "the checkpoint on the disk", known)
             self._load(self.place / "checkpoint", "the last checkpoint", known[-1:])
+        self._go_on()
+
+    def _go_on(self) -> None:
         num_wrong = len(self._trials.wrong)
         try:
             self._iteration()
@@ -257,10 +261,12 @@ class _Signal:
 def run(engines: Ranks, trainer: str, num_ranks: int, num_trials: int, seed: int, seconds: float = 600) -> Trials:
     """All trials, on new ranks whenever they have lost each other; of rank 0, with what any rank found wrong."""
     total, ends = Trials(), time.monotonic() + seconds
+    parted = False
     with tempfile.TemporaryDirectory() as directory:
-        while total.num < num_trials and time.monotonic() < ends:
+        while (parted or total.num < num_trials) and time.monotonic() < ends:
             call = (directory, trainer, num_trials - total.num, seed + total.num)
             by_rank = engines.launch(interrupt, num_ranks, *call, timeout=ends - time.monotonic() + 60)
+            parted = by_rank[0].parted
             total.num += by_rank[0].num
             total.wrong += [f"rank {rank}: {each}" for rank, of in enumerate(by_rank) for each in of.wrong]
             total.counts += by_rank[0].counts
