@@ -26,10 +26,10 @@ class MemoryInference(FakeInference):
     Args:
         job: of all ranks.
         tensors: canonical tensors and their shapes.
-        dtype: in which they come.
+        dtype: name of the one in which they come.
     """
 
-    def __init__(self, job: Job, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    def __init__(self, job: Job, tensors: Mapping[str, tuple[int, ...]], dtype: str) -> None:
         super().__init__(Script(), job.rank, tensors)
         self.job, self.adaptor, self.dtype = job, self, dtype
         self.near_end: object = None
@@ -47,7 +47,7 @@ class Served:
     """
 
     def __init__(self, engine: InferenceEngine) -> None:
-        self.engine, self.dtype = engine, torch.float32
+        self.engine, self.dtype = engine, "float32"
         self.tensors: Mapping[str, tuple[int, ...]] = {}
 
     def spoil(self) -> None:
@@ -71,7 +71,7 @@ def inference_for(
     """What the engine gets, and what the walk looks at."""
     if not serve:
         shapes = {name: tuple(shape) for name, shape in table.shapes.items() if table.is_served(name)}
-        inference = MemoryInference(job, shapes, getattr(torch, config.actor_config.params_dtype))
+        inference = MemoryInference(job, shapes, config.actor_config.params_dtype)
         return inference, inference
     engine = build_inference_engine(config, table, gather_layouts(job, train.weights), job)
     ends.callback(engine.shutdown)

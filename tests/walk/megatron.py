@@ -71,7 +71,7 @@ class Megatron(Subject):
         weights = self.engine.train.weights.merged
         weights.prepare()  # sums with adapters, where there are some
         whole = whole_weights(weights)
-        return {name: whole[name].to(self.inference.dtype) for name in self.inference.tensors}
+        return {name: whole[name].to(getattr(torch, self.inference.dtype)) for name in self.inference.tensors}
 
     def forward(self) -> torch.Tensor:
         return self.engine.train.log_probs(self._share())
