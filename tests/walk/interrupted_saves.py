@@ -91,6 +91,7 @@ class _Loop:
         self._is_writing = False
         self._seconds = 1.0  # of an iteration
         self._switches: list[float] = []  # seconds after the beginnings of the next switches, for a signal; 0.0: none
+        self._seconds_of_switches = [0.05, 0.05]
         self._timer: threading.Timer | None = None
         self.engine.on_reshard_start(self._switching)
         with torch.no_grad():
@@ -111,9 +112,8 @@ class _Loop:
         if chance.random() < 0.4:
             self._send_after(chance.uniform(0.0, self._seconds))
         else:
-            report = self.engine.sharding.last_report
-            seconds = 0.05 if report is None else report.seconds
-            self._switches = [0.0] * chance.randint(0, 1) + [chance.uniform(0.0, 1.2 * seconds)]
+            number = chance.randint(0, 1)  # to the rollout, or back
+            self._switches = [0.0] * number + [chance.uniform(0.0, 1.1 * self._seconds_of_switches[number])]
         at = time.monotonic()
         try:
             for _ in range(20):
@@ -138,6 +138,10 @@ class _Loop:
         self._trials.seconds.append(time.monotonic() - at)
         self._next_run()
 
+    def _note_seconds(self, number: int) -> None:
+        if (report := self.engine.sharding.last_report) is not None:
+            self._seconds_of_switches[number] = report.seconds
+
     def _switching(self) -> None:
         if self._switches and (seconds := self._switches.pop(0)):
             self._send_after(seconds)
@@ -148,9 +152,11 @@ class _Loop:
 
     def _iteration(self) -> None:
         with self.engine.rollout_context(), self._signal.held():
+            self._note_seconds(0)
             self._compare_rollout()
         with self.engine.train_context():
             with self._signal.held():
+                self._note_seconds(1)
                 self._compare("the training state after a rollout")
             self._is_writing = True
             self.subject.steps["step"](random.Random(0))
