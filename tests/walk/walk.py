@@ -95,23 +95,29 @@ class Walk(Attempts):
         self.found.counts["plans"] += 1
         where, _, name = plan.partition(": ")
         state, is_outside = State(where.removesuffix(", outside")), where.endswith("outside")
-        step = "moments" if "no threads" in name else "step"  # without state, for it must be the first copy
+        first = "moments" if "threads" in name else "step"  # without state: no copy may have been made before
         self._visit(State.INFER)
-        self._visit(State.TRAIN, lambda: self._do(step, lambda: self._step_or_checkpoint(step), State.TRAIN))
-        for _ in range(2 if "threads" in name else 1):
-            self._visit(State.INFER)
-            if is_outside:
-                self._visit(state)
-                self._outside(name)
-            elif state is State.INFER:
-                self._visit(state, lambda: self._in_rollout(name))
-            elif name in self.subject.steps:
-                self._visit(state, lambda: self._do(name, lambda: self._step_or_checkpoint(name), state))
-            else:
-                self._visit(state, lambda: self._do(f"{name} in {state}", lambda: self._write(name), state))
-            self._visit(State.INFER)
-            self._visit(State.TRAIN, lambda: self._do("p.mul_", lambda: self._write("p.mul_"), State.TRAIN))
-            self._visit(State.FORWARD)
+        self._visit(State.TRAIN, lambda: self._train(first))
+        self._visit(State.INFER)
+        if is_outside:
+            self._visit(state)
+            self._outside(name)
+        elif state is State.INFER:
+            self._visit(state, lambda: self._in_rollout(name))
+        elif name in self.subject.steps:
+            self._visit(state, lambda: self._train(name))
+        else:
+            self._visit(state, lambda: self._do(f"{name} in {state}", lambda: self._write(name), state))
+        self._visit(State.INFER)
+        self._visit(State.TRAIN, lambda: self._train("step"), lambda: self._do("p.mul_", self._multiply, State.TRAIN))
+        self._visit(State.INFER)
+        self._visit(State.FORWARD)
+
+    def _multiply(self) -> None:
+        self._write("p.mul_")
+
+    def _train(self, name: str) -> None:
+        self._do(name, lambda: self._step_or_checkpoint(name), State.TRAIN)
 
     def _walked(self, walk: Callable[[], object]) -> Findings:
         try:
