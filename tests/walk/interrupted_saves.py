@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from hybrid_engine.errors import HybridEngineError, LostRankError, StateError
 from hybrid_engine.ranks.job import Job
@@ -88,6 +89,7 @@ class _Loop:
         self._states = directory / f"states-{subject.job.rank}.pt"  # which training had, around the last saves
         self._shadow = Shadow(subject)
         self._signal = _Signal()
+        self._group = dist.new_group(backend="gloo")
         self._is_writing = False
         self._seconds = 1.0  # of an iteration
         self._switches: list[float] = []  # seconds after the beginnings of the next switches, for a signal; 0.0: none
@@ -134,9 +136,22 @@ class _Loop:
             torch.set_grad_enabled(True)
         with self._signal.held():
             self._keep_what_is_on_the_disk()
+        was_cut_short = self._is_writing
         self._save_at_last()
         self._trials.seconds.append(time.monotonic() - at)
+        if self._on_any_rank(was_cut_short):
+            raise LostRankError("a step was cut short: the trainer's own collectives no longer match")
         self._next_run()
+
+    def _on_any_rank(self, flag: bool) -> bool:
+        if self.subject.job.world_size == 1:
+            return False
+        flags: list[bool] = [False] * self.subject.job.world_size
+        try:
+            dist.all_gather_object(flags, flag, group=self._group)
+        except RuntimeError:  # the other rank has gone
+            return True
+        return any(flags)
 
     def _note_seconds(self, number: int) -> None:
         if (report := self.engine.sharding.last_report) is not None:
@@ -172,7 +187,7 @@ class _Loop:
                 with self.engine.train_context():
                     with self._signal.held(), torch.no_grad():
                         if self._is_writing:  # an update was cut short, anywhere
-                            self._shadow.read()
+                            self._shadow.read_own()
                             self._remember()
                         else:
                             self._compare("the training state after the signal")

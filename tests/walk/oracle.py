@@ -100,6 +100,11 @@ class Shadow:
             self.optimizer = _copied(self._subject.optimizer_state())
         self.canonical = _copied(self._subject.expected())
 
+    def read_own(self) -> None:
+        """As `read`, of this rank alone: what the inference side must have is not known afterwards."""
+        self.parameters, self.optimizer = _copied(self._subject.parameters()), _copied(self._subject.optimizer_state())
+        self.canonical = None
+
     def take_up(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Parameters were written where nothing can be gathered."""
         self.parameters, self.canonical = {**self.parameters, **_copied(parameters)}, None
