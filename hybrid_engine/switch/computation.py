@@ -59,6 +59,9 @@ class Computation:
         inference: compared with it, where it is one too.
         job: of all ranks.
         when: "first": until it has gone well once; "always": in every switch; "off".
+
+    Attributes:
+        is_asking: the trainer computes for this; whoever begins a switch takes it back, should an interrupt leave it.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Computation:
         self._trainer, self._inference, self._job, self._when = trainer, inference, job, when
         self._sides = None if when == "off" else self._agree()
         self._trained: ProbeAnswer | None = None
+        self.is_asking = False
 
     @property
     def is_due(self) -> bool:
@@ -115,13 +119,13 @@ class Computation:
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
         """The trainer may compute, whichever state this is, and no generator moves."""
-        guard, self._trainer.guard = self._trainer.guard, lambda kinds: None
         devices = [self._job.device] if self._job.device.type == "cuda" else []
+        self.is_asking = True
         try:
             with torch.random.fork_rng(devices):
                 yield
         finally:
-            self._trainer.guard = guard
+            self.is_asking = False
 
 
 @dataclass(frozen=True)

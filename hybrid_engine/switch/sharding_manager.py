@@ -134,18 +134,17 @@ class ShardingManager(SwitchHooks):
     def entered(self, state: State) -> AbstractContextManager[None]:
         """Be in `state` inside the context. The state is kept at the end: the next context switches if it must.
 
-        Raises StateError inside another state's context, which would go on in the wrong state. IDLE frees the device
-        for a model beside the actor, inside any context: then that one's state is back at the end, but for errors.
+        Raises StateError inside another state's context. IDLE frees the device for a model beside the actor, inside any
+        context: then that one's state is back at the end, but for errors.
         """
         return Entered(state, self.enter, self._contexts)
 
     def enter(self, target: State) -> ReshardReport | None:
         """Switch to `target`; None when it is the present state already.
 
-        Raises on all ranks when any rank fails. Then the state before is restored (IDLE, when the inference weights
-        were lost on the way; INTERRUPTED, when the message says that restoring failed too, after Ctrl-C and the like);
-        every later switch starts from what is really there. When only an end hook failed, the switch itself stands.
-        After a LostRankError nothing is restored, and no switch can follow.
+        Raises on all ranks when any rank fails. Then the state before is restored (IDLE if inference weights were lost
+        on the way; INTERRUPTED if restoring failed too, and after Ctrl-C); every later switch starts from what is
+        really there. When only an end hook failed, the switch stands. After a LostRankError no switch can follow.
         """
         self._require_open()
         if target is self.state:
@@ -161,7 +160,7 @@ class ShardingManager(SwitchHooks):
         self._prefetcher.reset()
         with self._phase("start hooks"):
             self._call_start_hooks(before, target)
-        self.state = State.INTERRUPTED
+        self.state, self._computation.is_asking = State.INTERRUPTED, False
         try:
             self._switch(before, target)
         except Exception as error:
@@ -200,6 +199,8 @@ class ShardingManager(SwitchHooks):
 
     def require_kinds(self, kinds: Iterable[str]) -> None:
         """Raise StateError unless the present state needs these kinds of training state on the device."""
+        if self._computation.is_asking and {*kinds} == {"param"}:  # before anything leaves
+            return
         require(self.state, [state for state, needed in NEEDED_KINDS.items() if needed.issuperset(kinds)])
 
     def _switch(self, before: State, target: State) -> None:
@@ -207,17 +208,15 @@ class ShardingManager(SwitchHooks):
             self._note_peak()
         if before not in (State.TRAIN, State.FORWARD):  # IDLE may follow a release that failed
             self._release_inference()
-        delivery = None
-        if target is State.INFER:
-            delivery = self._fill_inference()
-        elif before is State.TRAIN:  # what is pending would write parameters that leave, or are only read
+        delivery = self._fill_inference() if target is State.INFER else None
+        if delivery is None and before is State.TRAIN:  # what is pending would write what leaves, or is only read
             self._prepare()
         wanted = resident_kinds(target, self.config)
         self._offload(_ALL_KINDS - wanted)
         if delivery is not None:
             self._digested = self.offloader.departure("param"), delivery.digests
         self._onload(wanted, read_only=target is not State.TRAIN)
-        if target is State.INFER:
+        if delivery is not None:
             with self._phase("resume"):
                 self.caches.wake_kv_cache()
                 self.caches.reset_caches()

@@ -36,9 +36,9 @@ class Script:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self._armed: dict[str, list[Exception]] = {}
+        self._armed: dict[str, list[BaseException]] = {}
 
-    def arm(self, call: str, *errors: Exception) -> None:
+    def arm(self, call: str, *errors: BaseException) -> None:
         """The next time `call` is reached it raises the first of these, then the second, and so on."""
         self._armed.setdefault(call, []).extend(errors)
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hybrid_engine.batches.probes import ProbeAnswer, ProbeLimits
-from hybrid_engine.errors import ComputationError, GenerationError
+from hybrid_engine.errors import ComputationError, GenerationError, StateError
+from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.switch.computation import LENGTH, NUM_ROWS, TOLERANCES, Gap, tokens_within
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, FakeInference, FakeTraining, Rig
 
@@ -112,7 +113,25 @@ def test_from_idle_the_parameters_come_first(job: None) -> None:
     rig.training.guard = rig.manager.require_kinds
     rig.manager.enter(INFER)
     assert rig.training.is_there
-    assert rig.training.guard == rig.manager.require_kinds
+    with pytest.raises(StateError):
+        rig.training.guard(["param"])
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_an_interrupt_while_the_trainer_computes_leaves_it_guarded(job: None, is_left: bool) -> None:
+    """Also where it comes before the switch notes that the trainer is done."""
+    rig = ProbedRig(check_compute="always")
+    rig.script.arm("trainer computes", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        rig.manager.enter(INFER)
+    rig.manager._computation.is_asking = is_left
+    with pytest.raises(StateError):
+        rig.manager.require_kinds(KINDS)
+    rig.manager.enter(IDLE)
+    with pytest.raises(StateError):
+        rig.manager.require_kinds(["param"])
+    rig.manager.enter(INFER)
+    assert rig.training.is_there
 
 
 def test_generators_stay_where_they_are(probed: ProbedRig) -> None:
