@@ -125,21 +125,6 @@ def weights_of_all_ranks(gpt: Gpt) -> list[torch.Tensor]:
     return gathered
 
 
-def check_qk_clip() -> None:
-    """What it writes by `.data` shows in torch's counter of writes, without any step."""
-    with running(PLAIN) as gpt:
-        gpt.config.qk_clip = True
-        attention = next(module for module in gpt.chunks[0].modules() if hasattr(module, "clip_qk"))
-        weight = attention.linear_qkv.weight
-        before, version = weight.detach().clone(), weight._version
-        heads = attention.num_attention_heads_per_partition
-        attention.core_attention.current_max_attn_logits = torch.full((heads,), 2.0 * gpt.config.qk_clip_threshold)
-        attention.clip_qk()
-        assert not torch.equal(weight, before)
-        assert weight._version > version
-        assert megatron_patches.weight_version(gpt.optimizer) == 0
-
-
 def check_versions(spec: GptSpec) -> None:
     """One version per successful step of the optimizer that was stepped."""
     with running(spec) as gpt:
@@ -263,7 +248,6 @@ def run_rank() -> dict[str, Inventory]:
     check_nested_chain()
     if IS_0_16:
         check_layer_wise()
-        check_qk_clip()
     overlapped = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
     for spec in (*SPECS.values(), replace(PLAIN, **overlapped)):
         check_versions(spec)

@@ -62,7 +62,7 @@ class ShardedTensors:
         present = parameters.keys() | set(map(id, self._model.buffers()))
         gone = [name for name, own in self.tensors.items() if id(own) not in present or not self._is_home(name, own)]
         known = set(map(id, self.tensors.values()))
-        return gone + [name for key, name in parameters.items() if key not in known]
+        return [*dict.fromkeys(gone + [name for key, name in parameters.items() if key not in known])]
 
     def _is_home(self, name: str, tensor: torch.Tensor) -> bool:
         local = local_of(tensor)

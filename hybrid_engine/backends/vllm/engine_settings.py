@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from hybrid_engine.errors import ArgumentError, ConfigError, StateError, Violation, nearest, shortened
@@ -116,7 +116,7 @@ class Sampling:
 
     def __new__(cls, *_: object, **given: object) -> Sampling:
         """Raise ArgumentError for names that are no attributes, with ours for those of others."""
-        known = cls.__dataclass_fields__
+        known = [field.name for field in fields(cls)]
         if violations := [_unknown(name, known) for name in given if name not in known]:
             raise ArgumentError(violations)
         return super().__new__(cls)

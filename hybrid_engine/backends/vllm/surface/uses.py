@@ -76,7 +76,14 @@ EXPORTED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
             ),
             "vllm.config:ModelConfig": (
                 *("dtype", "max_model_len", "get_vocab_size", "is_moe", "use_mla", "get_head_size"),
-                *("get_num_kv_heads", "get_num_layers", "get_sliding_window", "hf_config", "quantization"),
+                *(
+                    "get_num_kv_heads",
+                    "get_num_layers",
+                    "get_sliding_window",
+                    "hf_config",
+                    "hf_text_config",
+                    "quantization",
+                ),
             ),
             "vllm.config:CacheConfig": ("kv_cache_memory_bytes", "block_size", "cache_dtype"),
             "vllm.config:DeviceConfig": ("device",),

@@ -221,6 +221,7 @@ def table_of(**shapes: tuple[int, ...]) -> Any:
         shapes=shapes,
         copies={},
         dims=SimpleNamespace(tied_embeddings=False),
+        match=lambda name: None,
         is_served=shapes.__contains__,
         may_be_new=frozenset(),
         left_out=frozenset(),

@@ -40,7 +40,7 @@ _OF_TORCH = {"MAX", "Scalar", "_local_scalar_dense", "_schema", "is_mutable", "p
 _OF_OTHERS = {"Enum", "from_pretrained", "set", "cell_contents", "decode"}
 _OF_OTHERS |= {"all_special_tokens", "apply_chat_template", "chat_template"}  # of transformers' tokenizers
 _OF_OTHERS |= {"__struct_fields__"}  # of msgspec's structs
-_OF_OTHERS |= {"to_dict"}  # of transformers' configurations
+_OF_OTHERS |= {"to_dict", "model_type"}  # of transformers' configurations
 
 
 @pytest.fixture(scope="module")
