@@ -7,7 +7,7 @@ items (views, with owner, kind and action)  ->  survey()  ->  storages, each onc
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -151,13 +151,13 @@ class Storage:
 
     @property
     def is_away(self) -> bool:
-        """Whether nothing of it is on the device, or on its way there."""
-        return self.released.nbytes == self.nbytes and not self.is_coming
+        """Whether nothing of it is on the device, or on its way there; nor memory that was taken for it in vain."""
+        return self.released.nbytes == self.nbytes and not (self.is_coming or self.copies or self.resident_nbytes())
 
     @property
     def has_begun_to_leave(self) -> bool:
         """Whether any of its contents are elsewhere, or may be."""
-        return bool(self.in_arena or self.saved.nbytes or self.done.nbytes or self.released.nbytes)
+        return bool(self.copies or self.in_arena or self.saved.nbytes or self.done.nbytes or self.released.nbytes)
 
     @property
     def device(self) -> torch.device:
@@ -337,13 +337,14 @@ def forget(caches: Iterable[OffloadItem], moved: Moved) -> None:
             item.forget()
 
 
-def lay_out(placed: Iterable[Storage], new: Iterable[Storage]) -> None:
-    """Assign every new copied storage its place in the arena, after those that have one."""
+def lay_out(placed: Collection[Storage], new: Iterable[Storage]) -> None:
+    """Assign every new copied storage its place in the arena: the one it had before, or one after all others."""
+    known = {(each.key, each.nbytes): each.arena_offset for each in placed if each.action == "copy"}
     end = max((storage.arena_stop for storage in placed if storage.action == "copy"), default=0)
-    for storage in new:
-        if storage.action == "copy":
-            storage.arena_offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-            end = storage.arena_stop
+    for storage in (each for each in new if each.action == "copy"):
+        offset = known.get((storage.key, storage.nbytes))
+        storage.arena_offset = -(-end // _ALIGNMENT) * _ALIGNMENT if offset is None else offset
+        end = max(end, storage.arena_stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,7 @@ class Offloader:
         *,
         reachable: Callable[[], Iterable[Reached]] = tuple,
     ) -> None:
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        self._device_type = torch.device(device or default).type
+        self._device_type = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")).type
         self._inventory = inventory
         self._residual = Residual(reachable, self._device_type)
         self._arenas: dict[Kind, Arena] = {kind: Arena() for kind in KINDS}
@@ -110,8 +109,7 @@ class Offloader:
         to_move = self._on_device(requested)
         moved = Moved(to_move)
         self._call_off(to_move, moved)
-        if self._device_type == "cuda":
-            torch.cuda.synchronize()  # training may have used other streams; later releases wait for the current one
+        self._synchronize()
         found = survey(self._inventory(), self._device_type)
         self._begin(to_move, found.storages)
         try:
@@ -133,13 +131,11 @@ class Offloader:
     def begin_offload(self, kinds: Iterable[Kind] = KINDS) -> None:
         """Begin to copy these kinds to the arena, in the background; `offload` waits for it and frees the device.
 
-        Until then everything stays on the device, and must not be written. `onload` calls it off.
-
-        Raises:
-            OffloadError: as `offload`.
+        Until then everything stays on the device, and must not be written. `onload` calls it off. Raises as `offload`.
         """
         begun = self._on_device(set(map(checked, kinds)))
         self._call_off(begun)
+        self._synchronize()
         self._begin(begun, survey(self._inventory(), self._device_type).storages)
         try:
             self._reserve_arenas(begun)
@@ -222,9 +218,8 @@ class Offloader:
 
     def wait(self) -> None:
         """Complete what `onload(wait=False)` began, before it is used. Raises OffloadError; a later call goes on."""
-        for kind in list(self._departed):
-            if any(storage.is_coming for storage in self._departed[kind]):
-                self._complete(kind)
+        for kind in {storage.kind for storage in self._storages(KINDS) if storage.is_coming}:
+            self._complete(kind)
 
     def take_hidden_seconds(self) -> float:
         """Return how long copies went on in the background, less the waits for them, since the last call."""
@@ -249,6 +244,10 @@ class Offloader:
     def host_nbytes(self) -> int:
         """Return the bytes of host memory that the arenas hold."""
         return sum(arena.memory.numel() for arena in self._arenas.values())
+
+    def _synchronize(self) -> None:
+        if self._device_type == "cuda":  # training may have used other streams; later releases wait for the current one
+            torch.cuda.synchronize()
 
     def _storages(self, kinds: Collection[Kind]) -> list[Storage]:
         """What has begun to leave of these kinds, in their order."""
@@ -278,12 +277,14 @@ class Offloader:
         ]
         if reasons:
             raise OffloadError("cannot be offloaded, nothing was moved:\n  " + "\n  ".join(reasons))
+        listed: dict[Kind, list[Storage]] = {}
         for kind in kinds:
-            begun = [storage for storage in self._departed.get(kind, ()) if storage.has_begun_to_leave]
-            new = [storage for storage in fresh if storage.kind == kind]
+            before, new = self._departed.get(kind, []), [storage for storage in fresh if storage.kind == kind]
+            begun = [storage for storage in before if storage.has_begun_to_leave]
             if begun or not reuse_places(new, self._unchanged.pop(kind, {})):
-                lay_out(begun, new)
-            self._departed[kind] = begun + new
+                lay_out(before, new)
+            listed[kind] = begun + new
+        self._departed.update(listed)  # at once: what fails before leaves everything as it was
 
     def _reserve_arenas(self, kinds: Iterable[Kind]) -> None:
         """Make room for everything of these kinds."""

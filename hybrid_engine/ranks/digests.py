@@ -87,12 +87,14 @@ def _shrunk(flat: torch.Tensor) -> torch.Tensor:
     if rows <= _FEWEST_ROWS:
         return flat
     whole, rest = flat[: rows * _ROW], flat[rows * _ROW :]
+    if whole.data_ptr() % 16:  # as matrices must be aligned
+        whole = whole.clone()
     sums = int8_product(whole.view(torch.int8).view(rows, _ROW), _factors(flat.device))
     return torch.cat([sums.view(-1).view(torch.uint8), rest])
 
 
 @functools.cache
 def _factors(device: torch.device) -> torch.Tensor:
-    """[_ROW, 8] int8; the same on all ranks and devices."""
+    """[_ROW, 8] int8, column by column; the same on all ranks and devices."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(-127, 128, (_ROW, 8), generator=generator, dtype=torch.int8).to(device)
+    return torch.randint(-127, 128, (8, _ROW), generator=generator, dtype=torch.int8, device="cpu").to(device).t()

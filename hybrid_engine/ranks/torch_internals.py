@@ -81,7 +81,10 @@ def copy_each(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tens
 
 
 def int8_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """[m, k] int8 times [k, n] int8: [m, n] int32, exact below k = 2**17. On CUDA m > 16, and 8 divides k and n."""
+    """[m, k] int8 times [k, n] int8: [m, n] int32, exact below k = 2**17.
+
+    On CUDA m > 16, 8 divides k and n, and `right` is stored column by column: cuBLAS supports no other layout.
+    """
     return torch._int_mm(left, right)
 
 

@@ -63,6 +63,7 @@ class Verifier:
     def __init__(self, regions: CommonRegions, job: Job, mode: Literal["sample", "full"]) -> None:
         self._regions, self._job, self._mode = regions, job, mode
         self._next = 0
+        self._compared: set[str] = set()  # tensors, as they were sent last
 
     def begin(self) -> Verification:
         """The verification of one fill; called on all ranks, or none."""
@@ -70,7 +71,7 @@ class Verifier:
         if self._mode == "sample" and len(names) > NUM_SAMPLED:
             first, self._next = self._next, (self._next + NUM_SAMPLED) % len(names)
             names = [names[(first + index) % len(names)] for index in range(NUM_SAMPLED)]
-        return Verification(self._regions, self._job, frozenset(names))
+        return Verification(self._regions, self._job, frozenset(names), self._compared)
 
 
 @dataclass
@@ -93,10 +94,11 @@ class Verification:
         tensors: canonical tensors that are compared, if they are sent.
     """
 
-    def __init__(self, regions: CommonRegions, job: Job, tensors: frozenset[str]) -> None:
-        self.tensors = tensors
+    def __init__(self, regions: CommonRegions, job: Job, tensors: frozenset[str], compared: set[str]) -> None:
+        self.tensors, self._compared = tensors, compared
         self._regions, self._job = regions, job
         self._source, self._destination = _Digests(), _Digests()
+        self._sent: set[str] = set()
         self._nbytes = self._num_tensors = 0
         self._seconds = 0.0
         self._findings: list[str] = []
@@ -107,13 +109,17 @@ class Verification:
         """Digest what this rank has of a bucket's tensors on either side."""
         with self._timed():
             names = [name for name in bucket.tensors if name in self.tensors]
+            self._compared.difference_update(bucket.tensors)
+            self._sent.update(names)
             self._num_tensors += len(names)
             self._digest(names, self._regions.source, source, self._source)
             self._digest(names, self._regions.destination, destination, self._destination)
 
     def skipped(self, buckets: Iterable[Bucket]) -> None:
-        """Count what is not sent: training has the digests of what was, and vLLM holds it unchanged (`unproven`)."""
-        self._num_tensors += sum(name in self.tensors for bucket in buckets for name in bucket.tensors)
+        """Count what is not sent, if it was compared when it was: training has the digests of that, and vLLM holds it
+        unchanged (`unproven`)."""
+        names = {name for bucket in buckets for name in bucket.tensors}
+        self._num_tensors += len(names & self.tensors & self._compared)
 
     def unproven(self, finding: str) -> None:
         """Note what the engine found to be wrong; `conclude` raises it."""
@@ -129,6 +135,7 @@ class Verification:
                 self._compare(sources)
                 if self._findings:
                     raise WeightError(self._findings)
+        self._compared |= self._sent
         return VerifyReport(self._num_tensors, self._nbytes, received, self._seconds)
 
     def _digest(

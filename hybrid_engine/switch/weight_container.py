@@ -32,7 +32,7 @@ from itertools import pairwise
 
 import torch
 
-from hybrid_engine.errors import HybridEngineError, LostRankError, PlanError, ReshardError, StateError
+from hybrid_engine.errors import HybridEngineError, PlanError, ReshardError, StateError
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ports import BucketFollower, FillObserver, InferenceWeights
@@ -145,12 +145,12 @@ class WeightContainer:
         The caller fences before (all sources are final) and, without a follower, after (nobody reads them any more).
         Raises StateError unless empty. On any other failure the state is PARTIAL, the remaining buckets are abandoned,
         so that no peer waits for this rank, and the error is raised: the engine's own and interrupts (Ctrl-C) as they
-        are, others as ReshardError. Raises LostRankError where an earlier fill was interrupted even in that.
+        are, others as ReshardError. Raises StateError also where an earlier fill was interrupted even in that.
         """
         if self._state is not ContainerState.EMPTY:
             raise StateError(f"the weight container is {self._state.value}; release() it before the next fill")
         if not self._is_in_step:
-            raise LostRankError(
+            raise StateError(
                 f"rank {self._router.rank} was interrupted while it told the others that it had been interrupted: "
                 "messages of that switch may be under way. The job cannot go on; the training weights are whole"
             )

@@ -221,3 +221,83 @@ def test_what_was_coming_and_goes_again_is_called_off(rig: Rig, gate: threading.
     assert rig.on_device("optimizer") == [False] * 4
     rig.offloader.onload()
     rig.assert_back()
+
+
+# What fails or is interrupted between two steps.
+
+
+def test_what_fails_while_it_is_listed_leaves_everything_as_it_was(rig: Rig, monkeypatch: pytest.MonkeyPatch):
+    rig.offloader.offload()
+    rig.offloader.onload(read_only=True)
+    digest, calls = inventory_module.box_digest, []
+
+    def failing(tensor: torch.Tensor) -> int:
+        calls.append(tensor)
+        if len(calls) == 6:  # in the second kind
+            raise MemoryError("no memory on the device")
+        return digest(tensor)
+
+    monkeypatch.setattr(inventory_module, "box_digest", failing)
+    with pytest.raises(MemoryError):
+        rig.offloader.offload()
+    monkeypatch.undo()
+    rig.write(1)
+    rig.offloader.offload()
+    rig.offloader.onload()
+    rig.assert_back()
+
+
+class Stop(BaseException):
+    """As Ctrl-C."""
+
+
+def test_a_copy_that_began_before_an_interrupt_is_over_before_anything_follows(
+    rig: Rig, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+):
+    start = threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        start(self)
+        raise Stop
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(Stop):
+        rig.offloader.begin_offload(["optimizer"])
+    monkeypatch.undo()
+    threading.Timer(0.1, gate.set).start()
+    rig.offloader.offload()
+    assert gate.is_set()
+    rig.offloader.onload()
+    rig.assert_back()
+
+
+@pytest.mark.parametrize("error", [Stop, MemoryError])
+def test_memory_that_was_taken_in_vain_goes_again(rig: Rig, error: type, monkeypatch: pytest.MonkeyPatch):
+    take_back = inventory_module.Storage.take_back
+
+    def failing(storage: Any) -> None:
+        take_back(storage)
+        storage.bytes_view().fill_(1)
+        raise error
+
+    rig.offloader.offload()
+    monkeypatch.setattr(inventory_module.Storage, "take_back", failing)
+    with pytest.raises((Stop, OffloadError)):
+        rig.offloader.onload(["optimizer"])
+    monkeypatch.undo()
+    rig.offloader.offload()
+    assert rig.on_device("optimizer") == [False] * 4
+    rig.offloader.onload()
+    rig.assert_back()
+
+
+def test_host_memory_does_not_grow_with_what_comes_in_part(rig: Rig):
+    rig.offloader.offload()
+    nbytes = rig.offloader.host_nbytes()
+    for _ in range(4):
+        rig.offloader.onload(["optimizer"], wait=False, limit=3 * NBYTES)
+        rig.offloader.wait()
+        rig.offloader.offload()
+    assert rig.offloader.host_nbytes() == nbytes
+    rig.offloader.onload()
+    rig.assert_back()

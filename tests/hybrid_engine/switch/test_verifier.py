@@ -11,6 +11,7 @@ from hybrid_engine.errors import WeightError
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.records.layout import Buffer, BufferId, Layout, Place, Shard
 from hybrid_engine.records.regions import Region
+from hybrid_engine.switch import verifier
 from hybrid_engine.switch.common_regions import CommonRegions
 from hybrid_engine.switch.verifier import NUM_SAMPLED, Verifier
 from tests.hybrid_engine.switch.fakes import INFER, NBYTES, TRAIN, Rig
@@ -166,6 +167,17 @@ def test_what_is_skipped_is_compared_too(job: None) -> None:
     report = rig.manager.enter(INFER)
     assert not any(call.startswith("commit") for call in rig.script.take())
     assert report.tensors_verified == 2
+    rig.close()
+
+
+def test_a_sample_counts_what_is_skipped_only_if_it_was_compared(job: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifier, "NUM_SAMPLED", 1)
+    rig = Rig(elastic=True, incremental="auto", incremental_mb=2, verify="sample")
+    counts = []
+    for _ in range(4):
+        counts.append(rig.manager.enter(INFER).tensors_verified)
+        rig.manager.enter(TRAIN)
+    assert counts == [1, 0, 1, 0]  # "first" was compared as it was sent, "second" was not
     rig.close()
 
 

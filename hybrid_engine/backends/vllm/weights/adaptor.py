@@ -159,8 +159,9 @@ class VllmAdaptor:
         try:
             yield
             for name in sorted(self._live_digests.keys() & self.committed()):
-                if self._live_digest(name) != self._live_digests[name]:
-                    proof.of_group(self._traced, self._traced.groups[name]).report_changed()
+                of_group = proof.of_group(self._traced, self._traced.groups[name])
+                if of_group.is_wanted and self._live_digest(name) != self._live_digests[name]:
+                    of_group.report_changed()
         finally:
             self._proof = None
 
