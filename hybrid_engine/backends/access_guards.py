@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,8 +19,46 @@ from torch.utils.hooks import RemovableHandle
 
 from hybrid_engine.memory.offload_items import KINDS
 
-Guard = Callable[[Iterable[str]], object]
+Guard = Callable[[Iterable[str]], None]
 """Called with kinds of training state; raises StateError where they may be off the device."""
+
+
+class GuardedState:
+    """Base of training sides whose state may leave the device.
+
+    Attributes:
+        guard: called with the kinds of state that a call is about to use. Set by `HybridEngine`, which moves them;
+            until then nothing leaves the device.
+    """
+
+    guard: Guard
+
+    def __init__(self) -> None:
+        self.guard = lambda kinds: None
+        self._ends = ExitStack()
+        weakref.finalize(self, self._ends.close)
+
+    def close(self) -> None:
+        """Let models and optimizers be their owner's alone, or another engine's; idempotent."""
+        self._ends.close()
+        self.guard = lambda kinds: None
+
+    def _watch(self, models: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Have `guard` called by whatever needs the state of these, while this object is there and not closed."""
+        own = weakref.ref(self)
+
+        def guard(kinds: Iterable[str]) -> None:
+            if (state := own()) is not None:
+                state.guard(kinds)
+
+        for model in models:
+            self._remove_at_end(guard_model(model, guard))
+        for optimizer in optimizers:
+            self._remove_at_end(guard_optimizer(optimizer, guard))
+
+    def _remove_at_end(self, handles: Iterable[RemovableHandle]) -> None:
+        for handle in handles:
+            self._ends.callback(handle.remove)
 
 
 def guard_model(model: torch.nn.Module, guard: Guard) -> Iterator[RemovableHandle]:

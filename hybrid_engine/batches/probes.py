@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -58,3 +59,22 @@ class Probed(Protocol):
     def computed_settings(self) -> Mapping[str, Any]:
         """What decides what it computes, by the names in config.json where it has them."""
         ...
+
+
+@contextmanager
+def attributes_set(owners: Iterable[Any], **values: object) -> Iterator[None]:
+    """Give attributes, where there are such, other values inside the context."""
+    before = [(owner, name, getattr(owner, name)) for owner in owners for name in values if hasattr(owner, name)]
+    for owner, name, _ in before:
+        setattr(owner, name, values[name])
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
+
+
+def following_log_probs(logits: torch.Tensor, tokens: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Log-probabilities [B, L - 1] float32 of `tokens` [B, L] but the first, by logits [B, L, >= vocab_size]."""
+    log_probs = logits[:, :-1, :vocab_size].float().log_softmax(-1)
+    return log_probs.gather(-1, tokens[:, 1:, None].to(log_probs.device)).squeeze(-1)

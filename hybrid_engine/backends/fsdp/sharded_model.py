@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hybrid_engine.backends.access_guards import guard_model, guard_optimizer
+from hybrid_engine.backends.access_guards import GuardedState
 from hybrid_engine.backends.flat_buffers import is_frozen
 from hybrid_engine.backends.fsdp.adaptor import FsdpAdaptor, LoraDelivery
 from hybrid_engine.backends.fsdp.model_checks import require_torch
 from hybrid_engine.backends.fsdp.sharded_tensors import reshard
 from hybrid_engine.backends.fsdp.training_state import TrainingState
 from hybrid_engine.backends.fsdp.wrapped_names import transformers_model
-from hybrid_engine.batches.probes import ProbeAnswer, ProbeLimits
+from hybrid_engine.batches.probes import ProbeAnswer, ProbeLimits, attributes_set, following_log_probs
 from hybrid_engine.errors import ModelError
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
 
 
-class ShardedModel:
+class ShardedModel(GuardedState):
     """One rank's share of a model: its weights, and what of it can leave the device.
 
     Args:
@@ -37,14 +36,11 @@ class ShardedModel:
 
     Attributes:
         weights: what is resharded.
-        guard: called with the kinds of state that a call is about to use; raises StateError where they may be off the
-            device. Set by `HybridEngine`. Forward passes, steps and state dicts call it (access_guards.py).
 
     Raises ModelError, with all faults, for a model or an optimizer that cannot be driven.
     """
 
     weights: FsdpAdaptor
-    guard: Callable[[Iterable[str]], None]
 
     def __init__(
         self,
@@ -61,13 +57,14 @@ class ShardedModel:
         self.optimizers = list(optimizers)
         self.table = table
         self.weights = FsdpAdaptor(model, table, rank, lora_delivery)
-        self.guard = lambda kinds: None
+        super().__init__()
         self._state = TrainingState(self.weights, self.optimizers)
         self._num_steps: Counter[torch.optim.Optimizer] = Counter()
-        self._ends = ExitStack()
         _driven[model] = weakref.ref(self)
         self._ends.callback(_driven.pop, model, None)
-        self._watch()
+        # on what PEFT and torch.compile call, too
+        self._watch(dict.fromkeys((model, transformers_model(model))), self.optimizers)
+        self._watch_steps()
 
     @property
     def version(self) -> int:
@@ -101,25 +98,19 @@ class ShardedModel:
     @torch.no_grad()
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
         """As `probes.Probed` says; of the model in evaluation mode, adapters and mixed precision as they are."""
-        modes = [(module, module.training) for module in self.model.modules()]
         dtypes: list[torch.dtype] = []
         embeddings = self._transformers().get_input_embeddings()
         seen = embeddings.register_forward_hook(lambda _module, _inputs, output: dtypes.append(output.dtype))
         try:
-            for module, _ in modes:
-                module.training = False
             device = next(self.model.parameters()).device
-            with torch.compiler.set_stance("force_eager"):  # nobody waits for a compilation of this length
+            # eager: a compilation of this length would be used once
+            with attributes_set(self.model.modules(), training=False), torch.compiler.set_stance("force_eager"):
                 logits = self.model(tokens.to(device), use_cache=False).logits
         finally:
             seen.remove()
-            for module, is_training in modes:
-                module.training = is_training
             reshard(self.model)
-        dtypes.append(logits.dtype)
-        log_probs = logits[:, :-1, : self.table.dims.vocab_size].float().log_softmax(-1)
-        chosen = log_probs.gather(-1, tokens[:, 1:, None].to(log_probs.device)).squeeze(-1)
-        return ProbeAnswer(chosen.cpu(), max(dtypes, key=lambda dtype: torch.finfo(dtype).eps))
+        log_probs = following_log_probs(logits, tokens, self.table.dims.vocab_size)
+        return ProbeAnswer(log_probs.cpu(), max([*dtypes, logits.dtype], key=lambda dtype: torch.finfo(dtype).eps))
 
     def computed_settings(self) -> Mapping[str, Any]:
         """As `probes.Probed` says: the live model's own configuration."""
@@ -129,42 +120,21 @@ class ShardedModel:
     def _transformers(self) -> Any:
         return transformers_model(self.model)
 
-    def _watch(self) -> None:
-        """Hear of what needs the model's state, and of every step of any optimizer: one may be made after this."""
+    def _watch_steps(self) -> None:
+        """Hear of every step of any optimizer: one may be made after this."""
         own = weakref.ref(self)
-
-        def guard(kinds: Iterable[str]) -> None:
-            if (model := own()) is not None:
-                model.guard(kinds)
 
         def before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if (model := own()) is not None and model._adopt(optimizer):
-                guard(KINDS)
+                model.guard(KINDS)
 
         def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if (model := own()) is not None and optimizer in model.optimizers:
                 model._num_steps[optimizer] += 1
 
-        self._guard = guard
-        handles = [
-            # on what PEFT and torch.compile call, too
-            *(
-                handle
-                for model in dict.fromkeys((self.model, transformers_model(self.model)))
-                for handle in guard_model(model, guard)
-            ),
-            register_optimizer_step_pre_hook(before_step),
-            register_optimizer_step_post_hook(after_step),
-            *(handle for optimizer in self.optimizers for handle in guard_optimizer(optimizer, guard)),
-        ]
-        for handle in handles:
-            self._ends.callback(handle.remove)
-        weakref.finalize(self, self._ends.close)
-
-    def close(self) -> None:
-        """Let the model be its owner's alone, or another engine's; idempotent."""
-        self._ends.close()
-        self.guard = lambda kinds: None
+        self._remove_at_end(
+            [register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)]
+        )
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this optimizer is one of the model's; a new one is from now on."""
@@ -175,8 +145,7 @@ class ShardedModel:
             return False
         _require_own_parameters(self.model, [optimizer])
         self.optimizers.append(optimizer)
-        for handle in guard_optimizer(optimizer, self._guard):
-            self._ends.callback(handle.remove)
+        self._watch([], [optimizer])
         return True
 
 

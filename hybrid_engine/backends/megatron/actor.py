@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from hybrid_engine.backends.megatron import build, parallel_groups, rank_checkpoint
+from hybrid_engine.backends.megatron.pipeline_engine import PipelineEngine
 from hybrid_engine.backends.megatron.train_engine import TrainEngine
 from hybrid_engine.backends.megatron.value_engine import ValueEngine
 from hybrid_engine.config import HybridConfig
@@ -16,7 +17,25 @@ from hybrid_engine.ports import ActorTrainer
 from hybrid_engine.ranks.job import Job
 
 
-class MegatronActor(TrainEngine):
+class _Resumable(PipelineEngine):
+    """A trained model whose whole state can be written and read."""
+
+    actor: build.Actor
+    _job: Job
+
+    def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
+        """Write parameters, optimizer state and generators below `directory`. Collective."""
+        self.guard(KINDS)
+        self.weights.base.prepare()
+        rank_checkpoint.save_checkpoint(directory, self.actor, self._job, check_nan=check_nan)
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Load what `save_checkpoint` wrote, on all ranks or on none. Collective."""
+        self.guard(KINDS)
+        rank_checkpoint.load_checkpoint(directory, self.actor, self._job)
+
+
+class MegatronActor(_Resumable, TrainEngine):
     """A `TrainEngine` built from a configuration (port `ActorTrainer`).
 
     Args:
@@ -37,17 +56,6 @@ class MegatronActor(TrainEngine):
         self.actor = actor
         self._config, self._table, self._job = config, table, job
 
-    def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
-        """Write parameters, optimizer state and generators below `directory`. Collective."""
-        self.guard(KINDS)
-        self.weights.base.prepare()
-        rank_checkpoint.save_checkpoint(directory, self.actor, self._job, check_nan=check_nan)
-
-    def load_checkpoint(self, directory: str | Path) -> None:
-        """Load what `save_checkpoint` wrote, on all ranks or on none. Collective."""
-        self.guard(KINDS)
-        rank_checkpoint.load_checkpoint(directory, self.actor, self._job)
-
     def frozen_copy(self) -> TrainEngine:
         """A copy of the present weights, adapters added, that is only read. Collective."""
         actor_config = self._config.actor_config
@@ -64,7 +72,7 @@ class MegatronActor(TrainEngine):
         return copy
 
 
-class MegatronCritic(ValueEngine):
+class MegatronCritic(_Resumable, ValueEngine):
     """A `ValueEngine` built from a configuration ; args as of `MegatronActor`."""
 
     def __init__(self, actor: build.Actor, config: HybridConfig, critic: CriticContext, job: Job) -> None:
@@ -78,23 +86,12 @@ class MegatronCritic(ValueEngine):
         )
         self.conclude = job.agreement.conclude
         self.table = critic.table
-        self._actor, self._job = actor, job
+        self.actor, self._job = actor, job
 
     def copy_decoder_from(self, actor: ActorTrainer) -> None:
         """Take an actor's present weights, adapters added, but for the head. Collective."""
         assert isinstance(actor, MegatronActor), "one trainer has both"
         self.copy_weights_from(actor, but_for="output_layer.")
-
-    def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
-        """Write parameters, optimizer state and generators below `directory`. Collective."""
-        self.guard(KINDS)
-        self.weights.base.prepare()
-        rank_checkpoint.save_checkpoint(directory, self._actor, self._job, check_nan=check_nan)
-
-    def load_checkpoint(self, directory: str | Path) -> None:
-        """Load what `save_checkpoint` wrote, on all ranks or on none. Collective."""
-        self.guard(KINDS)
-        rank_checkpoint.load_checkpoint(directory, self._actor, self._job)
 
 
 def build_actor(

@@ -19,7 +19,7 @@ from megatron.core.utils import unwrap_model
 from hybrid_engine.backends.megatron.build import model_device
 from hybrid_engine.backends.megatron.model_inputs import ModelInputs
 from hybrid_engine.batches.arrangement import Rows
-from hybrid_engine.batches.probes import ProbeAnswer, ProbeLimits
+from hybrid_engine.batches.probes import ProbeAnswer, ProbeLimits, attributes_set, following_log_probs
 from hybrid_engine.models.table import ModelTable
 
 _SILENT = ("timers", "param_sync_func", "grad_sync_func", "no_sync_func")
@@ -70,9 +70,8 @@ def _forward_step(inputs: ModelInputs, vocab_size: int) -> Callable[[Iterator[Ro
         def result(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             is_split = output.shape[-1] < model.vocab_size
             logits = gather_from_tensor_model_parallel_region(output) if is_split else output
-            log_probs = logits[:, :-1, :vocab_size].float().log_softmax(-1)
-            chosen = log_probs.gather(-1, rows.tokens[:, 1:, None]).squeeze(-1)
-            return chosen.sum(), {"log_probs": chosen}
+            log_probs = following_log_probs(logits, rows.tokens, vocab_size)
+            return log_probs.sum(), {"log_probs": log_probs}
 
         return chunk(**inputs.arguments(rows), labels=None), result
 
@@ -82,35 +81,17 @@ def _forward_step(inputs: ModelInputs, vocab_size: int) -> Callable[[Iterator[Ro
 @contextlib.contextmanager
 def _as_for_reading(chunks: Sequence[torch.nn.Module], models: Sequence[Any]) -> Iterator[None]:
     """No dropout, no losses beside the decoder's, no part of the training loop; all flags are back afterwards."""
-    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
-    for module, _ in modes:
-        module.training = False
-    try:
-        with _fields_set(_configs_of(models), dict.fromkeys(_SILENT)), without_multi_token_prediction(models):
-            yield
-    finally:
-        for module, is_training in modes:
-            module.training = is_training
+    modules = (module for chunk in chunks for module in chunk.modules())
+    silent = attributes_set(_configs_of(models), **dict.fromkeys(_SILENT))
+    with attributes_set(modules, training=False), silent, without_multi_token_prediction(models):
+        yield
 
 
 @contextlib.contextmanager
 def without_multi_token_prediction(models: Sequence[Any]) -> Iterator[None]:
     """Run the decoder alone: the MTP layers only serve a loss, and Megatron cannot run them without labels."""
-    with _fields_set(_configs_of(models), {"mtp_num_layers": None}), _fields_set(models, {"mtp_process": False}):
+    with attributes_set(_configs_of(models), mtp_num_layers=None), attributes_set(models, mtp_process=False):
         yield
-
-
-@contextlib.contextmanager
-def _fields_set(owners: Sequence[Any], values: Mapping[str, Any]) -> Iterator[None]:
-    """Give attributes, where there are such, other values for a while."""
-    before = [(owner, name, getattr(owner, name)) for owner in owners for name in values if hasattr(owner, name)]
-    for owner, name, _ in before:
-        setattr(owner, name, values[name])
-    try:
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
 
 
 def _configs_of(models: Sequence[Any]) -> list[Any]:

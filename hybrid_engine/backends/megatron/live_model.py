@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import unwrap_model
 
-from hybrid_engine.backends.access_guards import guard_model, guard_optimizer
+from hybrid_engine.backends.access_guards import GuardedState
 from hybrid_engine.backends.flat_buffers import is_frozen
 from hybrid_engine.backends.megatron import forward_probe
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
@@ -32,7 +30,7 @@ from megatron_patches.optimizers import optimizer_members, set_weight_version, w
 from megatron_patches.review import live_settings, refusals
 
 
-class LiveModel:
+class LiveModel(GuardedState):
     """One rank's share of a model: its weights, and what of it can leave the device. Leaves the model as it is.
 
     Args:
@@ -45,8 +43,6 @@ class LiveModel:
 
     Attributes:
         weights: what is resharded.
-        guard: called with the kinds of state that a call is about to use; raises StateError where they may be off the
-            device. Set by `HybridEngine`, which moves them; until then nothing leaves the device.
 
     Raises:
         StateError: for a trained model while the hooks of `megatron_patches` are not applied.
@@ -70,37 +66,15 @@ class LiveModel:
         found = refusals(live_settings(chunks, optimizer), allow_unreviewed)
         if found:
             raise ConfigError([Violation(f"{one.section}.{one.field}", one.problem, one.remedy) for one in found])
+        super().__init__()
         self.chunks = list(chunks)
         self.optimizer = optimizer
         self.weights = MegatronAdaptor(
             ModelTensors(self.chunks, table, noop_layers), "separate" if separate_lora else "merged"
         )
         self._state = TrainingState(self.weights, optimizer)
-        self.guard: Callable[[Iterable[str]], None] = lambda kinds: None
-        self._watch()
-
-    def _watch(self) -> None:
-        """Have the guard called by whatever needs the model's or the optimizer's state."""
-        own = weakref.ref(self)
-
-        def guard(kinds: Iterable[str]) -> None:
-            if (model := own()) is not None:
-                model.guard(kinds)
-
-        members = [] if self.optimizer is None else optimizer_members(self.optimizer)
-        handles = [
-            *(handle for chunk in self.chunks for handle in guard_model(chunk, guard)),
-            *(handle for _, member in members for handle in guard_optimizer(member.optimizer, guard)),
-        ]
-        self._ends = ExitStack()
-        for each in handles:
-            self._ends.callback(each.remove)
-        weakref.finalize(self, self._ends.close)
-
-    def close(self) -> None:
-        """Let model and optimizer be their owner's alone; idempotent."""
-        self._ends.close()
-        self.guard = lambda kinds: None
+        members = [] if optimizer is None else optimizer_members(optimizer)
+        self._watch(self.chunks, [member.optimizer for _, member in members])
 
     @property
     def unserved(self) -> list[str]:
