@@ -95,8 +95,7 @@ def build_parts(
 def _checked_config(
     model: torch.nn.Module, fsdp: FsdpConfig, values: dict[str, Any], job: Job, owner: ExitStack
 ) -> tuple[HybridConfig, str | None]:
-    """The configuration for this model, and its tokenizer's directory. What is wrong is said here, where the model is
-    as it was."""
+    """The configuration for this model, and its tokenizer's directory. Raises before the model is changed."""
     from hybrid_engine.backends.fsdp.adaptor import read_model_weights
     from hybrid_engine.backends.fsdp.model_checks import require_drivable, weights_dtype
     from hybrid_engine.backends.fsdp.wrapped_names import wrapped_names
@@ -138,7 +137,7 @@ def _model_directory(model: Any, owner: ExitStack) -> Path:
 
 
 def _tokenizer_directory(model: Any, given: str | None) -> str | None:
-    """What is given, else where a transformers model was loaded from, on disk or in the Hub's cache.
+    """Directory that is given, else where a transformers model was loaded from, on disk or in the Hub's cache.
 
     Raises ConfigError for a directory that is given and not there.
     """

@@ -125,8 +125,8 @@ class Trainer(Protocol):
     def frozen(self) -> Collection[str]:
         """Those of this rank's canonical tensors that no optimizer step changes, as things stand at set-up.
 
-        With `generate_config.incremental` they get buckets of their own. Whether a tensor changed is never asked, but
-        seen.
+        With `generate_config.incremental` they get buckets of their own. Whether a tensor changed is decided by
+        its bytes.
         """
         ...
 
@@ -268,7 +268,7 @@ class InferenceWeights(WeightAdaptor, Protocol):
 
 
 class InferenceCaches(Protocol):
-    """What the switch asks of an inference engine beside its weights.
+    """Caches of an inference engine, as the switch uses them.
 
     Attributes:
         taken_before: bytes of this rank's GPU that were taken when the engine was built; 0 on a CPU.

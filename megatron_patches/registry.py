@@ -226,7 +226,7 @@ def _checkout() -> Path | None:
 
 
 def _version_hint(tested: Sequence[str]) -> str:
-    """How to get one of these versions, oldest first, where another one is imported."""
+    """Say how to get one of these versions, oldest first, where another one is imported."""
     if (tree := _checkout()) is None:
         return _install_hint(tested)
     return f"{tree} is imported, whatever pip installs: check out one of these there, or allow this version"

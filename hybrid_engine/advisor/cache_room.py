@@ -1,4 +1,4 @@
-"""What vLLM's share of a device leaves beside its weights: the KV cache, in tokens and in the longest sequences.
+"""Room for the KV cache in vLLM's share of a device, in tokens and in sequences of the longest length.
 
     share      gpu_memory_utilization * device; vLLM's weights and its cache are within it, whatever else is free
     a token    in each layer of a rank's stage: a key and a value for each of its key/value heads (one where there are
@@ -20,7 +20,7 @@ from hybrid_engine.records.layout import DTYPE_NBYTES
 
 @dataclass(frozen=True)
 class CacheRoom:
-    """Of the rank that has least; sizes in bytes.
+    """Room for the KV cache on the rank that has least; sizes in bytes.
 
     Attributes:
         device: its memory. utilization: vLLM's share of it.
@@ -37,22 +37,22 @@ class CacheRoom:
 
     @property
     def share(self) -> float:
-        """Of the device."""
+        """vLLM's part of the device."""
         return self.device * self.utilization
 
     @property
     def room(self) -> float:
-        """For the cache; negative: so much is missing for the weights alone."""
+        """Left for the cache; negative where the weights alone do not fit."""
         return self.share - self.weights
 
     @property
     def num_tokens(self) -> int:
-        """That fit."""
+        """Tokens that fit in the cache."""
         return max(0, int(self.room // self.per_token))
 
     @property
     def num_sequences(self) -> float:
-        """Of the longest, that fit at once; 0 where their length is not known."""
+        """Longest sequences that fit at once; 0 where their length is not known."""
         return self.num_tokens / self.longest if self.longest else 0.0
 
     @property

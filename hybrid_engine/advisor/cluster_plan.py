@@ -132,7 +132,7 @@ class JobPlan:
 
     @property
     def cache(self) -> CacheRoom:
-        """What vLLM's share of a device leaves for its KV cache."""
+        """Room for the KV cache in vLLM's share of a device."""
         return CacheRoom(
             self.cluster.device_gib * GIB,
             self.cluster.gpu_memory_utilization,

@@ -96,7 +96,7 @@ def _guarded(chunks: Sequence[torch.nn.Module], optimizer: Any, allowed: Sequenc
 
 
 def model_findings(table: ModelTable, chunks: Sequence[torch.nn.Module]) -> list[Violation]:
-    """Where Megatron's model is not the table's. What a class of the user's own may compute is taken on trust.
+    """Report where Megatron's model is not the table's. What a class of the user's own computes is taken on trust.
 
     Raises ConfigError for a table that the megatron-core in use cannot build.
     """

@@ -136,7 +136,7 @@ def _layers(table: ModelTable, config: Any, has_pattern: bool, names: Names) -> 
 
 
 def _computed(config: Any) -> dict[str, Any]:
-    """What a configuration makes Megatron compute, by field; without the fields that Megatron then does not read."""
+    """Fields that decide what Megatron computes, without those that it does not read in this configuration."""
     fields = function_fields("TransformerConfig")
     found = {name: getattr(config, name) for name in fields if hasattr(config, name)}
     found["activation_func"] = _activation(config)
@@ -219,7 +219,7 @@ def _rotary(table: ModelTable, args: Namespace, names: Names) -> Iterator[Violat
 
 
 def _frequencies(table: ModelTable) -> torch.Tensor:
-    """That config.json asks for [half of the rotated part of a head], in radians per token."""
+    """Rotary frequencies [half of the rotated part of a head] that config.json asks for, in radians per token."""
     from hybrid_engine.backends.megatron.model_variants import scaled_frequencies
 
     dim = int(table.dims.head_dim * table.gpt.get("rotary_percent", 1.0))
@@ -229,7 +229,7 @@ def _frequencies(table: ModelTable) -> torch.Tensor:
 
 
 def _frequency_problem(found: torch.Tensor, wanted: torch.Tensor) -> str | None:
-    """How rotary frequencies differ, None where they do not: float32 leaves a relative error of 1e-6."""
+    """Describe how rotary frequencies differ; None where they agree (float32 has a relative error of 1e-6)."""
     asks = "the Hugging Face config asks for"
     if found.shape != wanted.shape:
         return f"Megatron has {len(found)} rotary frequencies, {asks} {len(wanted)}"
@@ -241,7 +241,7 @@ def _frequency_problem(found: torch.Tensor, wanted: torch.Tensor) -> str | None:
 
 
 def _beyond_megatron(table: ModelTable) -> Iterator[Violation]:
-    """What the architecture computes and Megatron's own models have no setting for."""
+    """Yield what the architecture computes and Megatron's own models have no setting for."""
     for what in table.not_built:
         yield _beyond(what)
     by_megatron = {"rotary_scaling": table.extras.rotary_scaling, "experts_per_group_score": _group_score(table)}

@@ -1,4 +1,4 @@
-"""What torch and Megatron offer to read or write training state by, refused while the state is off the device.
+"""Hooks that refuse access to training state while it is off the device.
 
     forward pass, `state_dict`, `load_state_dict` of a model and of each module in it      parameters
     `step`, `state_dict`, `load_state_dict` of an optimizer                                everything

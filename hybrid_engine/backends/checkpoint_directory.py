@@ -202,7 +202,7 @@ def _mount_points() -> set[Path]:
 
 
 def _foreign(*directories: Path) -> Iterator[Violation]:
-    """What is not a checkpoint's in directories that will be replaced or removed."""
+    """Report files that are not a checkpoint's in directories that will be replaced or removed."""
     for directory in directories:
         if directory.exists() and (names := foreign_names(directory)):
             more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""

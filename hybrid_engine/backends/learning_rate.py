@@ -12,7 +12,7 @@ from hybrid_engine.errors import ArgumentError, StateError, Violation, shortened
 logger = logging.getLogger("hybrid_engine")
 
 LARGEST = 1e30
-"""As of optimizer.lr in the configuration: float32 weights take no more."""
+"""The most that `optimizer.lr` may be, too: float32 weights take no more."""
 
 ParamGroups = Sequence[dict[str, Any]]
 """Of an optimizer."""
@@ -34,7 +34,7 @@ class Scheduler(Protocol):
 
 
 def learning_rate_of(groups: ParamGroups) -> float:
-    """Of the next update; embedding and output head may have one of their own (decoupled_lr). NaN where this rank
+    """Rate of the next update; embedding and output head may have one of their own (decoupled_lr). NaN where this rank
     trains nothing."""
     return float(next((group["lr"] for group in groups if not group.get("is_decoupled_lr")), float("nan")))
 

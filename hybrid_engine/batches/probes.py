@@ -1,4 +1,4 @@
-"""What a trainer and an inference engine are asked, to be compared with each other (switch/computation.py)."""
+"""Questions by which a trainer and an inference engine are compared (switch/computation.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class ProbeLimits:
-    """What a side can compute of tokens that it is to be compared by.
+    """Limits of the tokens by which a side can be compared.
 
     Attributes:
         refusal: why it computes none of any length; empty where it does.
@@ -29,7 +29,7 @@ class ProbeLimits:
 
 @dataclass(frozen=True)
 class ProbeAnswer:
-    """What a side computes of tokens [B, L].
+    """Answer of a side to tokens [B, L].
 
     Attributes:
         log_probs: [B, L - 1] float32 on the host, of every token but the first after those before it.
@@ -45,7 +45,7 @@ class Probed(Protocol):
     """A side that can be asked what it computes. A trainer and an engine that both are one get compared."""
 
     def probe_limits(self) -> ProbeLimits:
-        """What it can compute. No collective; ranks may differ."""
+        """Return what it can compute. No collective; ranks may differ."""
         ...
 
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
@@ -57,7 +57,7 @@ class Probed(Protocol):
         ...
 
     def computed_settings(self) -> Mapping[str, Any]:
-        """What decides what it computes, by the names in config.json where it has them."""
+        """Return the settings that decide what it computes, by their names in config.json where they have such."""
         ...
 
 

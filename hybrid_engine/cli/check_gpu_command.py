@@ -125,7 +125,7 @@ def _print_facts(console: Console, facts: Mapping[str, str], device: Device) -> 
 
 
 class _Record:
-    """What is found, printed and written as it comes: whatever ends this process takes none of it along.
+    """Results, printed and written as they come, so that whatever ends this process loses none of them.
 
     Args:
         console: gets a line for each check.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def _listing() -> Iterator[None]:
-    """What is wrong with settings becomes what ends a script of Megatron's, without a traceback."""
+    """Turn errors in settings into ScriptError, which ends a script of Megatron's without a traceback."""
     try:
         yield
     except ConfigError as error:

@@ -349,7 +349,7 @@ def lay_out(placed: Collection[Storage], new: Iterable[Storage]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What the arena has of a storage: where, how many bytes, and their digest."""
+    """Contents of a storage in the arena: where they are, how many bytes, and their digest."""
 
     offset: int
     nbytes: int
@@ -357,7 +357,7 @@ class Saved:
 
     @classmethod
     def of(cls, storage: Storage) -> Saved:
-        """Of one that is on the device and in the arena."""
+        """Describe a storage that is on the device and in the arena."""
         return cls(storage.arena_offset, storage.nbytes, box_digest(storage.bytes_view()))
 
 

@@ -250,7 +250,7 @@ class Offloader:
             torch.cuda.synchronize()
 
     def _storages(self, kinds: Collection[Kind]) -> list[Storage]:
-        """What has begun to leave of these kinds, in their order."""
+        """Storages of these kinds that have begun to leave, kind by kind."""
         return [storage for kind in KINDS if kind in kinds for storage in self._departed.get(kind, ())]
 
     def _on_device(self, kinds: Collection[Kind]) -> set[Kind]:

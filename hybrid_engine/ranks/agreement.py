@@ -225,7 +225,7 @@ class Agreement:
         waiting: Collection[int] | None = None,
         kind: type[HybridEngineError] = ReshardError,
     ) -> None:
-        """As `conclude`. Ranks return only if all make the same call: gloo aborts the process where sizes differ.
+        """Conclude; return only if all ranks make the same call: gloo aborts the process where sizes differ.
 
         `what_follows`: of the collective that comes next, what must be the same on all ranks.
         """
@@ -313,7 +313,7 @@ class Agreement:
 
     @contextmanager
     def _connected(self, phase: str, error: Exception | None = None) -> Iterator[None]:
-        """What ends a collective, in our words; `error` is this rank's own.
+        """Raise what ends a collective in our words; `error` is this rank's own.
 
         Mostly torch.distributed says that a rank is gone; but a signal's handler may raise here, too.
         """
@@ -368,7 +368,7 @@ def _agreed_error(
 
 
 def _different_calls(called: Sequence[str]) -> StateError:
-    """What every rank raises when ranks meet in different calls; `called`: by rank."""
+    """Error of every rank where ranks make different calls; `called`: by rank."""
     calls = "; ".join(f"{call} on rank {called.index(call)}" for call in dict.fromkeys(called))
     return StateError(f"ranks make different calls: {calls}. Make the same calls in the same order on every rank")
 

@@ -130,7 +130,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class Gap:
-    """How far apart two answers to `tokens` [B, L] are.
+    """Difference between two answers to `tokens` [B, L].
 
     Attributes:
         median: of the differences of the log-probabilities, in nats. Where experts are nearly equal rounding chooses
@@ -152,7 +152,7 @@ class Gap:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the coarser side."""
+        """Dtype of the coarser side."""
         return max(self.trained.dtype, self.served.dtype, key=lambda each: torch.finfo(each).eps)
 
     @property
@@ -177,7 +177,7 @@ class Gap:
 
 
 def limits_of(side: object) -> ProbeLimits:
-    """What a side can compute."""
+    """Return what a side can compute."""
     return side.probe_limits() if isinstance(side, Probed) else ProbeLimits(f"{type(side).__name__} cannot be asked")
 
 
@@ -195,7 +195,7 @@ def tokens_within(limits: Sequence[ProbeLimits]) -> tuple[str, torch.Tensor | No
 
 
 def differing(trainer: Mapping[str, Any], inference: Mapping[str, Any]) -> str:
-    """What differs in the settings, as far as they have names, and what to do."""
+    """Describe which settings with a name differ, and what to do."""
     found = [
         f"{name} is {shortened(trainer[name], 80)} for the trainer and {shortened(inference[name], 80)} for vLLM"
         for name in sorted(trainer.keys() & inference.keys())

@@ -88,7 +88,7 @@ class Deliveries:
         self._delivered: Digests | None = None
 
     def digests(self, buffers: Mapping[str, torch.Tensor]) -> Digests:
-        """Of what is in these training buffers now. Reads all of it."""
+        """Digests of what is in these training buffers now; reads all of it."""
         return [
             tuple(box_digest(buffers[name][start:stop]) for name, spans in runs.items() for start, stop in spans)
             for runs in self._runs

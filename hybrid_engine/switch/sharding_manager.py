@@ -274,7 +274,7 @@ class ShardingManager(SwitchHooks):
                 self._tally.offloaded += total(self.offloader.offload(kinds))
 
     def _next_delivery(self) -> Delivery:
-        """What all ranks send, with parameters on the device unless it is nothing. What it renews is released."""
+        """Agree on what all ranks send, bring parameters unless that is nothing, and release what it renews."""
         connection = self._require_open()
         if (deliveries := connection.deliveries) is None:
             self._bring_parameters()

@@ -20,7 +20,7 @@ MOST_NBYTES = 64 * 1024**2
 
 _START, _END = b"[", b"\n]\n"
 FIRST: dict[str, Any] = {"ph": "M", "name": "process_name", "pid": 0}
-"""How the first event of a header begins: by it a trace is known as ours."""
+"""Beginning of the first event of a header, by which a trace is known as ours."""
 
 Event = Mapping[str, Any]
 

@@ -91,13 +91,13 @@ class ShardedModel(GuardedState):
         return self._state.reachable()
 
     def probe_limits(self) -> ProbeLimits:
-        """As `probes.Probed` says."""
+        """See `probes.Probed`."""
         longest = getattr(self._transformers().config, "max_position_embeddings", None)
         return ProbeLimits(max_length=longest, vocab_size=self.table.dims.vocab_size)
 
     @torch.no_grad()
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
-        """As `probes.Probed` says; of the model in evaluation mode, adapters and mixed precision as they are."""
+        """See `probes.Probed`; the model is in evaluation mode, with its adapters and mixed precision."""
         dtypes: list[torch.dtype] = []
         embeddings = self._transformers().get_input_embeddings()
         seen = embeddings.register_forward_hook(lambda _module, _inputs, output: dtypes.append(output.dtype))
@@ -113,7 +113,7 @@ class ShardedModel(GuardedState):
         return ProbeAnswer(log_probs.cpu(), max([*dtypes, logits.dtype], key=lambda dtype: torch.finfo(dtype).eps))
 
     def computed_settings(self) -> Mapping[str, Any]:
-        """As `probes.Probed` says: the live model's own configuration."""
+        """See `probes.Probed`: the live model's own configuration."""
         config: dict[str, Any] = self._transformers().config.to_dict()
         return {name: value for name, value in config.items() if not name.startswith("_")}
 

@@ -21,14 +21,14 @@ from hybrid_engine.models.families import TABLES
 _NOT_INFERENCE = frozenset(
     {"training", "gradient_checkpointing", "padding_idx", "vocab_size", "max_seq_len_cached", "original_max_seq_len"}
 )
-"""Of modules: what changes gradients alone; and what shows in something else that is compared, as the size of a
-vocabulary in the shapes of tensors, and lengths in rotary frequencies."""
+"""Attributes of modules that only gradients depend on, or that are compared by something else: sizes of vocabularies by
+the shapes of tensors, lengths by rotary frequencies."""
 _NOT_INFERENCE_PARTS = ("drop", "jitter", "loss")
-"""Parts of names of what a model uses in training alone."""
+"""Parts of the names of attributes that only training uses."""
 
 
 class _Difference(NamedTuple):
-    """What the model has, and what its config says, of an attribute."""
+    """An attribute in which the model and its config differ."""
 
     attribute: str
     live: str
@@ -83,7 +83,7 @@ def _of_attributes(live: torch.nn.Module, configured: torch.nn.Module) -> Iterat
 
 
 def _of_buffers(live: torch.nn.Module, configured: torch.nn.Module, model: torch.nn.Module) -> Iterator[_Difference]:
-    """Of floating point; those of a module with weights depend on these."""
+    """Compare floating-point buffers; those of a module with weights depend on the weights."""
     buffers = {name: each for name, each in configured.named_buffers(recurse=False) if each.is_floating_point()}
     if not buffers or any(True for _ in configured.parameters(recurse=False)):
         return

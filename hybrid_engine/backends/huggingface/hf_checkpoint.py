@@ -348,7 +348,7 @@ def _boxes(
 
 
 def _as_stored(boxes: Iterable[_Box], rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """What will be in the files, with its name in messages."""
+    """Yield each box as it will be stored, with its name for messages."""
     for transfer, tensor, box in boxes:
         yield f"{transfer.tensor} as {tensor.dtype} on rank {rank}", box.to(getattr(torch, tensor.dtype))
 

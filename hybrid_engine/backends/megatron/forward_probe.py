@@ -1,6 +1,6 @@
-"""What a Megatron model computes, found out by a forward pass that leaves no trace (port `Probed`).
+"""Forward passes of any Megatron model that leave no trace (port `Probed`).
 
-Nothing of it needs to know who trains the model, or how: chunks, their process groups and Megatron's own schedule do.
+They need its chunks, their process groups and Megatron's own schedule, whoever trains it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SILENT = ("timers", "param_sync_func", "grad_sync_func", "no_sync_func")
 
 
 def probe_limits(chunks: Sequence[torch.nn.Module], table: ModelTable) -> ProbeLimits:
-    """What these chunks can compute."""
+    """Limits of what these chunks can compute."""
     model = unwrap_model(chunks[0])
     config, refusal = model.config, ""
     if (size := parallel_state.get_context_parallel_world_size()) > 1:

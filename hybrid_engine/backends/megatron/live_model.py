@@ -104,19 +104,19 @@ class LiveModel(GuardedState):
     """Why the model is not asked to compute; empty where it is."""
 
     def probe_limits(self) -> ProbeLimits:
-        """As `probes.Probed` says."""
+        """See `probes.Probed`."""
         if self.cannot_compute:
             return ProbeLimits(self.cannot_compute)
         return forward_probe.probe_limits(self.chunks, self.weights.model.table)
 
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
-        """As `probes.Probed` says; of a model in evaluation mode, whose pending gathers finish before."""
+        """See `probes.Probed`; pending gathers finish first, and the model is in evaluation mode."""
         self.guard(["param"])
         self.weights.base.prepare()
         return forward_probe.probe(self.chunks, self.weights.model.table.dims.vocab_size, tokens)
 
     def computed_settings(self) -> Mapping[str, Any]:
-        """As `probes.Probed` says."""
+        """See `probes.Probed`."""
         return forward_probe.own_settings(unwrap_model(self.chunks[0]).config, self.weights.model.table)
 
     def reload_main_params(self) -> None:

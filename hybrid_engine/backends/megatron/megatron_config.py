@@ -119,7 +119,7 @@ def transformer_config(actor: ActorConfig, sizes: TrainParallelism, table: Model
 
 
 def described_config(table: ModelTable) -> TransformerConfig:
-    """Of the table's model alone, all else at Megatron's defaults: what a configuration that computes it must have.
+    """Configuration of the table's model, all else at Megatron's defaults: others that compute it agree with this one.
 
     Raises ConfigError for what the model needs and this megatron-core lacks or refuses.
     """

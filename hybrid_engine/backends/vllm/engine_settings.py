@@ -132,7 +132,7 @@ class Sampling:
 
 
 _OTHER_NAMES = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "num_generations": "n"}
-"""Of transformers and TRL -> ours."""
+"""Names in transformers and TRL -> ours."""
 
 
 def _unknown(name: str, known: Iterable[str]) -> Violation:

@@ -15,7 +15,7 @@ from hybrid_engine.ports import NearEnd
 
 
 class ProbedEngine:
-    """What `InferenceEngine` adds to its log-probabilities of prompts for that.
+    """Part of `InferenceEngine` that answers probes, by its log-probabilities of prompts.
 
     Attributes:
         trained_lora: name of the LoRA that switches deliver beside the weights; None where there is none.
@@ -33,7 +33,7 @@ class ProbedEngine:
         raise NotImplementedError
 
     def probe_limits(self) -> ProbeLimits:
-        """As the port says. Quantized weights or caches are not compared: vLLM alone computes with them."""
+        """See the port. Quantized weights or caches are not compared: vLLM alone computes with them."""
         config, cache = self.llm.llm_engine.model_config, self.llm.llm_engine.vllm_config.cache_config
         refusal = ""
         try:
@@ -47,7 +47,7 @@ class ProbedEngine:
         return ProbeLimits(refusal, config.max_model_len - 1, vocab_size=config.get_vocab_size())
 
     def probe(self, tokens: torch.Tensor) -> ProbeAnswer:
-        """As the port says, with the LoRA that is trained. Nothing is drawn, and nothing prefetched at its end."""
+        """See the port. Uses the trained LoRA, draws nothing, and prefetches nothing at its end."""
         state, near_end, self.near_end = self._generator_state, self.near_end, None
         try:
             rows = self.prompt_logprobs(tokens.tolist(), self.trained_lora)

@@ -36,7 +36,7 @@ SECONDS_ON_ONE_GPU, SECONDS_ON_SEVERAL = 600.0, 3000.0
 """Budgets of stages 1 and 2, and of stage 3 beside them, unless told otherwise."""
 _MODULE = "hybrid_engine.verification.gpu"
 _PARTS = {"libraries": "vLLM's libraries", "megatron": "Megatron alone", "vllm": "vLLM alone"}
-"""Of stage 2, before both engines: of part_checks.py."""
+"""Parts (part_checks.py) that stage 2 runs before both engines."""
 _MOST_OUTPUT = 4000  # characters of a job's output that are kept
 
 
@@ -227,7 +227,7 @@ def jobs_of(number: int, device: str, machine: Machine, vllm: Mapping[str, Any],
 def _run_job(
     job: Job, results: Path, budget: Budget, tell: Callable[[list[Check]], None] = lambda _: None
 ) -> tuple[list[Check], str]:
-    """What it found, and what it wrote where that tells more; `tell` gets what it has found, whenever that is more."""
+    """Return its checks, and its output where that tells more; `tell` gets the checks so far, each time there are more."""
     if budget.left <= 0:
         return [Check(job.name, Colour.MISSING, note=f"not begun: {budget.note}")], ""
     num_told = 0

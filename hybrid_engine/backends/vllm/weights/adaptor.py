@@ -154,7 +154,7 @@ class VllmAdaptor:
 
     @contextlib.contextmanager
     def proving(self, tensors: Collection[str], unproven: Callable[[str], None]) -> Iterator[None]:
-        """As the port says; see proof.py. At the end, what was committed, in this fill or before, is still the same."""
+        """See the port, and proof.py. At the end, live weights are compared with all that was committed under proof."""
         proof = self._proof = CommitProof(tensors, unproven)
         try:
             yield
@@ -166,7 +166,7 @@ class VllmAdaptor:
             self._proof = None
 
     def _live_digest(self, name: str) -> int:
-        """Of the parameters and buffers that the modules of a group compute with now."""
+        """Digest of the parameters and buffers that the modules of a group compute with now."""
         storages = (self._traced.storages[each] for each in self._traced.groups[name].storages)
         modules = dict.fromkeys(binding.module for storage in storages for binding in storage.bindings)
         held = (self._processed.modules[module] for module in modules)

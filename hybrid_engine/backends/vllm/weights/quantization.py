@@ -41,8 +41,8 @@ def check_quantization(settings: InferenceSettings, device_type: str) -> None:
 
 
 def config_overrides(settings: InferenceSettings) -> dict[str, Any]:
-    """What of the model's config is not followed: it may describe a quantised checkpoint, training's is not; and what
-    vLLM reads there, but transformers 5 does not write, for its class computes nothing else."""
+    """Values that vLLM takes in place of config.json's: no quantization, for training's weights come unquantised, and
+    what vLLM reads there but transformers 5 does not write, for its class computes nothing else."""
     config = json.loads(Path(settings.model_dir, "config.json").read_text())
     implied = {
         key: value for name in config.get("architectures") or () for key, value in _IMPLIED.get(name, {}).items()

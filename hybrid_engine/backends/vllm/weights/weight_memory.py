@@ -216,9 +216,9 @@ def require_unused_allocator() -> None:
 
 
 def _take_error_away() -> None:
-    """What was freed asleep has left an error in vLLM's allocator, which gives no memory until a call has raised it.
+    """Clear the error that memory freed asleep leaves in vLLM's allocator, which gives none until a call raises it.
 
-    This one always raises, for it cannot succeed. What torch keeps of tensors that are gone is freed before.
+    This call always raises, for it cannot succeed. Memory that torch keeps of tensors that are gone is freed before.
     """
     torch.cuda.empty_cache()
     with contextlib.suppress(RuntimeError):
