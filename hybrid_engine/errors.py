@@ -49,6 +49,12 @@ def clipped(text: str, most: int = 200) -> str:
     return cut.encode(errors="backslashreplace").decode()
 
 
+def first_of(items: Sequence[str], most: int, separator: str = ", ") -> str:
+    """Return the first `most` items, and how many more there are."""
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return f"{separator.join(items[:most])}{more}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that `name` is a misspelling of; None where none is near enough to be meant."""
     return next(iter(difflib.get_close_matches(clipped(name), list(known), n=1, cutoff=0.75)), None)

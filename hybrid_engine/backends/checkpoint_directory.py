@@ -23,10 +23,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from hybrid_engine.errors import ConfigError, FileError, Violation
+from hybrid_engine.errors import ConfigError, FileError, Violation, first_of
 from hybrid_engine.files.documents import given_path
 from hybrid_engine.files.durable import (
     crc32_of,
+    current_directory,
     leftovers,
     naming,
     recover_directory,
@@ -102,6 +103,12 @@ def new_checkpoint(directory: str | Path, job: Job) -> Iterator[NewCheckpoint]:
         if job.rank == 0:
             _remove(new.path, error)
         raise
+
+
+def present_checkpoint(directory: str | Path) -> Path:
+    """Where the checkpoint last saved to `directory` is. Raises FileError, and ArgumentError for what is no path."""
+    with naming("reading the checkpoint", directory):
+        return current_directory(given_path(directory, "directory").resolve())
 
 
 def foreign_names(directory: Path) -> list[str]:
@@ -205,8 +212,7 @@ def _foreign(*directories: Path) -> Iterator[Violation]:
     """Report files that are not a checkpoint's in directories that will be replaced or removed."""
     for directory in directories:
         if directory.exists() and (names := foreign_names(directory)):
-            more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-            problem = f"{directory} holds files that are not a checkpoint's: {', '.join(names[:MOST_NAMED])}{more}"
+            problem = f"{directory} holds files that are not a checkpoint's: {first_of(names, MOST_NAMED)}"
             yield Violation("directory", problem, "Save to another directory, or move these away")
 
 

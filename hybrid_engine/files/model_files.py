@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hybrid_engine.errors import ConfigError, Violation
+from hybrid_engine.errors import ConfigError, Violation, first_of
 from hybrid_engine.files.durable import naming
 
 CONFIG = "config.json"
@@ -35,8 +35,7 @@ def weight_files(directory: Path, key: str = "path") -> list[str]:
             raise ConfigError([_without_weights(directory, key)])
         return [SINGLE]
     if missing := [name for name in names if not (directory / name).is_file()]:
-        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        problem = f"{directory / INDEX} names missing files: {', '.join(missing[:5])}{more}"
+        problem = f"{directory / INDEX} names missing files: {first_of(missing, 5)}"
         raise ConfigError([Violation(key, problem, "Complete the download")])
     return names
 

@@ -169,8 +169,8 @@ class Verification:
         for index in (~is_right).nonzero().flatten().tolist():
             part = self._destination.regions[index]
             senders = ranks[int(first[index]) : int(end[index])].tolist()
-            region, own = self._regions.region(part.number), self._job.rank
-            self._findings.append(f"{_named(region)}: {part.place.buffer.name} of rank {own} {_differs(senders)}")
+            where = f"{_named(self._regions.region(part.number))}: {part.place.buffer.name} of rank {self._job.rank}"
+            self._findings.append(f"{where} differs from the training weights of {_ranks(senders)}")
 
     def _compare_replicas(self, numbers: torch.Tensor, digests: torch.Tensor, ranks: torch.Tensor) -> None:
         """Find regions that ranks train with other bits; each tensor is named once, by the first of its regions."""
@@ -197,10 +197,6 @@ def _named(region: Region) -> str:
     """As an index into the tensor."""
     box = ", ".join(f"{low}:{high}" for low, high in zip(region.offsets, region.ends, strict=True))
     return f"{region.tensor}[{box}]"
-
-
-def _differs(senders: Sequence[int]) -> str:
-    return f"differs from the training weights of {_ranks(senders)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

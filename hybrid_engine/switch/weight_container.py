@@ -32,7 +32,7 @@ from itertools import pairwise
 
 import torch
 
-from hybrid_engine.errors import HybridEngineError, PlanError, ReshardError, StateError
+from hybrid_engine.errors import HybridEngineError, PlanError, ReshardError, StateError, first_of
 from hybrid_engine.planning.plan import Bucket, Link, ReshardPlan
 from hybrid_engine.planning.relays import NUM_SLOTS
 from hybrid_engine.ports import BucketFollower, FillObserver, InferenceWeights
@@ -41,7 +41,7 @@ from hybrid_engine.transports.router import RunReport, TransportSet
 
 logger = logging.getLogger(__name__)
 
-_NUM_NAMED = 4  # groups in a message
+_NUM_NAMED = 4  # groups in a message: a bucket of a large model holds hundreds
 
 PHASES = ("allocate", "read", "transfer", "write", "commit")
 
@@ -156,18 +156,21 @@ class WeightContainer:
             )
         left_out = [group for index in skipped for group in self._owned(self._plan.buckets[index])]
         if gone := [group for group in left_out if group not in self._kept]:
-            raise StateError(f"groups {_first_of(gone)} were not kept: their buckets cannot be skipped")
+            raise StateError(f"groups {first_of(gone, _NUM_NAMED)} were not kept: their buckets cannot be skipped")
         tally, self._doing, self._filling = _Tally(), "before the first bucket", []
+        self._num_met = self._router.num_met
+        self._walked = [bucket for bucket in self._plan.buckets if bucket.index not in skipped]
+        self._following = self._sent_ahead()
         self._is_in_step = self._num_ranks == 1  # until it has ended, or told the others that it does not
         self._state = ContainerState.PARTIAL
         try:
-            self._fill(source, follower, observer, skipped, tally)
+            self._fill(source, follower, observer, tally)
         except BaseException as error:
             self._abandon(f"rank {self._router.rank}, {self._doing}: {type(error).__name__}: {error}", follower)
             self._is_in_step = True
             if isinstance(error, HybridEngineError) or not isinstance(error, Exception):
                 raise
-            groups = f", groups {_first_of(self._filling)}" if self._filling else ""
+            groups = f", groups {first_of(self._filling, _NUM_NAMED)}" if self._filling else ""
             raise ReshardError(
                 f"rank {self._router.rank}, {self._doing}{groups}: {type(error).__name__}: {error}. "
                 "The inference weights are partly filled; release() them"
@@ -185,12 +188,8 @@ class WeightContainer:
         source: Mapping[str, torch.Tensor],
         follower: BucketFollower | None,
         observer: FillObserver | None,
-        skipped: Collection[int],
         tally: _Tally,
     ) -> None:
-        self._num_met = self._router.num_met
-        self._walked = [bucket for bucket in self._plan.buckets if bucket.index not in skipped]
-        self._following = self._sent_ahead()
         self._router.prepare()
         for bucket in self._walked:
             with span("bucket", index=bucket.index, bytes=bucket.nbytes):
@@ -283,12 +282,6 @@ class WeightContainer:
                 failures.append(error)
         if failures:
             logger.warning("the fill could not be abandoned everywhere; peers end by their timeout: %s", failures[0])
-
-
-def _first_of(groups: Sequence[str]) -> str:
-    """The first few names: a bucket of a large model holds hundreds."""
-    shown = ", ".join(groups[:_NUM_NAMED])
-    return shown if len(groups) <= _NUM_NAMED else f"{shown} and {len(groups) - _NUM_NAMED} more"
 
 
 @dataclass

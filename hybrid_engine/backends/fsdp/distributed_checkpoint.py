@@ -27,14 +27,14 @@ from hybrid_engine.backends.checkpoint_directory import (
     contents_of,
     names_in_manifest,
     new_checkpoint,
+    present_checkpoint,
     require_as_written,
 )
 from hybrid_engine.backends.flat_buffers import require_finite_to_save
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.backends.fsdp.train_engine import FsdpTrainEngine
-from hybrid_engine.errors import StateError
-from hybrid_engine.files.documents import given_path
-from hybrid_engine.files.durable import current_directory, naming, write_text
+from hybrid_engine.errors import StateError, first_of
+from hybrid_engine.files.durable import naming, write_text
 from hybrid_engine.ranks.job import Job
 
 METADATA, COUNTERS = ".metadata", "counters.json"
@@ -100,8 +100,7 @@ def load_checkpoint(directory: str | Path, engine: FsdpTrainEngine, job: Job) ->
     """
     with job.agreement.phase("verifying the checkpoint"):
         engine.weights.prepare()
-        with naming("reading the checkpoint", directory):
-            found = current_directory(given_path(directory, "directory").resolve())
+        found = present_checkpoint(directory)
         if not (found / METADATA).exists():
             raise StateError(f"no checkpoint of an FSDP2 trainer: {found / METADATA} does not exist")
         listed = {*names_in_manifest(found), METADATA, COUNTERS}  # these are read whatever is listed
@@ -190,9 +189,8 @@ def _require_fit(metadata: Metadata, counters: Any, engine: FsdpTrainEngine, dir
         *_other_differences(metadata, counters, engine),
     ]
     if problems:
-        more = f" and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
-        named = "; ".join(problems[:MOST_NAMED])
-        raise StateError(f"{directory} belongs to another model: {named}{more}. Load it into the model that saved it")
+        named = first_of(problems, MOST_NAMED, "; ")
+        raise StateError(f"{directory} belongs to another model: {named}. Load it into the model that saved it")
 
 
 def _model_differences(metadata: Metadata, engine: FsdpTrainEngine) -> Iterator[str]:

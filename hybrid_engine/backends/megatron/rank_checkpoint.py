@@ -22,15 +22,13 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends import learning_rate
-from hybrid_engine.backends.checkpoint_directory import MOST_NAMED, new_checkpoint
+from hybrid_engine.backends.checkpoint_directory import MOST_NAMED, new_checkpoint, present_checkpoint
 from hybrid_engine.backends.flat_buffers import require_finite_to_save
 from hybrid_engine.backends.megatron import rank_files
 from hybrid_engine.backends.megatron.build import Actor
 from hybrid_engine.backends.megatron.checkpoint_checks import differences, optimizer_differences
 from hybrid_engine.backends.megatron.lora_layers import LoraLinear
-from hybrid_engine.errors import StateError
-from hybrid_engine.files.documents import given_path
-from hybrid_engine.files.durable import current_directory, naming
+from hybrid_engine.errors import StateError, first_of
 from hybrid_engine.ranks.job import Job
 from megatron_patches import optimizers
 
@@ -109,8 +107,7 @@ def load_checkpoint(directory: str | Path, actor: Actor, job: Job) -> None:
         FileError: naming a file that cannot be read or is not what was written.
     """
     with job.agreement.phase("reading the checkpoint"):
-        with naming("reading the checkpoint", directory):
-            found = current_directory(given_path(directory, "directory").resolve())
+        found = present_checkpoint(directory)
         state = rank_files.read_rank_file(found, job.rank)
         num_updates = _num_scheduled_updates(state)
         _require_fit(state, actor, job, found / rank_files.file_name(job.rank))
@@ -154,9 +151,8 @@ def _require_fit(state: Any, actor: Actor, job: Job, path: Path) -> None:
     if not problems and not _is_generator_state(state["generators"]["torch"]):
         problems = ["generators: torch: not a state of torch's generator"]
     if problems:
-        more = f" and {len(problems) - MOST_NAMED} more" if len(problems) > MOST_NAMED else ""
-        named = "; ".join(sorted(problems)[:MOST_NAMED])
-        raise StateError(f"{path} belongs to another model: {named}{more}. Load it into the model that saved it")
+        named = first_of(sorted(problems), MOST_NAMED, "; ")
+        raise StateError(f"{path} belongs to another model: {named}. Load it into the model that saved it")
 
 
 def _member_problems(members: Any, actor: Actor) -> list[str]:

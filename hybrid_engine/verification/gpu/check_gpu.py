@@ -227,7 +227,7 @@ def jobs_of(number: int, device: str, machine: Machine, vllm: Mapping[str, Any],
 def _run_job(
     job: Job, results: Path, budget: Budget, tell: Callable[[list[Check]], None] = lambda _: None
 ) -> tuple[list[Check], str]:
-    """Return its checks, and its output where that tells more; `tell` gets the checks so far, each time there are more."""
+    """Return its checks, and its output where that tells more; `tell` gets them as they come."""
     if budget.left <= 0:
         return [Check(job.name, Colour.MISSING, note=f"not begun: {budget.note}")], ""
     num_told = 0

@@ -68,7 +68,7 @@ class VllmAdaptor:
         self._filling: dict[str, dict[str, torch.Tensor]] = {}  # by group and buffer, between allocate and commit
         self._observers: list[Observer] = []
         self._proof: CommitProof | None = None
-        self._live_digests: dict[str, int] = {}  # of groups whose commit was proved, as they were then
+        self._live_digests: dict[str, tuple[int, ...]] = {}  # of groups whose commit was proved, as they were then
 
     # -- the port -----------------------------------------------------------------------------------------------------
 
@@ -165,18 +165,15 @@ class VllmAdaptor:
         finally:
             self._proof = None
 
-    def _live_digest(self, name: str) -> int:
-        """Digest of the parameters and buffers that the modules of a group compute with now."""
+    def _live_digest(self, name: str) -> tuple[int, ...]:
+        """Digests of the parameters and buffers that the modules of a group compute with now."""
         storages = (self._traced.storages[each] for each in self._traced.groups[name].storages)
         modules = dict.fromkeys(binding.module for storage in storages for binding in storage.bindings)
         held = (self._processed.modules[module] for module in modules)
-        return hash(
-            tuple(
-                box_digest(tensor.detach())
-                for module in held
-                for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            )
+        tensors = (
+            each for module in held for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))
         )
+        return tuple(box_digest(tensor.detach()) for tensor in tensors)
 
     def resident_nbytes(self) -> int:
         """Bytes of weights in memory now; a packed copy counts as many bytes as its loader layout."""

@@ -28,6 +28,7 @@ from hybrid_engine.backends.vllm.weights.groups import CommitGroup
 from hybrid_engine.backends.vllm.weights.held import held_by
 from hybrid_engine.backends.vllm.weights.storages import flat_view
 from hybrid_engine.backends.vllm.weights.traced_model import ProcessedModel, TracedModel
+from hybrid_engine.errors import first_of
 
 _MOST_OUTPUTS = 1 << 22
 """Elements that a kernel puts out at once."""
@@ -51,9 +52,8 @@ class CommitProof:
     def of_group(self, model: TracedModel, group: CommitGroup) -> GroupProof:
         """Of one group, wanted if one of the canonical tensors goes into it."""
         names = sorted({name for buffer in group.buffers for name in model.sources.get(buffer, ())})
-        more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
         is_wanted = any(name in self.tensors for name in names)
-        return GroupProof(f"{', '.join(names[:_NUM_NAMED])}{more}: on rank {model.rank}", self.unproven, is_wanted)
+        return GroupProof(f"{first_of(names, _NUM_NAMED)}: on rank {model.rank}", self.unproven, is_wanted)
 
 
 class GroupProof:
