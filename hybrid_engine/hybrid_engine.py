@@ -158,13 +158,10 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
 
         Raises StateError outside the context, ConfigError for prompts that cannot be, GenerationError.
         """
-        from hybrid_engine.backends.vllm import Sampling
         from hybrid_engine.backends.vllm.generation.prompts import in_form_of
 
         self.sharding.require(State.INFER)
-        completions = self.inference.generate_over_replicas(
-            prompts, Sampling() if sampling is None else sampling, self._lora, attention_mask, data
-        )
+        completions = self.inference.generate_over_replicas(prompts, sampling, self._lora, attention_mask, data)
         return in_form_of(prompts, completions, self._pad_token_id())
 
     def _pad_token_id(self) -> int:

@@ -176,12 +176,8 @@ class ActorHybridWorker(SwitchContexts):
 
         Raises StateError outside the context, ConfigError for prompts that cannot be, GenerationError.
         """
-        from hybrid_engine.backends.vllm import Sampling
-
         self.sharding.require(State.INFER)
-        return self.inference.generate_over_replicas(
-            prompts, Sampling() if sampling is None else sampling, self.adapter, attention_mask, data
-        )
+        return self.inference.generate_over_replicas(prompts, sampling, self.adapter, attention_mask, data)
 
     @overload
     def compute_log_probs(self, batch: Batch, *, data: Data = ...) -> torch.Tensor: ...

@@ -178,7 +178,7 @@ class InferenceEngine(ProbedEngine):
     def generate_over_replicas(
         self,
         prompts: Prompts,
-        sampling: AnySampling,
+        sampling: AnySampling | None = None,
         lora: str | None = None,
         attention_mask: torch.Tensor | None = None,
         data: Data = "global",
@@ -188,7 +188,7 @@ class InferenceEngine(ProbedEngine):
         Args:
             prompts: with global data the same on every rank, each of which gets all completions; with local data this
                 rank's own, any number of them, whose completions it gets.
-            sampling: how; `n` completions a prompt. The same on every rank.
+            sampling: how; `n` completions a prompt; default: `Sampling()`. The same on every rank.
             lora: name of a delivered one.
             attention_mask: of a tensor of prompts.
             data: "global" or "local", the same on every rank.

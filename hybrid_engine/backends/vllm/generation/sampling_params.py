@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 _NOT_IN_COMPLETIONS = ("prompt_logprobs", "prompt_logprob_token_ids")
 
 
-def sampling_params(sampling: AnySampling, tokenizer: ModelTokenizer | None = None) -> Any:
+def sampling_params(sampling: AnySampling | None, tokenizer: ModelTokenizer | None = None) -> Any:
     """vLLM's `SamplingParams` for one call; those of the caller are copied.
 
     vLLM detokenizes only where it must: text that nobody asks for is not made, see `Completion.text`.
 
     Args:
-        sampling: of either kind.
+        sampling: of either kind; None: `Sampling()`.
         tokenizer: is loaded where requests need one; ConfigError where the model has none.
 
     Raises ArgumentError with vLLM's complaints (VLLM_MAX_N_SEQUENCES may limit n further), and with everything in
     `SamplingParams` that completions could not carry.
     """
-    params = _own_params(sampling)
+    params = _own_params(Sampling() if sampling is None else sampling)
     if tokenizer is not None and needs_tokenizer(params):
         _ = tokenizer.loaded
     return params
