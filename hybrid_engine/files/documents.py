@@ -9,6 +9,7 @@ import json
 import os
 import stat
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +32,9 @@ _NO_VALUE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError
 
 def given_path(path: object, key: str) -> Path:
     """A path that a call is given, its `~` a home directory as in a shell. Raises ArgumentError for what is no path."""
-    try:
+    with suppress(RuntimeError):  # nobody has the name after the ~
         if isinstance(path, str | os.PathLike) and isinstance(name := os.fspath(path), str) and name:
             return Path(name).expanduser()
-    except RuntimeError:  # nobody has that name
-        pass
     raise ArgumentError([Violation(key, f"{shortened(path)} is not a path", "Pass a string or a pathlib.Path")])
 
 

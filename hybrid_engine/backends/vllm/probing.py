@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.backends.vllm.arguments import check_can_generate
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
+from hybrid_engine.backends.vllm.feasibility import generation_problem
 from hybrid_engine.batches.probes import ProbeAnswer, ProbeLimits
-from hybrid_engine.errors import StateError
 from hybrid_engine.ports import NearEnd
 
 
@@ -35,11 +34,7 @@ class ProbedEngine:
     def probe_limits(self) -> ProbeLimits:
         """See the port. Quantized weights or caches are not compared: vLLM alone computes with them."""
         config, cache = self.llm.llm_engine.model_config, self.llm.llm_engine.vllm_config.cache_config
-        refusal = ""
-        try:
-            check_can_generate(self.settings.sizes, self._device_type)
-        except StateError as error:
-            refusal = str(error)
+        refusal = generation_problem(self.settings.sizes, self._device_type) or ""
         if config.quantization is not None:
             refusal = f"vLLM computes with weights in {config.quantization}, the trainer does not"
         elif cache.cache_dtype not in ("auto", str(config.dtype).removeprefix("torch.")):
