@@ -206,28 +206,16 @@ class Agreement:
         patience: float | None = None,
         waiting: Collection[int] | None = None,
         kind: type[HybridEngineError] = ReshardError,
+        *,
+        what_follows: str = "",
     ) -> None:
         """End a phase: return when no rank failed. Otherwise raise on all of them. Without an `error`, a barrier.
 
         Where it happened: `error` itself if it is one of this project's, else one of `kind` from it. Elsewhere:
         RemoteError with the messages of the ranks that failed; so does a RemoteError of which this rank came to know
         inside the block. LostRankError, with this rank's own error if it has one, when a rank does not come.
-        StateError, naming what each called, where no rank failed and ranks end different phases.
-        """
-        self._meet(phase, "", error, patience, waiting, kind)
-
-    def _meet(
-        self,
-        phase: str,
-        what_follows: str,
-        error: Exception | None = None,
-        patience: float | None = None,
-        waiting: Collection[int] | None = None,
-        kind: type[HybridEngineError] = ReshardError,
-    ) -> None:
-        """Conclude; return only if all ranks make the same call: gloo aborts the process where sizes differ.
-
-        `what_follows`: of the collective that comes next, what must be the same on all ranks.
+        StateError, naming what each called, where no rank failed and ranks end different phases, or differ in
+        `what_follows`: what must be the same of the collective that comes next, for gloo aborts where sizes differ.
         """
         self._open_group()  # never kept in a variable: an error's traceback would keep its connections open
         with self._watch.arrived(phase):
@@ -248,7 +236,8 @@ class Agreement:
 
     def gather(self, value: object, phase: str = "gather") -> list[Any]:
         """`value` of every rank, by rank; for set-up and results, not for switches. Raises RemoteError."""
-        self._meet(phase, " (gather)")  # a rank that failed on its way here concludes that, and never meets this gather
+        # a rank that failed on its way here concludes that, and never meets this gather
+        self.conclude(phase, what_follows=" (gather)")
         return self._gather(value, phase)
 
     def total(self, value: int) -> int:
@@ -257,7 +246,7 @@ class Agreement:
 
     def any_of(self, flags: Sequence[bool], phase: str) -> list[bool]:
         """Flag by flag, whether any rank raises it; all ranks give as many. Raises RemoteError."""
-        self._meet(phase, f" ({len(flags)} flags)")
+        self.conclude(phase, what_follows=f" ({len(flags)} flags)")
         raised = torch.tensor(flags, dtype=torch.uint8)
         with self._connected(phase):
             self._maximum(raised)
@@ -268,7 +257,7 @@ class Agreement:
 
         In the place of a None the others' numbers are compared.
         """
-        self._meet(phase, f" ({len(values)} numbers)")
+        self.conclude(phase, what_follows=f" ({len(values)} numbers)")
         extremes = extremes_of(values)
         with self._connected(phase):
             self._maximum(extremes)
