@@ -74,7 +74,7 @@ def fields_page() -> str:
 
 
 def _function_fields() -> dict[str, None]:
-    """Of all versions, each once."""
+    """Collect the entries of all versions, each once."""
     sections = ("TransformerConfig", "GPTModel")
     return {name: None for one in sections for version in reviewed_versions() for name in function_fields(one, version)}
 

@@ -106,13 +106,13 @@ def new_checkpoint(directory: str | Path, job: Job) -> Iterator[NewCheckpoint]:
 
 
 def present_checkpoint(directory: str | Path) -> Path:
-    """Where the checkpoint last saved to `directory` is. Raises FileError, and ArgumentError for what is no path."""
+    """Find the checkpoint last saved to `directory`. Raises FileError, or ArgumentError if that is not a path."""
     with naming("reading the checkpoint", directory):
         return current_directory(given_path(directory, "directory").resolve())
 
 
 def foreign_names(directory: Path) -> list[str]:
-    """Names in a directory that no manifest of ours lists; sorted. Raises OSError."""
+    """List the names in a directory that none of our manifests lists, sorted. Raises OSError."""
     names = {path.name for path in directory.iterdir()}
     files = {name for name in names if _is_file(directory / name)}
     ours = {f"{MANIFEST}.incomplete"}  # of a write of the manifest that was killed

@@ -74,6 +74,16 @@ def tensor_over(address: int, nbytes: int, device: torch.device, owner: object) 
         raise
 
 
+def host_tensor_over(address: int, nbytes: int, dtype: torch.dtype, numel: int, owner: object) -> torch.Tensor:
+    """Return a flat tensor of `numel` elements over host memory of `nbytes`; its storage keeps `owner` alive.
+
+    Unlike `tensor_over` it runs no Python when the tensor dies, so it can be made and dropped at any time.
+    """
+    pages = (ctypes.c_ubyte * nbytes).from_address(address)
+    pages.owner = owner  # type: ignore[attr-defined]  # ctypes arrays take any attribute; torch keeps this one
+    return torch.frombuffer(pages, dtype=dtype, count=numel)
+
+
 @atexit.register
 def _forget() -> None:
     """Storages that outlive the interpreter must not call back into it; the system frees their memory."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hybrid_engine.errors import OffloadError
+from hybrid_engine.memory.borrowed import host_tensor_over
 from hybrid_engine.memory.libc import libc, raise_errno
 
 logger = logging.getLogger(__name__)
@@ -66,9 +67,7 @@ class GrowingPages:
         """All of it, as bytes; valid until it grows."""
         if not self.nbytes:
             return torch.empty(0, dtype=torch.uint8)
-        pages = (ctypes.c_ubyte * self.nbytes).from_address(self._mapping.address)
-        pages.owner = self  # type: ignore[attr-defined]  # ctypes arrays take any attribute; torch keeps this one
-        return torch.frombuffer(pages, dtype=torch.uint8)
+        return host_tensor_over(self._mapping.address, self.nbytes, torch.uint8, self.nbytes, self)
 
     def grow(self, nbytes: int, *, pinned: bool) -> None:
         """Have `nbytes`, page-locked if `pinned`; what was there stays, maybe elsewhere, what is new is undefined.

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from hybrid_engine.errors import DependencyError, StateError, TransportError
+from hybrid_engine.memory.borrowed import host_tensor_over
 from hybrid_engine.memory.libc import libc, raise_errno
 from hybrid_engine.ranks.hosts import host_id
 
@@ -96,10 +97,7 @@ class HostMemory:
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """A flat tensor over a part, which keeps the mapping alive; `offset` in bytes."""
-        pages = (ctypes.c_ubyte * (self.reserved_nbytes - offset)).from_address(self.address + offset)
-        # torch keeps `pages`, and so the mapping, as long as the storage lives
-        pages.memory = self  # type: ignore[attr-defined]  # ctypes arrays take any attribute
-        return torch.frombuffer(pages, dtype=dtype, count=numel)
+        return host_tensor_over(self.address + offset, self.reserved_nbytes - offset, dtype, numel, self)
 
     def release(self, first: int, last: int) -> None:
         """Give the pages of bytes [first, last) back, multiples of `granularity`."""

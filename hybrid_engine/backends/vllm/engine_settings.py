@@ -115,7 +115,7 @@ class Sampling:
     min_tokens: int = 0
 
     def __new__(cls, *_: object, **given: object) -> Sampling:
-        """Raise ArgumentError for names that are no attributes, with ours for those of others."""
+        """Raise ArgumentError for unknown names, proposing ours where a name is another library's."""
         known = [field.name for field in fields(cls)]
         if violations := [_unknown(name, known) for name in given if name not in known]:
             raise ArgumentError(violations)

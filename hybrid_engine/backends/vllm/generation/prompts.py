@@ -74,7 +74,7 @@ def in_form_of(prompts: Prompts, completions: list[list[Completion]], pad_token_
 
 
 def check_token_ids(prompts: Sequence[Sequence[int]], max_tokens: int, limit: int, vocabulary: int) -> None:
-    """Raise ArgumentError naming every prompt that is no token ids, empty, too long or out of the vocabulary.
+    """Raise ArgumentError naming every prompt that is not token ids, is empty, too long or out of the vocabulary.
 
     Args:
         prompts: token ids, of each a list.
