@@ -25,6 +25,7 @@ import torch.distributed as dist
 from hybrid_engine.errors import HybridEngineError, LostRankError, RemoteError, ReshardError, StateError
 from hybrid_engine.ranks.digests import are_same, extremes_of, text_digest
 from hybrid_engine.ranks.failure_watch import FailureWatch
+from hybrid_engine.ranks.held_signals import signals_held
 from hybrid_engine.ranks.host_groups import HostLeaders
 from hybrid_engine.ranks.pace import Pace
 from hybrid_engine.ranks.process_groups import end_groups, is_lost_connection, plain_text
@@ -223,17 +224,19 @@ class Agreement:
                 raise self._part(phase, error) from error
             number = text_digest(phase, what_follows)
             met = torch.tensor([error is not None, number, -number], dtype=torch.int64)
-            with self._connected(phase, error):
-                self._maximum(met)
-            has_failed, highest, negated_lowest = met.tolist()
-            if not has_failed and highest == -negated_lowest:
-                return
-            told = None if error is None else (_described(error), _is_secondhand(error))
-            messages, called = zip(*self._gather((told, f"{phase}{what_follows}"), phase, error), strict=True)
+            with signals_held():
+                with self._connected(phase, error):
+                    self._maximum(met)
+                has_failed, highest, negated_lowest = met.tolist()
+                if not has_failed and highest == -negated_lowest:
+                    return
+                told = None if error is None else (_described(error), _is_secondhand(error))
+                messages, called = zip(*self._gather((told, f"{phase}{what_follows}"), phase, error), strict=True)
         # a rank that failed ends an outer phase, which is no other call
         self._agreed = _agreed_error(phase, error, messages, kind) if has_failed else _different_calls(called)
         raise self._agreed from (None if error is None else error if error is not self._agreed else error.__cause__)
 
+    @signals_held()
     def gather(self, value: object, phase: str = "gather") -> list[Any]:
         """`value` of every rank, by rank; for set-up and results, not for switches. Raises RemoteError."""
         # a rank that failed on its way here concludes that, and never meets this gather
@@ -244,6 +247,7 @@ class Agreement:
         """Sum over all ranks. Raises RemoteError."""
         return sum(self.gather(value, "total"))
 
+    @signals_held()
     def any_of(self, flags: Sequence[bool], phase: str) -> list[bool]:
         """Flag by flag, whether any rank raises it; all ranks give as many. Raises RemoteError."""
         self.conclude(phase, what_follows=f" ({len(flags)} flags)")
@@ -252,6 +256,7 @@ class Agreement:
             self._maximum(raised)
         return [bool(flag) for flag in raised.tolist()]
 
+    @signals_held()
     def is_same(self, values: Sequence[int | None], phase: str) -> bool:
         """Whether all ranks give the same numbers, as many each. Raises RemoteError.
 
@@ -314,6 +319,11 @@ class Agreement:
                 self._watch.tell(phase, _described(broken), self.timeout_seconds)
             parted = self._part(phase, error)
             raise parted from (parted.__cause__ or error or broken)
+        except BaseException as interrupt:  # from outside the main thread, where no signal is held
+            if self.world_size > 1:  # the others may be at a collective that this rank did not come to
+                self._watch.tell(phase, _described(interrupt), PATIENCE_AFTER_INTERRUPT)
+                self._part(phase, None)
+            raise
 
     def _part(self, phase: str, error: Exception | None) -> LostRankError:
         """The error that ends this agreement. Its connections close, so that nobody waits for this rank."""

@@ -79,10 +79,8 @@ class ShardingManager(SwitchHooks):
         training_layouts: Sequence[Layout] | None = None,
     ) -> None:
         super().__init__()
-        self.trainer = trainer
-        self.training = trainer.weights
-        self.inference = inference
-        self.caches = caches
+        self.trainer, self.training = trainer, trainer.weights
+        self.inference, self.caches = inference, caches
         self.offloader, self.config, self.job = offloader, config, job
         self.state = State.TRAIN
         self.last_report: ReshardReport | None = None
@@ -145,8 +143,11 @@ class ShardingManager(SwitchHooks):
         Raises on all ranks when any rank fails. Then the state before is restored (IDLE if inference weights were lost
         on the way; INTERRUPTED if restoring failed too, and after Ctrl-C); every later switch starts from what is
         really there. When only an end hook failed, the switch stands. After a LostRankError no switch can follow.
+        StateError where ranks ask for different states.
         """
         self._require_open()
+        if not self.job.agreement.is_same([list(State).index(self.state)], f"entering {target.context}"):
+            self.state = State.INTERRUPTED  # for some ranks Ctrl-C came before the end of a switch, for others after
         if target is self.state:
             return None
         with self._traced(f"{self.state.value}->{target.value}"), torch_defaults():
@@ -262,7 +263,7 @@ class ShardingManager(SwitchHooks):
             deliveries.forget()
 
     def _begin_offload(self, kinds: frozenset[Kind]) -> None:
-        """Gradients leave now; the rest leaves when `_make_room` needs its memory, or after the fill."""
+        # gradients leave now; the rest leaves when `_make_room` needs its memory, or after the fill
         with self._phase("offload"):
             self.offloader.begin_offload(kinds)
             self._tally.offloaded += total(self.offloader.offload(kinds & {"grad"}))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -134,6 +137,12 @@ DIFFERENT_CALLS: list[tuple[str, Callable[[Agreement], object], Callable[[Agreem
     ),
 ]
 
+COLLECTIVES: list[Callable[[Agreement], object]] = [
+    lambda agreement: agreement.any_of([True, False], "flags"),
+    lambda agreement: agreement.is_same([1, 2, 3], "numbers"),
+    lambda agreement: agreement.gather("y", "layouts"),
+]
+
 
 def _phase(agreement: Agreement, error: Exception | None) -> str:
     def run() -> None:
@@ -142,6 +151,28 @@ def _phase(agreement: Agreement, error: Exception | None) -> str:
                 raise error
 
     return outcome_of(run)
+
+
+def _interrupted(agreement: Agreement) -> list[str]:
+    """Ctrl-C while this rank waits for the other, in the first of two collectives."""
+    found = []
+    for call in COLLECTIVES:
+        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            found.append(outcome_of(lambda call=call: call(agreement)))
+        except KeyboardInterrupt:
+            found.append("KeyboardInterrupt")
+        timer.join()
+    return found
+
+
+def _late(agreement: Agreement) -> list[str]:
+    found = []
+    for call in COLLECTIVES:
+        time.sleep(0.4)
+        found.append(outcome_of(lambda call=call: call(agreement)))
+    return found
 
 
 def fail_on_rank() -> dict[str, object]:
@@ -163,6 +194,7 @@ def fail_on_rank() -> dict[str, object]:
     results["total"] = [agreement.total(rank + 1), agreement.total(2**40)]
     for name, one, other in DIFFERENT_CALLS:
         results[name] = outcome_of(lambda run=(one, other)[rank]: run(agreement))
+    results["interrupted"] = _interrupted(agreement) if rank == 0 else _late(agreement)
     results["both well again"] = _phase(agreement, None)
     dist.destroy_process_group()
     return results
@@ -202,6 +234,12 @@ def test_each_rank_raises_its_own_error_when_both_fail(failures: list[dict[str, 
 def test_ranks_that_make_different_calls_both_hear_of_both(failures: list[dict[str, object]], calls: str):
     expected = f"StateError: ranks make different calls: {calls}. Make the same calls in the same order on every rank"
     assert [results[calls] for results in failures] == [expected] * 2
+
+
+def test_an_interrupt_comes_after_what_ranks_do_together(failures: list[dict[str, object]]):
+    of_rank_0, of_rank_1 = failures
+    assert of_rank_0["interrupted"] == ["KeyboardInterrupt"] * 3
+    assert of_rank_1["interrupted"] == ["returned [True, False]", "returned True", "returned ['y', 'y']"]
 
 
 def test_gather_and_total(failures: list[dict[str, object]]):

@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from hybrid_engine.errors import ConfigError, OffloadError, PlanError, RemoteError, ReshardError
+from hybrid_engine.errors import ConfigError, OffloadError, PlanError, RemoteError, ReshardError, StateError
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.switch.states import State
 from hybrid_engine.transports.collective import CollectiveTransport
 from hybrid_engine.transports.shared_memory import SharedMemoryTransport
 from tests.harness.launch import Ranks
-from tests.hybrid_engine.switch.fakes import INFER, NBYTES, SHAPES, TRAIN, Rig
+from tests.hybrid_engine.switch.fakes import IDLE, INFER, NBYTES, SHAPES, TRAIN, Rig
 
 SCENARIOS: dict[str, Callable[[], object]] = {}
 
@@ -203,6 +204,22 @@ def prefetch_on_rank_0() -> dict[str, object]:
 
 
 @scenario
+def interrupted_on_rank_0() -> dict[str, object]:
+    """Ctrl-C came to rank 0 before the end of a switch, to rank 1 after: the next one is one of both."""
+    rig = Rig(elastic=True)
+    rig.training.step()
+    for target in (INFER, TRAIN):
+        rig.manager.enter(target)
+        if rig.training.rank == 0:
+            rig.manager.state = State.INTERRUPTED
+        rig.manager.enter(target)
+        rig.assert_is(target)
+    error = error_of(lambda: rig.manager.enter(INFER if rig.training.rank else IDLE))
+    assert_goes_on(rig)
+    return error
+
+
+@scenario
 def release_fails_on_rank_0() -> dict[str, object]:
     """Its inference weights are still there when both start again; the next fill must not leave rank 1 waiting."""
     rig = Rig(transport="collective", timeout_seconds=5)
@@ -311,6 +328,13 @@ def test_a_transport_that_cannot_carry_the_plan(two_ranks: list[dict[str, dict]]
         error = results["shared_memory_without_exported_buffers"]
         assert error["names"][0] == ConfigError.__name__
         assert "generate_config.transport" in error["text"]
+
+
+def test_an_interrupt_before_and_after_the_end_of_a_switch(two_ranks: list[dict[str, dict]]):
+    for results in two_ranks:
+        error = results["interrupted_on_rank_0"]
+        assert error["names"][0] == StateError.__name__
+        assert "rank 0; entering rollout_context (1 numbers) on rank 1" in error["text"]
 
 
 def test_each_transport_brings_the_other_half_and_no_more(two_ranks: list[dict[str, dict]]):
