@@ -4,6 +4,7 @@
       start_up.py         torchrun's ranks meet and join one process group
       hosts.py            which processes can see each other, and whether one still lives
     agreement.py        all ranks leave a phase together: all succeeded, or all raise
+      held_signals.py     a signal waits for the end of collectives that belong together
       failure_watch.py    what became of the others, known while this rank still waits for them
       pace.py             hosts keep near each other in a long phase
       host_groups.py      groups by host, and all ranks by way of hosts' first
