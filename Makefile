@@ -48,7 +48,7 @@ PURE_PACKAGES := jinja2 markupsafe numpy packaging pydantic pyyaml rich safetens
     pytest pytest-timeout
 PURE_REQUIREMENTS := build/pure/requirements-pure.txt
 # Runs leave a record (compatibility/), unless they are not whole.
-RECORD = -p compatibility.recording $(if $(PYTEST_ARGS),,--record $(1))
+RECORDED = -p compatibility.recording $(if $(PYTEST_ARGS),,--record $(1))
 TYPING_OVERRIDE := $(CURDIR)/tests/harness/typing_override
 CORE_REQUIREMENTS := build/core-$(MEGATRON)/requirements-cpu.txt
 
@@ -102,7 +102,7 @@ rl: $(ENV_READY) ## Train a GPT by RL, Megatron or FSDP2 <-> vLLM (TRAINER, NPRO
 	    --shutdown-timeout $(STOP_SECONDS) -m examples.gpt_rl.train --config $(CONFIG) --out $(OUT) $(ARGS)
 
 test: lint ## Check style, formatting and types, then run the tests (but for test-faults)
-	$(PY) -m pytest $(BY_FILE) $(call RECORD,test) $(PYTEST_ARGS)
+	$(PY) -m pytest $(BY_FILE) $(call RECORDED,test) $(PYTEST_ARGS)
 
 test-fast: $(ENV_READY) ## Run the tests that start no ranks and take seconds: the loop while writing code
 	HYPOTHESIS_PROFILE=fast $(PY) -m pytest -q -m 'not ranks and not slow' $(BY_FILE) $(PYTEST_ARGS)
@@ -134,7 +134,7 @@ core-tests-all: ## core-tests with every supported megatron-core, one after the 
 # From 0.18 on the version ends with the commit of the repository that the environment lies in: 0.19.2+abc1234.
 core-tests-here: $(ENV_READY)
 	$(PY) -c 'import megatron.core as c; c.__version__.partition("+")[0] == "$(MEGATRON)" or exit(f"This is {c.__version__}, not $(MEGATRON).")'
-	$(PY) -m pytest $(call RECORD,core-tests) $(PYTEST_ARGS) $(CORE_TESTS)
+	$(PY) -m pytest $(call RECORDED,core-tests) $(PYTEST_ARGS) $(CORE_TESTS)
 
 pure-tests: ## Run what needs neither torch nor an engine with PYTHON, in an environment of its own
 	@mkdir -p $(dir $(PURE_REQUIREMENTS))
@@ -143,7 +143,7 @@ pure-tests: ## Run what needs neither torch nor an engine with PYTHON, in an env
 	    VENV=.venv-pure-$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 pure-tests-here: $(ENV_READY)
-	HYPOTHESIS_PROFILE=fast $(PY) -m pytest $(call RECORD,pure-tests) $(PYTEST_ARGS) $(PURE_TESTS)
+	HYPOTHESIS_PROFILE=fast $(PY) -m pytest $(call RECORDED,pure-tests) $(PYTEST_ARGS) $(PURE_TESTS)
 
 compat: $(ENV_READY) ## Print which versions were run together, and write docs/compatibility.md
 	$(PY) -m compatibility
@@ -174,8 +174,9 @@ docs-site: ## Build the documentation site in site/, in an environment of its ow
 docs-site-here: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
-matrix: $(ENV_READY) ## Switch every layout and model family with both real engines (ONLY=text, JSON=file)
-	OMP_NUM_THREADS=1 $(PY) -m tests.hybrid_engine.verification.matrix $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json '$(JSON)')
+matrix: $(ENV_READY) ## Switch every layout and model family with both real engines (ONLY=text, JSON=file, RECORD=1)
+	OMP_NUM_THREADS=1 $(PY) -m tests.hybrid_engine.verification.matrix \
+	    $(if $(ONLY),--only '$(ONLY)') $(if $(JSON),--json '$(JSON)') $(if $(filter 1,$(RECORD)),--record)
 
 bench: $(ENV_READY) ## Time resharding beside its peers, as JSON (QUICK=1, ONLY=text, JSON=file)
 	$(PY) benchmarks/reshard.py --json '$(or $(JSON),runs/reshard.json)' \

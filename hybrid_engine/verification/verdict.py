@@ -32,6 +32,7 @@ class Verdict:
         remarks: why something was not computed.
         error: a failure, with its trace.
         seconds: the whole case.
+        seen: by rank, what a `verify.Look` returned; not part of `as_dict`.
     """
 
     name: str
@@ -50,11 +51,12 @@ class Verdict:
     remarks: list[str] = field(default_factory=list)
     error: str | None = None
     seconds: float = 0.0
+    seen: list[Any] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """The content of `verify --json` but for the faults; what is the trainer's has its name."""
         values = {self.trainer if key == "training" else key: value for key, value in asdict(self).items()}
-        del values["trainer"]
+        del values["trainer"], values["seen"]
         return values
 
     @property
@@ -84,6 +86,7 @@ def join(verdicts: Sequence[Verdict]) -> Verdict:
     first = verdicts[0]
     first.different = [f"rank {rank} {name}" for rank, one in enumerate(verdicts) for name in one.different]
     first.num_parameters = sum(one.num_parameters for one in verdicts)
+    first.seen = [each for one in verdicts for each in one.seen]
     errors = [f"rank {rank}: {one.error}" for rank, one in enumerate(verdicts) if one.error]
     first.error = "\n".join(errors) or None
     for engine in ("training", "vllm"):

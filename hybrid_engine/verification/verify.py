@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybrid_engine.config import find_violations
 from hybrid_engine.errors import ReshardError
@@ -24,6 +25,12 @@ from hybrid_engine.verification.reference import Reference
 from hybrid_engine.verification.small_model import HEAD_DIM
 from hybrid_engine.verification.verdict import Verdict, join
 
+if TYPE_CHECKING:
+    from hybrid_engine.worker import ActorHybridWorker
+
+Look = Callable[["ActorHybridWorker"], object]
+"""Called on every rank after the switches of a case; returns what json can write."""
+
 SCRATCH_PREFIX = "hybrid-engine-verify-"
 
 _SECONDS_TO_WAIT = 300
@@ -33,7 +40,11 @@ _SECONDS_BETWEEN_LOOKS = 0.2
 
 
 def run_cases(
-    cases: Sequence[Case], num_ranks: int, timeout: float = 1800, progress: Callable[[str], None] = lambda _: None
+    cases: Sequence[Case],
+    num_ranks: int,
+    timeout: float = 1800,
+    progress: Callable[[str], None] = lambda _: None,
+    module: str = "hybrid_engine.verification.verify",
 ) -> list[Verdict]:
     """Run cases one after the other on the same `num_ranks` processes.
 
@@ -44,6 +55,7 @@ def run_cases(
         num_ranks: processes, all on this machine.
         timeout: seconds for all cases together.
         progress: is told, from another thread, what rank 0 is doing.
+        module: what each rank runs, with the arguments of `main`.
 
     Raises:
         ReshardError: the ranks exited without a verdict or ran out of time; the message has their output.
@@ -53,7 +65,7 @@ def run_cases(
         job.write_text(json.dumps([asdict(case) for case in cases]))
         with _following(directory / _PHASE, progress):
             ended = run_ranks(
-                ["-m", "hybrid_engine.verification.verify", str(job), str(out)],
+                ["-m", module, str(job), str(out)],
                 num_ranks,
                 timeout,
                 environment={"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
@@ -84,7 +96,7 @@ def _following(file: Path, progress: Callable[[str], None]) -> Iterator[None]:
         thread.join()
 
 
-def main(job: str, out: str) -> None:
+def main(job: str, out: str, *, look: Look = lambda _: None) -> None:
     """Run on one rank the cases in file `job`; rank 0 writes the verdicts over all ranks to file `out`."""
     import torch.distributed as dist
 
@@ -107,7 +119,7 @@ def main(job: str, out: str) -> None:
             gc.collect()
             gc.freeze()  # vLLM collects garbage many times per engine, and would go through all modules each time
             everyone = [Verdict(case.name)] * dist.get_world_size()
-            dist.all_gather_object(everyone, _verdict_of_rank(case, reference, scratch, say))
+            dist.all_gather_object(everyone, _verdict_of_rank(case, reference, scratch, say, look))
             verdicts.append(join(everyone))
             if dist.get_rank() == 0:
                 Path(out).write_text(json.dumps([asdict(verdict) for verdict in verdicts]))
@@ -116,7 +128,9 @@ def main(job: str, out: str) -> None:
     dist.destroy_process_group()
 
 
-def _verdict_of_rank(case: Case, reference: Reference, scratch: Path, say: Callable[[str], None]) -> Verdict:
+def _verdict_of_rank(
+    case: Case, reference: Reference, scratch: Path, say: Callable[[str], None], look: Look
+) -> Verdict:
     """Return what this rank finds.
 
     An error becomes part of the verdict, so that the other cases run; one that only this rank sees ends the job.
@@ -136,6 +150,7 @@ def _verdict_of_rank(case: Case, reference: Reference, scratch: Path, say: Calla
         worker = ActorHybridWorker(config, weights_only=bool(verdict.remarks))
         try:
             Comparison(worker, reference, scratch, verdict, say).run()
+            verdict.seen = [look(worker)]
             verdict.remarks += _heads_refused_here(case.head_size, worker.job.device.type)
         finally:
             worker.shutdown()

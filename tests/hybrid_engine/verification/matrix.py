@@ -1,9 +1,10 @@
 """The matrix: training layouts x inference layouts x model families, each with both real engines.
 
-    python -m tests.hybrid_engine.verification.matrix [--only SUBSTRING] [--json FILE] [--suite]
+    python -m tests.hybrid_engine.verification.matrix [--only SUBSTRING] [--json FILE] [--suite] [--record]
 
 Every case is one run of `verification/verify.py`: three switches with changing weights, every vLLM parameter bitwise
 what vLLM's own loader gives, logits of trainer and vLLM as transformers computes them, no byte more than the least.
+The plan of each cell is the recorded one (golden.json).
 A spread of it is in the test suite (`in_suite`): every family once, on as few ranks as show something, and among them
 float16, bfloat16 by messages, virtual stages, adapters in both ways, vLLM's pipeline and expert parallelism.
 """
@@ -11,6 +12,7 @@ float16, bfloat16 by messages, virtual stages, adapters in both ways, vLLM's pip
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import json
 import re
@@ -28,6 +30,7 @@ from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.verification.cases import Case, case_of
 from hybrid_engine.verification.verdict import Verdict
 from hybrid_engine.verification.verify import run_cases
+from tests.hybrid_engine.verification import golden
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import PUBLISHED
 
@@ -305,11 +308,12 @@ CASES_PER_LAUNCH = 12
 
 
 Run = Callable[[Sequence[Case], int], list[Verdict]]
-"""Runs cases on so many ranks."""
+"""Runs cases on so many ranks, which look at their plans (`golden.main`)."""
+_RUN: Run = functools.partial(run_cases, module=golden.__name__)
 
 
 def run(
-    combinations: Sequence[Combination], directory: Path, run_cases: Run = run_cases
+    combinations: Sequence[Combination], directory: Path, run_cases: Run = _RUN
 ) -> Iterator[tuple[Combination, Verdict]]:
     """Run the cells, those with as many ranks in one set of processes; results as they come."""
     cases = {combination.name: combination.case(directory / str(n)) for n, combination in enumerate(combinations)}
@@ -330,30 +334,34 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=0, help="cells with so many ranks")
     parser.add_argument("--suite", action="store_true", help="the spread that the test suite runs")
     parser.add_argument("--json", type=Path, help="write all verdicts here")
+    parser.add_argument("--record", action="store_true", help="write golden.json anew for the cells that run")
     arguments = parser.parse_args()
     chosen = [
         c
         for c in MATRIX
         if arguments.only in c.name and (arguments.ranks in (0, c.num_ranks)) and (c.in_suite or not arguments.suite)
     ]
-    started, verdicts = time.perf_counter(), []
+    started, verdicts, num_failed = time.perf_counter(), [], 0
     with tempfile.TemporaryDirectory(prefix="matrix-") as directory:
         for _, verdict in run(chosen, Path(directory)):
             verdicts.append(verdict)
-            print(_line(verdict), flush=True)
+            if arguments.record:
+                golden.record(verdict, [cell.name for cell in MATRIX])
+            faults = golden.faults(verdict, golden.read())
+            num_failed += bool(faults)
+            print(_line(verdict, faults), flush=True)
             if arguments.json:
                 arguments.json.write_text(json.dumps([one.as_dict() for one in verdicts], indent=1))
-    failed = [verdict for verdict in verdicts if verdict.faults]
-    print(f"{len(verdicts)} combinations, {len(failed)} failed, {time.perf_counter() - started:.0f} s")
-    return len(failed)
+    print(f"{len(verdicts)} combinations, {num_failed} failed, {time.perf_counter() - started:.0f} s")
+    return num_failed
 
 
-def _line(verdict: Verdict) -> str:
+def _line(verdict: Verdict, faults: Sequence[str]) -> str:
     def figure(value: float | None) -> str:
         return "-" if value is None else f"{value:.1e}"
 
     words = [
-        "FAILED" if verdict.faults else "ok",
+        "FAILED" if faults else "ok",
         verdict.name,
         f"{verdict.num_parameters} parameters",
         f"{verdict.bytes_received} of {verdict.bytes_least} B",
@@ -361,7 +369,7 @@ def _line(verdict: Verdict) -> str:
         f"vllm {figure(verdict.vllm)}",
         f"{verdict.seconds:.0f} s",
     ]
-    return "  ".join(words) + "".join(f"\n    {fault}" for fault in verdict.faults)
+    return "  ".join(words) + "".join(f"\n    {fault}" for fault in faults)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,10 @@ import pytest
 
 from hybrid_engine.config import find_violations
 from hybrid_engine.layouts.parallelism import ShardedParallelism
-from hybrid_engine.verification import verify
 from hybrid_engine.verification.cases import Case
 from hybrid_engine.verification.verdict import NUM_SWITCHES, Verdict
 from tests.harness.launch import Ranks
+from tests.hybrid_engine.verification import golden
 from tests.hybrid_engine.verification.matrix import MATRIX, Combination, run
 from tests.zoo.published_configs import PUBLISHED
 
@@ -35,6 +35,10 @@ def test_no_cell_is_there_twice() -> None:
 def test_no_cell_is_lost() -> None:
     """Raise these numbers with every cell that is added."""
     assert (len(MATRIX), len(IN_SUITE)) == (149, 15)
+
+
+def test_every_cell_is_recorded() -> None:
+    assert set(golden.read()) == {cell.name for cell in MATRIX}
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
@@ -82,7 +86,7 @@ def verdicts(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
     def run_forked(cases: Sequence[Case], num_ranks: int) -> list[Verdict]:
         job.write_text(json.dumps([asdict(case) for case in cases]))
-        engines.launch(verify.main, num_ranks, str(job), str(out), timeout=800)
+        engines.launch(golden.main, num_ranks, str(job), str(out), timeout=800)
         return [Verdict(**verdict) for verdict in json.loads(out.read_text())]
 
     return {cell.name: verdict for cell, verdict in run(list(IN_SUITE.values()), directory, run_forked)}
@@ -93,9 +97,10 @@ def verdicts(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", IN_SUITE)
 def test_switches(verdicts: dict[str, Verdict], name: str) -> None:
-    """Bitwise what vLLM loads, logits as transformers computes them, the fewest bytes, over changing weights."""
+    """Bitwise what vLLM loads, logits as transformers computes them, the fewest bytes, over changing weights; by the
+    plan that was recorded."""
     verdict, cell = verdicts[name], IN_SUITE[name]
-    assert verdict.faults == []
+    assert golden.faults(verdict, golden.read()) == []
     assert verdict.num_versions == NUM_SWITCHES
     assert verdict.training is not None
     assert (verdict.vllm is None) == bool({"pp", "ep"} & cuts_of(cell.infer))

@@ -69,6 +69,7 @@ def test_heads_that_only_the_small_model_has_here_are_said() -> None:
 def test_the_trainers_figure_has_its_name() -> None:
     assert [*GOOD.as_dict()][5:8] == ["megatron", "vllm", "statistic"]
     assert GOOD.as_dict()["megatron"] == GOOD.training
+    assert "seen" not in GOOD.as_dict()
     assert [*replace(GOOD, trainer="fsdp2").as_dict()][5:8] == ["fsdp2", "vllm", "statistic"]
 
 
