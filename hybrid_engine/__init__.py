@@ -14,21 +14,20 @@
             +---------------------- switch/sharding_manager.py ------------------+
                        states train / forward / infer / idle; offload; agreement of all ranks (ranks/)
                                               |
-                      hybrid_engine.py, worker.py
+                      hybrid_engine.py, trainer/worker.py
 
 A canonical tensor is a tensor of a Hugging Face checkpoint. Nothing but backends/ and layouts/ knows a parallel axis.
 
     attaching/         `prepare` and `attach`: vLLM beside a Megatron model, optimizer and loop of the user's own
-    worker.py          ActorHybridWorker: both engines from a configuration
     hybrid_engine.py   HybridEngine: around a transformers model, or of two given engines
-    companions/        models beside the actor: the reference, the critic
+    trainer/           ActorHybridWorker: both engines from a configuration; batches, steps, companions, checkpoints
     assembly.py        an inference engine beside a live training model
     model_parts.py     what a HybridEngine around a transformers model is made of
+    probes.py          what two engines are asked about tokens, to be compared with each other
     ports.py           what the engine asks of a trainer, an inference engine and a transport, and who calls what
     errors.py          every exception
     switch/            the state machine: what is on the device when, and the order of a switch
     planning/          who sends what to whom
-    batches/           batches of sequences: masks, packing, checks, what losses get and return
     transports/        how bytes move
     records/           regions, places and layouts
     layouts/           what both engines would hold, computed without them
@@ -57,35 +56,35 @@ from hybrid_engine.errors import HybridEngineError
 
 if TYPE_CHECKING:
     from hybrid_engine.attaching import attach, prepare
-    from hybrid_engine.backends.megatron.train_engine import TrainEngine
     from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling
-    from hybrid_engine.batches import build_batch, pack
-    from hybrid_engine.companions import ReferenceModel, ValueModel, generalized_advantages, value_loss
     from hybrid_engine.hybrid_engine import HybridEngine
     from hybrid_engine.ranks.job import Job
     from hybrid_engine.switch.report import ReshardReport
     from hybrid_engine.switch.sharding_manager import ShardingManager
     from hybrid_engine.switch.states import State
-    from hybrid_engine.worker import ActorHybridWorker
+    from hybrid_engine.trainer.batches import build_batch, pack
+    from hybrid_engine.trainer.companions import ReferenceModel, ValueModel, generalized_advantages, value_loss
+    from hybrid_engine.trainer.megatron.train_engine import TrainEngine
+    from hybrid_engine.trainer.worker import ActorHybridWorker
 
 # Names that need torch, Megatron or vLLM load with their first use.
 _LAZY = {
-    "ActorHybridWorker": "hybrid_engine.worker",
+    "ActorHybridWorker": "hybrid_engine.trainer.worker",
     "Completion": "hybrid_engine.backends.vllm",
     "HybridEngine": "hybrid_engine.hybrid_engine",
     "InferenceEngine": "hybrid_engine.backends.vllm",
     "Job": "hybrid_engine.ranks.job",
-    "ReferenceModel": "hybrid_engine.companions",
+    "ReferenceModel": "hybrid_engine.trainer.companions",
     "ReshardReport": "hybrid_engine.switch.report",
     "Sampling": "hybrid_engine.backends.vllm",
     "ShardingManager": "hybrid_engine.switch.sharding_manager",
     "State": "hybrid_engine.switch.states",
-    "TrainEngine": "hybrid_engine.backends.megatron.train_engine",
-    "ValueModel": "hybrid_engine.companions",
-    "build_batch": "hybrid_engine.batches",
-    "generalized_advantages": "hybrid_engine.companions",
-    "pack": "hybrid_engine.batches",
-    "value_loss": "hybrid_engine.companions",
+    "TrainEngine": "hybrid_engine.trainer.megatron.train_engine",
+    "ValueModel": "hybrid_engine.trainer.companions",
+    "build_batch": "hybrid_engine.trainer.batches",
+    "generalized_advantages": "hybrid_engine.trainer.companions",
+    "pack": "hybrid_engine.trainer.batches",
+    "value_loss": "hybrid_engine.trainer.companions",
     "attach": "hybrid_engine.attaching",
     "prepare": "hybrid_engine.attaching",
 }

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import InferenceEngine
     from hybrid_engine.backends.vllm.generation.prompts import Prompts
     from hybrid_engine.backends.vllm.generation.sampling_params import AnySampling
-    from hybrid_engine.batches.batch_checks import Data
+    from hybrid_engine.ports import Data
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 

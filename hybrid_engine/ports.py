@@ -37,19 +37,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
-from hybrid_engine.batches.batch_checks import BatchLimits
-from hybrid_engine.batches.loss_results import LossFunction as LossFunction
-from hybrid_engine.batches.loss_results import Report as Report
-from hybrid_engine.batches.sequences import Batch as Batch
-from hybrid_engine.batches.token_outputs import NO_OUTPUTS, Outputs
 from hybrid_engine.memory.offload_items import OffloadItem, Reached
 from hybrid_engine.planning.plan import Bucket, Transfer
 from hybrid_engine.records.layout import Extent, Layout
+
+Data = Literal["global", "local"]
+"""Whether all ranks pass the same, or each data parallel rank its own part."""
 
 # -- sides ------------------------------------------------------------------------------------------------------------
 
@@ -136,88 +133,6 @@ class Trainer(Protocol):
 
     def reachable_tensors(self) -> Iterable[Reached]:
         """Every tensor that model and optimizer refer to: what is there and not in `offload_items` is a leak."""
-        ...
-
-
-class DataParallelModel(Protocol):
-    """One rank's share of a model; every data parallel rank works on its part of a batch."""
-
-    @property
-    def limits(self) -> BatchLimits:
-        """What of a batch can be computed, and which data parallel rank this is."""
-        ...
-
-    def gather_over_data_parallel(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Join the shares [B, …] of all data parallel ranks along dim 0, in order of rank."""
-        ...
-
-    def offload_items(self) -> Iterable[OffloadItem]:
-        """Everything that can leave the device."""
-        ...
-
-
-class Scorer(DataParallelModel, Protocol):
-    """One that gives log-probabilities."""
-
-    def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> dict[str, torch.Tensor]:
-        """`log_probs` [B, S] fp32 of every label of this rank's part, and what `outputs` asks for. Collective."""
-        ...
-
-
-class ActorWeights(TrainingWeights, Protocol):
-    """Training weights that may have adapters."""
-
-    @property
-    def base(self) -> LoadableWeights:
-        """Without adapters."""
-        ...
-
-    @property
-    def merged(self) -> TrainingWeights:
-        """With adapters added."""
-        ...
-
-
-class ActorTrainer(Trainer, Scorer, Protocol):
-    """Whoever trains for `ActorHybridWorker`: backends/megatron/actor.py, backends/fsdp/actor.py."""
-
-    @property
-    def weights(self) -> ActorWeights:
-        """What is resharded; always the same object."""
-        ...
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the next step."""
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Set the learning rate of every parameter group. Raises StateError where a schedule does that."""
-
-    def train_step(self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS) -> dict[str, float]:
-        """One optimizer step on this rank's share of a batch; the report, averaged over micro batches and ranks.
-
-        Raises, with no weight changed, LossError for a loss function that fails or returns no loss, and RemoteError
-        with its text on the ranks that are not at fault.
-        """
-        ...
-
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [B, S, vocab_size] fp32 of `tokens` [B, S], on every rank; for checks."""
-        ...
-
-    def reload_main_params(self) -> None:
-        """Take up parameters that were written from outside, wherever the optimizer has copies of them."""
-
-    def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
-        """Write all that a resumed run needs. Collective. `check_nan`: WeightError for NaN and Inf."""
-        ...
-
-    def load_checkpoint(self, directory: str | Path) -> None:
-        """Load what `save_checkpoint` wrote, on all ranks or on none. Collective."""
-        ...
-
-    def frozen_copy(self) -> Scorer:
-        """A copy of the present weights, adapters added, that is only read. Collective."""
         ...
 
 

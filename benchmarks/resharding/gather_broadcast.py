@@ -25,7 +25,7 @@ from benchmarks.resharding.loading import LoaderTarget
 from benchmarks.resharding.measuring import Clock, Digests, gather
 from hybrid_engine.records.layout import Layout, Shard
 from hybrid_engine.records.regions import Region
-from hybrid_engine.worker import ActorHybridWorker
+from hybrid_engine.trainer.worker import ActorHybridWorker
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.resharding.measuring import gather
 from hybrid_engine.switch.sharding_manager import State
-from hybrid_engine.worker import ActorHybridWorker
+from hybrid_engine.trainer.worker import ActorHybridWorker
 
 WARM_UP_CYCLES = 3
 """Cycles before the first count: pools, caches and the host arena fill in these."""

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.resharding.measuring import ALLOCATE, COMMIT, Clock, Digests, digesting_vllm
 from hybrid_engine import HybridEngine
-from hybrid_engine.worker import ActorHybridWorker
+from hybrid_engine.trainer.worker import ActorHybridWorker
 
 Engines = ActorHybridWorker | HybridEngine[Any]
 """Who trains and who generates, with the switch between them."""

@@ -22,7 +22,7 @@ from transformers import AutoConfig
 
 from benchmarks.resharding.loading import Export
 from hybrid_engine.errors import DependencyError
-from hybrid_engine.worker import ActorHybridWorker
+from hybrid_engine.trainer.worker import ActorHybridWorker
 
 _TRANSFORMER_ENGINE = "transformer_engine"
 _HINT = "pip install 'megatron-bridge>=0.6' 'megatron-core>=0.19' (for Python 3.12)"

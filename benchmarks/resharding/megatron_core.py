@@ -22,11 +22,11 @@ from benchmarks.resharding.mbridge_export import transformer_engine_name
 from benchmarks.resharding.measuring import Clock, Digests, digest
 from benchmarks.resharding.megatron_destination import MegatronDestination
 from benchmarks.resharding.ours import connect, fill
-from hybrid_engine.backends.megatron import build, parallel_groups
 from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
 from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 from hybrid_engine.config import ActorConfig, HybridConfig
-from hybrid_engine.worker import ActorHybridWorker
+from hybrid_engine.trainer.megatron import build, parallel_groups
+from hybrid_engine.trainer.worker import ActorHybridWorker
 
 SECONDS_TO_WAIT = 900
 

@@ -14,7 +14,7 @@ from hybrid_engine.ports import InferenceWeights, TrainingWeights
 from hybrid_engine.switch import rendezvous
 from hybrid_engine.switch.rendezvous import Connection
 from hybrid_engine.switch.weight_container import ContainerState, WeightContainer
-from hybrid_engine.worker import ActorHybridWorker
+from hybrid_engine.trainer.worker import ActorHybridWorker
 
 
 def fill(container: WeightContainer, training: TrainingWeights, clock: Clock) -> None:

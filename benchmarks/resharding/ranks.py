@@ -25,7 +25,7 @@ from benchmarks.resharding.measuring import Contender, Digests, agreed, gather, 
 from benchmarks.resharding.ours import Ours, OursCopies
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.switch.sharding_manager import State
-from hybrid_engine.worker import ActorHybridWorker
+from hybrid_engine.trainer.worker import ActorHybridWorker
 
 SECONDS_TO_WAIT = 900
 """Longest wait of one rank for another."""

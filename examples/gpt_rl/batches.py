@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hybrid_engine.batches import mean_weights
+from hybrid_engine.trainer.batches import mean_weights
 
 
 def align_log_probs(values: Sequence[Sequence[float]], mask: torch.Tensor) -> torch.Tensor:

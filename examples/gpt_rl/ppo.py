@@ -16,7 +16,7 @@ from examples.gpt_rl.batches import split_minibatches
 from examples.gpt_rl.run_state import Row
 from examples.gpt_rl.settings import RLConfig
 from hybrid_engine import ActorHybridWorker, ValueModel, generalized_advantages, value_loss
-from hybrid_engine.companions.advantages import explained_variance, whitened
+from hybrid_engine.trainer.companions.advantages import explained_variance, whitened
 
 Batch = dict[str, torch.Tensor]
 

@@ -32,12 +32,12 @@ from model_provider import model_provider
 
 from examples.gpt_rl import grpo, rollouts
 from examples.gpt_rl.rollouts import Batch, Demonstrations, Rollouts, RolloutSettings
-from hybrid_engine.backends.megatron.build import Actor
-from hybrid_engine.backends.megatron.model_inputs import causal_inputs
-from hybrid_engine.backends.megatron.rank_files import write_rank_file
-from hybrid_engine.backends.megatron.train_engine import TrainEngine
+from hybrid_engine.backends.megatron.forward_probe import causal_inputs
 from hybrid_engine.files.durable import naming
 from hybrid_engine.models import table_for
+from hybrid_engine.trainer.megatron.build import Actor
+from hybrid_engine.trainer.megatron.rank_files import write_rank_file
+from hybrid_engine.trainer.megatron.train_engine import TrainEngine
 from megatron_patches import script
 from megatron_patches.arguments import ReshardingOptions
 

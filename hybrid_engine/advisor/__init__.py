@@ -3,10 +3,8 @@
     1  sizes_text.py      "tp=8,pp=2" -> sizes                            called by the command `plan`
        size_advice.py     what is wrong with them, and which would do
     2  cluster_plan.py    plan_job: both layouts (layouts/), rank order and bytes (planning/) -> JobPlan
-    3  trainers.py        Megatron or FSDP2: the training layout, memory and peers, for step 2
-       memory_peaks.py    bytes on device and host
+    3  trainers.py        Megatron or FSDP2: the training layout, memory (layouts/memory_peaks.py) and peers, for step 2
        cache_room.py      what vLLM's share of a device leaves for its KV cache
-       memory_plan.py     what each phase of a job keeps on the devices, models beside the actor included
        other_systems.py   what others would move by their formulas
        prefetch_estimate.py   what a rollout could hide of the way back, where it is asked for
        later_switches.py  what later switches move where some weights are frozen

@@ -12,10 +12,10 @@ from functools import cached_property
 import numpy as np
 
 from hybrid_engine.advisor.cache_room import CacheRoom, token_nbytes
-from hybrid_engine.advisor.memory_peaks import MemoryPeaks
 from hybrid_engine.advisor.other_systems import PeerBytes
 from hybrid_engine.advisor.trainers import PlannedTrainer
 from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.memory_peaks import MemoryPeaks
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Link, ReshardPlan

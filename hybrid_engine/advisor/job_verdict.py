@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hybrid_engine.advisor.cluster_plan import GIB, JobPlan
+from hybrid_engine.advisor.cluster_plan import JobPlan
+from hybrid_engine.layouts.memory_plan import GIB, gib
 
 LEFT_OUT = ("activations", "KV cache", "CUDA context", "workspaces of libraries")
 """What takes device memory beside what is counted."""
@@ -114,9 +115,3 @@ class JobVerdict:
             f"{seconds.max():.3g} s for the transfers of the slowest rank ({seconds.mean():.3g} s on average), at link "
             "speeds that are assumed, not measured."
         )
-
-
-def gib(nbytes: float) -> str:
-    """Bytes in a sentence, in GiB, or in MiB where these would be few."""
-    size, unit = (nbytes / GIB, "GiB") if abs(nbytes) >= GIB / 10 else (nbytes / 1024**2, "MiB")
-    return f"{size:.1f} {unit}" if abs(size) >= 10 else f"{size:.3g} {unit}"

@@ -20,12 +20,13 @@ import numpy as np
 from hybrid_engine.advisor.cluster_plan import GIB, JobPlan
 from hybrid_engine.advisor.drawing import draw, ranks_text
 from hybrid_engine.advisor.facts import Answer, assumptions
-from hybrid_engine.advisor.job_verdict import JobVerdict, gib
-from hybrid_engine.advisor.memory_peaks import NOT_COUNTED
+from hybrid_engine.advisor.job_verdict import JobVerdict
 from hybrid_engine.advisor.other_systems import SYMBOLS
 from hybrid_engine.advisor.overview import overview_of
 from hybrid_engine.advisor.picture import Column, Group, Picture, picture_of
 from hybrid_engine.advisor.sections import UNITS, Unit, how_many, sections_of
+from hybrid_engine.layouts.memory_peaks import NOT_COUNTED
+from hybrid_engine.layouts.memory_plan import gib
 from hybrid_engine.planning.plan import Link
 from hybrid_engine.planning.summary import group_traffic
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hybrid_engine.advisor.memory_peaks import MemoryPeaks
+from hybrid_engine.layouts.memory_peaks import MemoryPeaks
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hybrid_engine.advisor.memory_peaks import TrainingMemory, megatron_memory, sharded_memory
 from hybrid_engine.advisor.other_systems import PeerBytes, full_tensors, megatron_peers
+from hybrid_engine.layouts.memory_peaks import TrainingMemory, megatron_memory, sharded_memory
 from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism
 from hybrid_engine.layouts.sharded import PackedModel, sharded_side
 from hybrid_engine.layouts.training import training_side

@@ -10,12 +10,12 @@ from typing import Any
 import pydantic
 import torch
 
-from hybrid_engine.advisor.job_verdict import gib
 from hybrid_engine.attaching.engine_beside import engine_beside
 from hybrid_engine.attaching.live_config import ConfigSource, live_config, read_source
 from hybrid_engine.attaching.preparing import apply_patches
 from hybrid_engine.config import GenerateConfig, HybridConfig
 from hybrid_engine.hybrid_engine import HybridEngine
+from hybrid_engine.layouts.memory_plan import gib
 from hybrid_engine.memory.elastic import exported_buffer_of, is_elastic
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Trainer

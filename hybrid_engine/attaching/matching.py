@@ -220,7 +220,7 @@ def _rotary(table: ModelTable, args: Namespace, names: Names) -> Iterator[Violat
 
 def _frequencies(table: ModelTable) -> torch.Tensor:
     """Rotary frequencies [half of the rotated part of a head] that config.json asks for, in radians per token."""
-    from hybrid_engine.backends.megatron.model_variants import scaled_frequencies
+    from hybrid_engine.backends.megatron.megatron_config import scaled_frequencies
 
     dim = int(table.dims.head_dim * table.gpt.get("rotary_percent", 1.0))
     frequencies = table.gpt["rotary_base"] ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)

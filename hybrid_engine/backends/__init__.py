@@ -7,8 +7,6 @@
 
     access_guards.py          what needs training state and is refused while it is off the device
     flat_buffers.py           what training sides say of the flat buffers that their weights lie in
-    learning_rate.py          their learning rate: set by hand, or by a schedule
-    checkpoint_directory.py   how their checkpoints are put in place, and compared when they are read
 
 A backend turns its library's objects into the records of records/ and implements the ports of ports.py. Nothing else
 knows a library: planning/, transports/ and switch/ see layouts and flat buffers only.

@@ -8,11 +8,11 @@ from rich.text import Text
 from hybrid_engine.advisor.cluster_plan import GIB, JobPlan
 from hybrid_engine.advisor.facts import Answer, RankFacts, assumptions, prefetch_facts
 from hybrid_engine.advisor.job_verdict import JobVerdict
-from hybrid_engine.advisor.memory_peaks import NOT_COUNTED
 from hybrid_engine.advisor.other_systems import SYMBOLS
 from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
 from hybrid_engine.advisor.sections import UNITS, Section, Unit, sections_of
 from hybrid_engine.cli.output import Console, new_table
+from hybrid_engine.layouts.memory_peaks import NOT_COUNTED
 from hybrid_engine.planning.plan import Link
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hybrid_engine.advisor.memory_peaks import TrainingMemory, megatron_memory
-from hybrid_engine.advisor.memory_plan import GIB, MemoryPlan, Stays, plan_memory
 from hybrid_engine.config.critic_rules import critic_of
 from hybrid_engine.config.keys import GenerateConfig, HybridConfig
 from hybrid_engine.config.rules import JobContext, TrainingContext
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.memory_peaks import TrainingMemory, megatron_memory
+from hybrid_engine.layouts.memory_plan import GIB, MemoryPlan, Stays, plan_memory
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.records.layout import DTYPE_NBYTES
 

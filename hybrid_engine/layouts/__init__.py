@@ -13,6 +13,8 @@
     training.py     Megatron's side
     sharded.py      FSDP2's side, and what a rank holds of a tensor that is packed in a sharded parameter
     inference.py    vLLM's side
+    memory_peaks.py bytes on device and host
+    memory_plan.py  what each phase of a job keeps on the devices, models beside the actor included
     differences.py  whether a computed layout is the one that an engine has
 
 Used for the order of ranks (assembly.py), for the rules of the configuration (config/) and by `plan` (advisor/). Tests

@@ -10,7 +10,7 @@ Whoever needs another name of a size derives it from here, by `sizes_of` or `nam
     config/keys.py, config/rules.py         values from the configuration; the key of what breaks a rule
     advisor/sizes_text.py                   the text of `plan` and `verify`
     megatron_script/script_settings.py      Megatron-LM's arguments
-    backends/megatron/parallel_groups.py    process groups
+    trainer/megatron/parallel_groups.py    process groups
     backends/megatron/megatron_config.py    TransformerConfig
     backends/vllm/arguments.py              arguments of vllm.LLM
     verification/cases.py                   the configuration of a case

@@ -29,7 +29,7 @@ from hybrid_engine.models.table import ModelDims, ModelTable
 from hybrid_engine.models.variants import Extras, rope_parameters, rotary_scaling, unknown_scaling, windows_by_type
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
-"""transformers' names -> those of `backends/megatron/build.py`."""
+"""transformers' names -> those of `trainer/megatron/build.py`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,10 +91,10 @@ class ModelTable:
         shapes: canonical name -> shape, in checkpoint order. Tied heads and other copies are not in it.
         transformer: keyword arguments of megatron-core's TransformerConfig (or MLATransformerConfig) that the
             architecture determines, for building a model. Functions and classes by name, see
-            `backends/megatron/build.py`. `moe_layer_freq` is a list: 1 for each layer of the checkpoint that has
+            `trainer/megatron/build.py`. `moe_layer_freq` is a list: 1 for each layer of the checkpoint that has
             experts, else 0.
         gpt: keyword arguments of megatron-core's GPTModel, likewise.
-        layer_spec: which layers Megatron builds, by name in `backends/megatron/specs.py`.
+        layer_spec: which layers Megatron builds, by name in `trainer/megatron/specs.py`.
         extras: what megatron-core has no setting for, see `models/variants.py`.
         copies: further tensors of a checkpoint -> the canonical tensor they repeat (shared embeddings of multi-token
             prediction); written when a checkpoint is saved, ignored when one is read.

@@ -1,6 +1,6 @@
 """What an architecture computes and megatron-core has no setting for.
 
-A table gives it as data; `backends/megatron/model_variants.py` adds it to Megatron's layers and models. It has no part
+A table gives it as data; `trainer/megatron/model_variants.py` adds it to Megatron's layers and models. It has no part
 in the layout, but for the names that `post_norms` brings.
 """
 

@@ -19,9 +19,9 @@ from typing import Any, Literal
 
 import torch
 
-from hybrid_engine.batches.probes import ProbeAnswer, Probed, ProbeLimits
 from hybrid_engine.errors import ComputationError, shortened
 from hybrid_engine.ports import InferenceCaches, Trainer
+from hybrid_engine.probes import ProbeAnswer, Probed, ProbeLimits
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.report import SwitchTally

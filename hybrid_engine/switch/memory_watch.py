@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from hybrid_engine.advisor.memory_plan import MemoryPlan
+from hybrid_engine.layouts.memory_plan import MemoryPlan
 
 logger = logging.getLogger("hybrid_engine")
 

@@ -16,7 +16,7 @@ from hybrid_engine.verification.verdict import NUM_SWITCHES, Verdict
 if TYPE_CHECKING:
     import torch
 
-    from hybrid_engine.worker import ActorHybridWorker
+    from hybrid_engine.trainer.worker import ActorHybridWorker
 
 NUM_SEQUENCES = 8
 """Of a training step, or the next number that replicas and pipeline stages can share out."""

@@ -26,7 +26,7 @@ from hybrid_engine.verification.small_model import HEAD_DIM
 from hybrid_engine.verification.verdict import Verdict, join
 
 if TYPE_CHECKING:
-    from hybrid_engine.worker import ActorHybridWorker
+    from hybrid_engine.trainer.worker import ActorHybridWorker
 
 Look = Callable[["ActorHybridWorker"], object]
 """Called on every rank after the switches of a case; returns what json can write."""
@@ -137,8 +137,8 @@ def _verdict_of_rank(
     """
     import torch.distributed as dist
 
+    from hybrid_engine.trainer.worker import ActorHybridWorker
     from hybrid_engine.verification.comparison import Comparison
-    from hybrid_engine.worker import ActorHybridWorker
 
     started, verdict = time.perf_counter(), Verdict(case.name)
     try:

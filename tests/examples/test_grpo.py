@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from examples.gpt_rl import grpo, task
 from examples.gpt_rl.batches import align_log_probs, split_minibatches
 from hybrid_engine import build_batch
-from hybrid_engine.batches import mean_weights
+from hybrid_engine.trainer.batches import mean_weights
 
 
 def test_advantages_by_hand() -> None:

@@ -11,8 +11,8 @@ import yaml
 from examples.gpt_rl import grpo
 from examples.gpt_rl.ppo import at_last_steps
 from examples.gpt_rl.settings import load_settings
-from hybrid_engine.batches import mean_weights
 from hybrid_engine.errors import ConfigError
+from hybrid_engine.trainer.batches import mean_weights
 from tests.harness.launch import REPO_ROOT
 
 CONFIG = REPO_ROOT / "examples" / "gpt_rl" / "configs" / "ppo_tp2_to_dp2.yaml"

@@ -22,7 +22,7 @@ MOST_SECONDS = 45
 
 KILLS = {
     # 5 steps of warm-up, then 2 in each iteration
-    "train step": Fault("kill", "hybrid_engine.backends.megatron.train_engine:TrainEngine.train_step", call=8),
+    "train step": Fault("kill", "hybrid_engine.trainer.megatron.train_engine:TrainEngine.train_step", call=8),
     "exchange of layouts": Fault("kill", "hybrid_engine.switch.rendezvous:_make_plan"),
     "fill": Fault("kill", "hybrid_engine.switch.weight_container:WeightContainer.fill", call=3),
     "commit": Fault("kill", "hybrid_engine.backends.vllm.weights.adaptor:VllmAdaptor.commit", call=3),

@@ -21,7 +21,7 @@ vLLM is given 30 s to come back before it is ended."""
 ENGINE = "hybrid_engine.backends.vllm.engine:InferenceEngine"
 WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
 FAULTS = {
-    "train step": Fault("raise", "hybrid_engine.backends.megatron.train_engine:TrainEngine.train_step", call=8),
+    "train step": Fault("raise", "hybrid_engine.trainer.megatron.train_engine:TrainEngine.train_step", call=8),
     "transports run": Fault("raise", "hybrid_engine.transports.router:TransportSet.run", call=2),
     "transports prepare": Fault("raise", "hybrid_engine.transports.router:TransportSet.prepare", call=2),
     "generate": Fault("raise", f"{ENGINE}._run", call=3),

@@ -16,7 +16,7 @@ MOST_SECONDS = 2 * TIMEOUT + 20 + 30 + 10
 does not end by SIGTERM once another has failed (whatever --shutdown-timeout says), and some for a busy machine."""
 
 FAULTS = {
-    "train step": Fault("stop", "hybrid_engine.backends.megatron.train_engine:TrainEngine.train_step", call=8),
+    "train step": Fault("stop", "hybrid_engine.trainer.megatron.train_engine:TrainEngine.train_step", call=8),
     "fill": Fault("stop", "hybrid_engine.switch.weight_container:WeightContainer.fill", call=2),
     "decoding with TP 2": Fault("stop", "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model", call=10),
 }

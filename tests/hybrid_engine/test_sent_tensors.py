@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.backends.fsdp.train_engine import FsdpTrainEngine
-from hybrid_engine.batches.loss_results import CheckedLoss
+from hybrid_engine.trainer.batches.loss_results import CheckedLoss
+from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
 from hybrid_engine.verification.comparison import Comparison
 
 DEVICE = torch.device("meta")
@@ -29,7 +29,7 @@ class Sent(Exception):
 @pytest.fixture
 def megatron(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Megatron's modules, whose ranks have that device; ranks without parameters."""
-    from hybrid_engine.backends.megatron import build, pipeline_engine
+    from hybrid_engine.trainer.megatron import build, pipeline_engine
 
     monkeypatch.setattr(build, "model_device", lambda: DEVICE)
     monkeypatch.setattr(build, "ModelTensors", lambda *_: SimpleNamespace(named_parameters=dict[str, torch.Tensor]))

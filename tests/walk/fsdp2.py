@@ -18,11 +18,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from hybrid_engine import HybridEngine
 from hybrid_engine.backends.fsdp import ShardedModel
-from hybrid_engine.backends.fsdp.actor import build_actor
 from hybrid_engine.backends.fsdp.sharded_tensors import reshard
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.trainer.fsdp.actor import build_actor
 from tests.hybrid_engine.backends.fsdp.peft_models import peft_model
 from tests.walk.inference import inference_for
 from tests.walk.oracle import Subject, Write

@@ -27,7 +27,7 @@ class Megatron(Subject):
 
     def __init__(self, config: HybridConfig, job: Job, ends: ExitStack, *, serve: bool) -> None:
         apply_patches()
-        from hybrid_engine.backends.megatron.actor import build_actor
+        from hybrid_engine.trainer.megatron.actor import build_actor
 
         table = table_for(config.hf_config())
         train = build_actor(config, table, job, ends)

@@ -23,8 +23,8 @@ from tests.zoo.families import read_config
 from tests.zoo.tiny_models import read_canonical
 
 if TYPE_CHECKING:
-    from hybrid_engine.backends.megatron.build import Actor
-    from hybrid_engine.backends.megatron.train_engine import TrainEngine
+    from hybrid_engine.trainer.megatron.build import Actor
+    from hybrid_engine.trainer.megatron.train_engine import TrainEngine
 
 DENSE_FLOAT32: dict[str, Any] = {"params_dtype": "float32", "make_vocab_size_divisible_by": 8, "seq_length": 12}
 
@@ -43,8 +43,8 @@ class Run:
 def running(path: Path, config: ActorConfig) -> Iterator[Run]:
     """Megatron's parallel state, model, DDP and optimizer on this rank. Several may follow one another."""
     with parallel_state_of(config):
-        from hybrid_engine.backends.megatron.build import build_actor, end_training
-        from hybrid_engine.backends.megatron.train_engine import TrainEngine
+        from hybrid_engine.trainer.megatron.build import build_actor, end_training
+        from hybrid_engine.trainer.megatron.train_engine import TrainEngine
 
         table = table_for(read_config(path))
         actor = build_actor(config, table, read_config(path), dist.get_world_size())
@@ -56,8 +56,8 @@ def running(path: Path, config: ActorConfig) -> Iterator[Run]:
 
 def reference_of(run: Run, path: Path) -> TrainEngine:
     """A frozen model of the same layout, its weights still random, on the run's groups."""
-    from hybrid_engine.backends.megatron.build import build_reference
-    from hybrid_engine.backends.megatron.train_engine import TrainEngine
+    from hybrid_engine.trainer.megatron.build import build_reference
+    from hybrid_engine.trainer.megatron.train_engine import TrainEngine
 
     actor = build_reference(run.config, run.table, read_config(path), dist.get_world_size())
     return TrainEngine(actor, run.table, micro_batch_size=1)
@@ -71,7 +71,7 @@ def parallel_state_of(config: ActorConfig) -> Iterator[None]:
     megatron_patches.apply()
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    from hybrid_engine.backends.megatron.parallel_groups import destroy_parallel_state, initialize_parallel_state
+    from hybrid_engine.trainer.megatron.parallel_groups import destroy_parallel_state, initialize_parallel_state
 
     initialize_parallel_state(config, dist.get_world_size(), timeout_seconds=120)
     try:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.batches.sequences import positions_in
-from hybrid_engine.batches.token_outputs import Outputs
+from hybrid_engine.trainer.batches.sequences import positions_in
+from hybrid_engine.trainer.batches.token_outputs import Outputs
 from tests.zoo.shares import share_of
 
 LENGTHS = (11, 5, 4, 12, 7, 8, 3, 13)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hybrid_engine.batches.batch_checks import own_share
-from hybrid_engine.ports import Batch, DataParallelModel
+from hybrid_engine.trainer.batches.batch_checks import own_share
+from hybrid_engine.trainer.ports import Batch, DataParallelModel
 
 
 def share_of(engine: DataParallelModel, batch: Batch) -> Batch:

@@ -5,17 +5,12 @@
     wrapped_names.py     transformers' names below what PEFT, torch.compile and checkpointing put around modules
     lora_views.py        what a switch gets of weights with LoRA: sums, or the adapter beside them
     model_checks.py      what makes a model impossible to read or to drive, all of it at once
-    written_config.py       the config of a model that is there, which must say what the model computes
+    written_config.py    the config of a model that is there, which must say what the model computes
     unbuilt_model.py     the same from a config.json alone, for plans
     sharded_tensors.py   what of each parameter this rank holds, and the flat buffer it lies in
     adaptor.py           the two together: records of this rank (port `TrainingWeights`)
     training_state.py    gradients, optimizer state, and what else refers to memory
     sharded_model.py     `ShardedModel`: the model as the switch sees it (port `Trainer`)
-    train_engine.py      `FsdpTrainEngine`: steps and log-probabilities
-    param_schedule.py    learning rate and weight decay by update
-    build.py             a sharded model from a config.json, layer by layer
-    distributed_checkpoint.py  save and load on any number of ranks, through torch.distributed.checkpoint
-    actor.py             all of this for `ActorHybridWorker`, from one configuration (port `ActorTrainer`)
     internals.py         names of torch and transformers that are not documented
 
 Nothing of Megatron is imported. The model stays the user's: its forward, its optimizer and its loop.

@@ -17,10 +17,10 @@ from hybrid_engine.backends.fsdp.model_checks import require_torch
 from hybrid_engine.backends.fsdp.sharded_tensors import reshard
 from hybrid_engine.backends.fsdp.training_state import TrainingState
 from hybrid_engine.backends.fsdp.wrapped_names import transformers_model
-from hybrid_engine.batches.probes import ProbeAnswer, ProbeLimits, attributes_set, following_log_probs
 from hybrid_engine.errors import ModelError
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.probes import ProbeAnswer, ProbeLimits, attributes_set, following_log_probs
 
 
 class ShardedModel(GuardedState):

@@ -14,13 +14,11 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.attention import Attention
 from megatron.core.utils import unwrap_model
 
-from hybrid_engine.backends.megatron.build import model_device
-from hybrid_engine.backends.megatron.model_inputs import ModelInputs
-from hybrid_engine.batches.arrangement import Rows
-from hybrid_engine.batches.probes import ProbeAnswer, ProbeLimits, attributes_set, following_log_probs
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.probes import ProbeAnswer, ProbeLimits, attributes_set, following_log_probs
 
 _SILENT = ("timers", "param_sync_func", "grad_sync_func", "no_sync_func")
 """Fields of the configuration by which a schedule calls the training loop's own machinery."""
@@ -43,14 +41,13 @@ def probe_limits(chunks: Sequence[torch.nn.Module], table: ModelTable) -> ProbeL
 @torch.no_grad()
 def probe(chunks: Sequence[torch.nn.Module], vocab_size: int, tokens: torch.Tensor) -> ProbeAnswer:
     """Log-probabilities of `tokens` [B, L] on every pipeline stage; all data parallel ranks compute all. Collective."""
-    rows = [Rows(row[None]) for row in tokens.to(model_device())]
+    rows = [row[None] for row in tokens.to(model_device())]
     # an interleaved schedule wants a multiple of the stages: rows come again, and what they give is left out
     rows *= -(-parallel_state.get_pipeline_model_parallel_world_size() // len(rows)) if len(chunks) > 1 else 1
     models = unwrap_model(list(chunks))
-    inputs = ModelInputs(models)
     with _as_for_reading(chunks, models):
         found = get_forward_backward_func()(
-            forward_step_func=_forward_step(inputs, vocab_size),
+            forward_step_func=_forward_step(models, vocab_size),
             data_iterator=[iter(rows) for _ in chunks] if len(chunks) > 1 else iter(rows),
             model=list(chunks) if len(chunks) > 1 else chunks[0],
             num_microbatches=len(rows),
@@ -63,17 +60,24 @@ def probe(chunks: Sequence[torch.nn.Module], vocab_size: int, tokens: torch.Tens
     return ProbeAnswer(from_last_stage([each["log_probs"] for each in found][: len(tokens)], shape).cpu(), dtype)
 
 
-def _forward_step(inputs: ModelInputs, vocab_size: int) -> Callable[[Iterator[Rows], torch.nn.Module], Any]:
-    def forward_step(iterator: Iterator[Rows], chunk: torch.nn.Module) -> Any:
-        rows, model = next(iterator), unwrap_model(chunk)
+def _forward_step(
+    models: Sequence[torch.nn.Module], vocab_size: int
+) -> Callable[[Iterator[torch.Tensor], torch.nn.Module], Any]:
+    needs_mask = not masks_by_itself(models)
+
+    def forward_step(iterator: Iterator[torch.Tensor], chunk: torch.nn.Module) -> Any:
+        tokens, model = next(iterator), unwrap_model(chunk)
 
         def result(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             is_split = output.shape[-1] < model.vocab_size
             logits = gather_from_tensor_model_parallel_region(output) if is_split else output
-            log_probs = following_log_probs(logits, rows.tokens, vocab_size)
+            log_probs = following_log_probs(logits, tokens, vocab_size)
             return log_probs.sum(), {"log_probs": log_probs}
 
-        return chunk(**inputs.arguments(rows), labels=None), result
+        positions, mask = causal_inputs(tokens)
+        return chunk(
+            input_ids=tokens, position_ids=positions, attention_mask=mask if needs_mask else None, labels=None
+        ), result
 
     return forward_step
 
@@ -123,3 +127,36 @@ def own_settings(config: Any, table: ModelTable) -> Mapping[str, Any]:
         if isinstance(value, bool | int | float | str) and value != table.transformer.get(field.name, field.default):
             found[f"TransformerConfig.{field.name}"] = value
     return found
+
+
+def model_device() -> torch.device:
+    """Of this rank's chunks."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def causal_inputs(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """For tokens [B, S]: position ids [B, S], and the attention mask [1, 1, S, S], True where a token may not look."""
+    length, device = tokens.shape[1], tokens.device
+    return torch.arange(length, device=device).expand_as(tokens), causal_mask(length, device)
+
+
+def causal_mask(length: int, device: torch.device) -> torch.Tensor:
+    """[1, 1, length, length], True where a token (dim 2) may not look (dim 3)."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]
+
+
+def core_attentions(chunks: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The parts of these chunks that mask."""
+    modules = (module for chunk in chunks for module in chunk.modules())
+    return [module.core_attention for module in modules if isinstance(module, Attention)]
+
+
+def masks_by_itself(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether attention is Transformer Engine's, which is causal without a mask."""
+    modules = core_attentions(chunks) or [module for chunk in chunks for module in chunk.modules()]
+    return any(map(is_of_transformer_engine, modules))
+
+
+def is_of_transformer_engine(module: torch.nn.Module) -> bool:
+    """By name: without the package its classes cannot be asked for."""
+    return any("transformer_engine" in each.__module__ for each in type(module).__mro__)

@@ -21,10 +21,10 @@ from hybrid_engine.backends.megatron.elastic_weights import (
 )
 from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 from hybrid_engine.backends.megatron.training_state import TrainingState
-from hybrid_engine.batches.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.errors import ConfigError, StateError, Violation
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.probes import ProbeAnswer, ProbeLimits
 from megatron_patches.applying import hooks_applied, require_supported_version
 from megatron_patches.optimizers import optimizer_members, set_weight_version, weight_version
 from megatron_patches.review import live_settings, refusals

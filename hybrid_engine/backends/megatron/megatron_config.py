@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -25,6 +26,7 @@ from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.hybrid_pattern import has_experts, is_latent, num_hybrid_chunks
 from hybrid_engine.layouts.parallelism import TrainParallelism, named
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.models.variants import RotaryScaling
 
 ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
@@ -281,3 +283,17 @@ def _expert_settings(sizes: TrainParallelism, table: ModelTable) -> dict[str, An
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": has_transformer_engine(),
     }
+
+
+def scaled_frequencies(frequencies: torch.Tensor, scaling: RotaryScaling) -> torch.Tensor:
+    """Rotary frequencies in radians per token, scaled; see `RotaryScaling`.
+
+    megatron-core has the llama3 rule for one set of numbers only. Source: the formulas of Llama 3.1's reference model.
+    """
+    if scaling.rope_type == "linear":
+        return frequencies / scaling.factor
+    # frequencies that turn often over the original context are kept, slow ones divided, those in between interpolated
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0.0, 1.0)
+    return (1 - kept) * frequencies / scaling.factor + kept * frequencies

@@ -73,11 +73,10 @@ from hybrid_engine.backends.vllm.weights.weight_memory import (
     WeightMemory,
     require_unused_allocator,
 )
-from hybrid_engine.batches.batch_checks import Data
 from hybrid_engine.errors import ModelError, StateError
 from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.models.lora_tensors import LoraSettings
-from hybrid_engine.ports import NearEnd
+from hybrid_engine.ports import Data, NearEnd
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_defaults import torch_defaults

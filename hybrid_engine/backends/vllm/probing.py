@@ -9,8 +9,8 @@ import torch
 
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.feasibility import generation_problem
-from hybrid_engine.batches.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.ports import NearEnd
+from hybrid_engine.probes import ProbeAnswer, ProbeLimits
 
 
 class ProbedEngine:

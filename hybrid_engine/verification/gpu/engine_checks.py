@@ -31,6 +31,7 @@ from hybrid_engine.memory.cuda_driver import INSTALL_HINT, driver_of, taken_nbyt
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
+from hybrid_engine.trainer.worker import ActorHybridWorker
 from hybrid_engine.verification.comparison import cross_entropy, tokens_and_labels
 from hybrid_engine.verification.gpu.checks import (
     CannotCheckError,
@@ -45,7 +46,6 @@ from hybrid_engine.verification.gpu.process_state import FROZEN, ProcessState
 from hybrid_engine.verification.gpu.shortage import device_without_memory
 from hybrid_engine.verification.gpu.small_job import MAX_TOKENS, SmallJob, differences
 from hybrid_engine.verification.gpu.timings import plain_host_copies
-from hybrid_engine.worker import ActorHybridWorker
 
 if TYPE_CHECKING:
     from hybrid_engine.config import HybridConfig
@@ -110,7 +110,7 @@ class EngineChecks:
 
     def _build(self) -> Iterator[Check]:
         started = time.perf_counter()
-        with mock.patch("hybrid_engine.worker.build_inference_engine", self._noting(build_inference_engine)):
+        with mock.patch("hybrid_engine.trainer.worker.build_inference_engine", self._noting(build_inference_engine)):
             self._worker = ActorHybridWorker(self._config)
         seconds = time.perf_counter() - started
         self._taken["build"] = self._observe()

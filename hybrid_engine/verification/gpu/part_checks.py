@@ -24,14 +24,14 @@ import torch
 from hybrid_engine.assembly import inference_settings
 from hybrid_engine.attaching.preparing import apply_patches
 from hybrid_engine.backends.vllm import InferenceEngine, Sampling
-from hybrid_engine.batches.same_batches import agreed_share
 from hybrid_engine.memory import elastic
 from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
-from hybrid_engine.ports import ActorTrainer
 from hybrid_engine.ranks.digests import box_digest
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.trainer.batches.same_batches import agreed_share
+from hybrid_engine.trainer.ports import ActorTrainer
 from hybrid_engine.verification.comparison import cross_entropy, tokens_and_labels
 from hybrid_engine.verification.gpu.checks import Check, NothingToCheckError, Planned, judged, run_checks
 from hybrid_engine.verification.gpu.gpus import GIB
@@ -95,7 +95,7 @@ def _trained_fused(job: SmallJob) -> Iterator[Check]:
 
 def _state_after_steps(job: SmallJob, memory: AbstractContextManager[Any], *, is_offloaded: bool) -> list[int]:
     """Digests of the parameters after the steps; each but the first step counts on what the optimizer keeps."""
-    from hybrid_engine.backends.megatron.actor import build_actor
+    from hybrid_engine.trainer.megatron.actor import build_actor
 
     apply_patches()
     config = job.config()

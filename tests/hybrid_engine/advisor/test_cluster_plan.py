@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 
 from hybrid_engine.advisor.cluster_plan import GIB, Cluster, JobPlan, plan_job
-from hybrid_engine.advisor.memory_peaks import MemoryPeaks, megatron_memory, sharded_memory
 from hybrid_engine.advisor.other_systems import megatron_peers
 from hybrid_engine.advisor.overview import overview_of
 from hybrid_engine.advisor.picture import picture_of
 from hybrid_engine.advisor.trainers import Megatron
 from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.memory_peaks import MemoryPeaks, megatron_memory, sharded_memory
 from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism
 from hybrid_engine.layouts.sharded import Packed, PackedModel, sharded_side
 from hybrid_engine.layouts.training import training_side

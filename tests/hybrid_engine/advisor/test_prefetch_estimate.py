@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hybrid_engine.advisor.memory_peaks import MemoryPeaks, TrainingMemory
 from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
+from hybrid_engine.layouts.memory_peaks import MemoryPeaks, TrainingMemory
 
 
 def estimate(inference: int, *, device: float = 100.0, utilization: float = 0.5) -> PrefetchEstimate:

@@ -366,7 +366,7 @@ class HalfBuilt:
 
 def fail_while_building(model: Path) -> dict[str, HalfBuilt]:
     """Once Megatron's groups are there, and in the plan. What follows on the same ranks builds more workers."""
-    from hybrid_engine.backends.megatron import build
+    from hybrid_engine.trainer.megatron import build
 
     def fail(*_args: Any, **_kwargs: Any) -> Any:
         raise ConfigError([Violation("actor_config", "it does not fit", "Take another")])

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from hybrid_engine import ActorHybridWorker, ReferenceModel, Sampling
-from hybrid_engine.backends.fsdp.actor import build_actor
 from hybrid_engine.errors import ArgumentError, HybridEngineError, StateError
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.trainer.fsdp.actor import build_actor
 from tests.harness.launch import REPO_ROOT, Outcomes, Ranks
 from tests.hybrid_engine.end_to_end.digests import training_state
 from tests.hybrid_engine.ranks.test_agreement import outcome_of

@@ -77,8 +77,8 @@ def live_regions(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> lis
         actor = ActorConfig(**{**DENSE_FLOAT32, **settings})
         with parallel_state_of(actor):
             from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
-            from hybrid_engine.backends.megatron.build import build_model
             from hybrid_engine.backends.megatron.model_tensors import ModelTensors
+            from hybrid_engine.trainer.megatron.build import build_model
 
             config = {**served_config(family), **changes}
             chunks, _ = build_model(actor, table_for(config), config, 4, weights_only=True)

@@ -108,9 +108,10 @@ def compare(case: Case, path: Path) -> Comparison:
 
 
 def compare_rank(config: ActorConfig, table: ModelTable, path: Path, numbers: dict[str, torch.Tensor]) -> Comparison:
-    from hybrid_engine.backends.megatron import build, megatron_config
+    from hybrid_engine.backends.megatron import megatron_config
     from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
     from hybrid_engine.backends.megatron.model_tensors import ModelTensors
+    from hybrid_engine.trainer.megatron import build
 
     # which is otherwise said of GPUs only
     build.has_transformer_engine = megatron_config.has_transformer_engine = lambda: True

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine.batches.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.errors import ComputationError, GenerationError, StateError
 from hybrid_engine.memory.offload_items import KINDS
+from hybrid_engine.probes import ProbeAnswer, ProbeLimits
 from hybrid_engine.switch.computation import LENGTH, NUM_ROWS, TOLERANCES, Gap, tokens_within
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, TRAIN, FakeInference, FakeTraining, Rig
 

@@ -24,7 +24,7 @@ from hybrid_engine.verification import verify
 from hybrid_engine.verification.verdict import Verdict
 
 if TYPE_CHECKING:
-    from hybrid_engine.worker import ActorHybridWorker
+    from hybrid_engine.trainer.worker import ActorHybridWorker
 
 GOLDEN = Path(__file__).with_name("golden.json")
 REMEDY = "if it is meant: make matrix RECORD=1"

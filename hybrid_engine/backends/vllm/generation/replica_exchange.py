@@ -21,9 +21,9 @@ import numpy as np
 import torch.distributed as dist
 
 from hybrid_engine.backends.vllm.engine_settings import Completion
-from hybrid_engine.batches.batch_checks import Data
 from hybrid_engine.errors import ArgumentError, GenerationError, Violation, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
+from hybrid_engine.ports import Data
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 

@@ -127,8 +127,8 @@ def refuse_other_models(path: Path) -> dict[str, str]:
     config, messages = ActorConfig(**{**DENSE_FLOAT32, **TP2}), {}
     with parallel_state_of(config):
         from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
-        from hybrid_engine.backends.megatron.build import build_model
         from hybrid_engine.backends.megatron.model_tensors import ModelTensors
+        from hybrid_engine.trainer.megatron.build import build_model
 
         hf_config = read_config(path)
         chunks, _ = build_model(config, table_for(hf_config), hf_config, dist.get_world_size())

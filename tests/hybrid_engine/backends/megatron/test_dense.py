@@ -210,7 +210,7 @@ def run_bfloat16(path: Path) -> HalfPrecision:
 
 def scale_frequencies() -> list[torch.Tensor]:
     """Megatron's, by index in SCALINGS."""
-    from hybrid_engine.backends.megatron.model_variants import scaled_frequencies
+    from hybrid_engine.trainer.megatron.model_variants import scaled_frequencies
 
     return [scaled_frequencies(plain_frequencies(), RotaryScaling(*scaling)) for scaling in SCALINGS]
 

@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine.batches.arrangement import Rows
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.memory.offload_items import storage_of
 from hybrid_engine.models import TABLES, ModelTable, table_for
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.validation import layout_faults
+from hybrid_engine.trainer.batches.arrangement import Rows
 from tests.harness.core_versions import IS_0_16
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.megatron import mock_transformer_engine
@@ -130,10 +130,11 @@ def views_of_ranks(cases: dict[str, Case], paths: dict[str, Path]) -> dict[str, 
 def view_of(case: Case, path: Path, rank: int) -> RankView:
     config = ActorConfig(**{**DENSE_FLOAT32, **case.actor})
     with fake_rank(config, rank, NUM_RANKS):
-        from hybrid_engine.backends.megatron import build, megatron_config
+        from hybrid_engine.backends.megatron import megatron_config
         from hybrid_engine.backends.megatron.adaptor import MegatronAdaptor
         from hybrid_engine.backends.megatron.model_tensors import ModelTensors
         from hybrid_engine.backends.megatron.training_state import TrainingState
+        from hybrid_engine.trainer.megatron import build
 
         # which is otherwise said of GPUs only
         build.has_transformer_engine = megatron_config.has_transformer_engine = lambda: True
@@ -167,7 +168,7 @@ SEQUENCE_IDS = torch.tensor([[1, 1, 1, 2, 2, 0, 0, 0], [5, 3, 3, 3, 3, 4, 4, 4]]
 
 def packed_inputs(chunks: Sequence[torch.nn.Module]) -> tuple[str, dict[str, Any]]:
     """A recorder of what the engine would pass on: nothing here computes."""
-    from hybrid_engine.backends.megatron.model_inputs import ModelInputs
+    from hybrid_engine.trainer.megatron.model_inputs import ModelInputs
 
     inputs, rows = ModelInputs(chunks), Rows(torch.arange(16).view(2, 8), sequence_ids=SEQUENCE_IDS)
     if inputs.no_packing:

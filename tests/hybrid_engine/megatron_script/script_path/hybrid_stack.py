@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.core.transformer import TransformerConfig
 
-from hybrid_engine.backends.megatron.hybrid_layers import stack_spec_for
+from hybrid_engine.trainer.megatron.hybrid_layers import stack_spec_for
 
 SPEC = stack_spec_for(
     TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=1, normalization="RMSNorm"),

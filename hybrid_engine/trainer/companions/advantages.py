@@ -1,0 +1,126 @@
+"""What PPO makes of rewards and values, as pure functions of tensors.
+
+Shapes: B sequences of S tokens, fp32. Position t of a row is the step that samples the label at t: its value is what
+the critic says after the token at t. `mask` is 1 where the label was sampled by the policy; what lies between two turns
+of a sequence is skipped.
+Papers: generalized advantage estimation, arXiv 1506.02438 eq. 16; PPO's value loss, arXiv 1707.06347 section 5, clipped
+as in its reference code.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from hybrid_engine.errors import BatchError, Violation, shortened
+from hybrid_engine.trainer.batches.sequences import begins_of
+from hybrid_engine.trainer.batches.tensor_shapes import require_alike
+from hybrid_engine.trainer.ports import Batch, LossFunction, Report
+
+_REMEDIES = {
+    "rewards": "Pass [B, S], 0 but for the steps that earn one: a reward for a whole answer at its last step",
+    "mask": "Pass [B, S], 1 where the label is a token of a completion",
+    "sequence_ids": "Pass [B, S] as `pack` makes it, or leave it out where a row is one sequence",
+}
+
+
+class Advantages(NamedTuple):
+    """Both [B, S], 0 outside the mask.
+
+    Attributes:
+        advantages: of the steps.
+        returns: what the critic is to learn.
+    """
+
+    advantages: torch.Tensor
+    returns: torch.Tensor
+
+
+def generalized_advantages(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    *,
+    sequence_ids: torch.Tensor | None = None,
+) -> Advantages:
+    """Advantages and returns of every step.
+
+    Args:
+        rewards: [B, S], of each step; a reward for the whole answer belongs to its last one.
+        values: [B, S], of the critic. After the last step of a sequence the value is 0.
+        mask: [B, S], 1 where the label was sampled by the policy: `mask` of `build_batch`.
+        gamma: discount. lam: 0 trusts the critic, 1 the rewards.
+        sequence_ids: [B, S], of packed rows (`pack`), whose sequences know nothing of each other; default: a row is one
+            sequence.
+
+    What is outside the mask is not read. Raises BatchError naming every tensor of another shape.
+    """
+    packed = {} if sequence_ids is None else {"sequence_ids": sequence_ids}
+    require_alike(2, _REMEDIES, values=values, rewards=rewards, mask=mask, **packed)
+    begins = None if sequence_ids is None else begins_of(sequence_ids)
+    advantages = torch.zeros_like(values)
+    advantage, next_value = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    for step in reversed(range(values.shape[1])):
+        is_step, value = mask[:, step].bool(), values[:, step]
+        found = rewards[:, step] + gamma * next_value - value + gamma * lam * advantage
+        advantage = torch.where(is_step, found, advantage)
+        next_value = torch.where(is_step, value, next_value)
+        advantages[:, step] = torch.where(is_step, found, 0.0)
+        if begins is not None:  # the column before belongs to another sequence
+            advantage, next_value = (each.masked_fill(begins[:, step], 0.0) for each in (advantage, next_value))
+    return Advantages(advantages, torch.where(mask.bool(), advantages + values, 0.0))
+
+
+def whitened(values: torch.Tensor, mask: torch.Tensor, epsilon: float = 1e-8) -> torch.Tensor:
+    """Values [B, S] minus their mean over the mask, divided by their standard deviation; 0 outside.
+
+    Raises BatchError for a mask of another shape, or that is 0 everywhere.
+    """
+    require_alike(None, _REMEDIES, values=values, mask=mask)
+    inside = values[mask.bool()]
+    if not inside.numel():
+        raise BatchError([Violation("mask", "is 0 everywhere", "Give it 1 where a value counts")])
+    scaled = (values - inside.mean()) / (inside.std(correction=0) + epsilon)
+    return torch.where(mask.bool(), scaled, 0.0)
+
+
+def value_loss(clip: float | None = 0.2) -> LossFunction:
+    """The critic's loss: half the squared error of the values or, if that is larger, of values kept near the old ones.
+
+    The function returned reads `returns`, `old_values` (the critic's before the first step) and `weights`, all [b, S].
+    It reports value_loss, and value_clip_fraction: the share of tokens whose value moved by more than `clip`. None does
+    not clip. Raises BatchError for a clip that is not a number >= 0, as the function does for tensors of other shapes.
+    """
+    if clip is not None and not (isinstance(clip, int | float) and not isinstance(clip, bool) and clip >= 0):
+        raise BatchError([Violation("clip", f"is {shortened(clip)}", "Pass a number >= 0, or None")])
+
+    def loss_function(micro_batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Report]:
+        returns, old, weights = micro_batch["returns"], micro_batch["old_values"], micro_batch["weights"]
+        require_alike(None, _REMEDIES, values=values, returns=returns, old_values=old, weights=weights)
+        error = (values - returns).square()
+        moved = torch.zeros_like(error)
+        if clip is not None:
+            near = old + (values - old).clamp(-clip, clip)
+            error = torch.maximum(error, (near - returns).square())
+            moved = ((values - old).abs() > clip).to(error.dtype)
+        loss = 0.5 * (error * weights).sum(dim=1).mean()
+        clipped = (moved * weights).sum(dim=1).mean()
+        return loss, {"value_loss": loss.detach(), "value_clip_fraction": clipped.detach()}
+
+    return loss_function
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
+    """Share of the variance of returns over the mask that the values explain: at most 1, 0 for a constant.
+
+    Raises BatchError naming every tensor of another shape.
+    """
+    require_alike(None, _REMEDIES, values=values, returns=returns, mask=mask)
+    inside = mask.bool()
+    variance = returns[inside].var(correction=0)
+    if not variance > 0:
+        return 0.0
+    return float(1 - (returns - values)[inside].var(correction=0) / variance)

@@ -1,0 +1,132 @@
+"""Trains and scores with a Megatron language model through Megatron's own pipeline schedules."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+
+import torch
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.utils import unwrap_model
+
+from hybrid_engine.backends.megatron.forward_probe import from_last_stage
+from hybrid_engine.models.table import ModelTable
+from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows
+from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs
+from hybrid_engine.trainer.megatron.build import Actor
+from hybrid_engine.trainer.megatron.output_hooks import OutputReader, hide_padding
+from hybrid_engine.trainer.megatron.pipeline_engine import PipelineEngine
+from hybrid_engine.trainer.ports import Batch, LossFunction, Report
+
+
+class TrainEngine(PipelineEngine):
+    """One rank's share of a model that is trained here (or of a reference model that is only read), and its loop.
+
+    Args:
+        actor: the Megatron objects.
+        table: the model's name table.
+        micro_batch_size: sequences per micro batch.
+        separate_lora: reshard LoRA beside the weights instead of added to them.
+        allow_unreviewed: as in `LiveModel`.
+        seq_length: the most tokens of a row; None: not known here.
+
+    A batch is this data parallel rank's share; see `batches.Batch`.
+
+    MTP layers, where a model has them, are trained by every step: Megatron adds their loss to the gradients, over the
+    labels where `mask` [B, S] of the batch is 1 (over all without a mask, but for padding and what follows the end of a
+    packed sequence). A micro batch in which that leaves nothing teaches them nothing.
+
+    Padding of the vocabulary gets probability 0, as in the inference engine: its logits are set to -inf from here on.
+
+    A loss function gets the log-probabilities [b, S] of the labels. Training and scoring raise StateError while a
+    `HybridEngine` has the memory that they need off the device.
+    """
+
+    def __init__(
+        self,
+        actor: Actor,
+        table: ModelTable,
+        micro_batch_size: int,
+        separate_lora: bool = False,
+        allow_unreviewed: Collection[str] = (),
+        seq_length: int | None = None,
+    ) -> None:
+        super().__init__(actor, table, micro_batch_size, separate_lora, allow_unreviewed, seq_length)
+        self._reader = OutputReader()
+        for model in unwrap_model(actor.chunks):
+            if model.post_process:
+                model.output_layer.register_forward_hook(hide_padding(self.vocab_size))
+                model.output_layer.register_forward_hook(self._reader)
+
+    def train_step(self, batch: Batch, loss_function: LossFunction, outputs: Outputs = NO_OUTPUTS) -> dict[str, float]:
+        """As `PipelineEngine.train_step`; a loss function finds `outputs` in its micro batch."""
+        with self._reader.reading(outputs):
+            return super().train_step(batch, loss_function)
+
+    def log_probs(self, batch: Batch) -> torch.Tensor:
+        """Log-probability [B, S] fp32 of every label, on every pipeline stage."""
+        return self.scores(batch)["log_probs"]
+
+    @torch.no_grad()
+    def scores(self, batch: Batch, outputs: Outputs = NO_OUTPUTS) -> dict[str, torch.Tensor]:
+        """`log_probs` [B, S] fp32 of every label and what `outputs` asks for, on every pipeline stage."""
+
+        def keep(micro_batch: Batch, log_probs: torch.Tensor) -> tuple[torch.Tensor, Report]:
+            further = {name: micro_batch[name] for name in outputs.names}
+            return log_probs.sum(), {"log_probs": log_probs.float(), **further}
+
+        with self._reader.reading(outputs):
+            reports = self._run(batch, keep, forward_only=True)
+        shape = tuple(batch["tokens"].shape)
+        return {
+            name: from_last_stage([report[name] for report in reports], (*shape, *further), dtype)
+            for name, further, dtype in outputs.shapes
+        }
+
+    @torch.no_grad()
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [B, S, vocab_size] fp32 of `tokens` [B, S], on every rank; for checks."""
+
+        def keep(micro_batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, Report]:
+            whole = gather_from_tensor_model_parallel_region(output)[..., : self.vocab_size]
+            return whole.sum(), {"logits": whole.float()}
+
+        reports = self._run({"tokens": tokens}, keep, forward_only=True)
+        return from_last_stage([report["logits"] for report in reports], (*tokens.shape, self.vocab_size))
+
+    def _forward(self, model: torch.nn.Module, rows: Rows) -> torch.Tensor:
+        """Losses [b, S] of the last chunk, or logits without labels."""
+        with self._predicting_in(rows):
+            output: torch.Tensor = model(
+                **self._inputs.arguments(rows), labels=self._inputs.in_shape(rows, rows.labels)
+            )
+        return output
+
+    @contextlib.contextmanager
+    def _predicting_in(self, rows: Rows) -> Iterator[None]:
+        """Let MTP layers learn from rows, unless the deepest of them has no label there: each is one token further.
+
+        megatron-core before 0.17 divides by the mask's sum, so that a mask of 0 everywhere must not be, and one that is
+        nearly 0 everywhere means the mean over all tokens, padding too.
+        """
+        config = self.transformer_config
+        factor = config.mtp_loss_scaling_factor
+        if rows.mask is not None and config.mtp_num_layers and factor:
+            # a tensor, for to look at it would wait for the GPU
+            config.mtp_loss_scaling_factor = factor * rows.mask[:, config.mtp_num_layers :].any()
+        try:
+            yield
+        finally:
+            config.mtp_loss_scaling_factor = factor
+
+    def _result(self, rows: Rows, output: torch.Tensor) -> torch.Tensor:
+        return output if rows.labels is None else rows.restore_log_probs(-output.view(rows.tokens.shape))
+
+    def _seen_by_losses(self, micro_batch: MicroBatch) -> Batch:
+        """What the user gave, and what was read off the logits."""
+        rows = micro_batch.rows
+        further = {
+            name: rows.restore(value.reshape(*rows.tokens.shape, *value.shape[2:]))
+            for name, value in self._reader.take().items()
+        }
+        return {**micro_batch.given, **further} if further else micro_batch.given

@@ -1,0 +1,179 @@
+"""What a loss function may return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hybrid_engine.trainer.batches.loss_results import CheckedLoss
+
+
+def log_probs() -> torch.Tensor:
+    return torch.full((2, 3), -1.0, requires_grad=True)
+
+
+ACCEPTED: dict[str, tuple[Any, dict[str, float]]] = {
+    "scalar": (lambda _batch, log_probs: -log_probs.mean(), {"loss": 1.0}),
+    "one element": (lambda _batch, log_probs: -log_probs.mean(dim=(0, 1), keepdim=True), {"loss": 1.0}),
+    "dict": (lambda _batch, log_probs: {"loss": -log_probs.mean(), "kl": 0.5}, {"loss": 1.0, "kl": 0.5}),
+    "pair": (lambda _batch, log_probs: (-log_probs.mean(), {"tokens": 6}), {"tokens": 6.0}),
+    "pair without report": (lambda _batch, log_probs: (-log_probs.mean(), {}), {}),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_losses_of_every_form(name: str) -> None:
+    function, expected = ACCEPTED[name]
+    checked = CheckedLoss(function)
+    loss, report = checked({}, log_probs())
+    assert checked.fault is None
+    assert loss.shape == ()
+    assert loss.item() == 1.0
+    assert {key: value.item() for key, value in report.items()} == expected
+    with torch.no_grad():
+        loss /= 4  # as Megatron does
+    assert {key: value.item() for key, value in report.items()} == expected
+
+
+@pytest.fixture
+def rank_of_others(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let collectives meet ranks with these losses, called once each."""
+
+    def meet(*others: CheckedLoss) -> None:
+        told: list[torch.Tensor] = []
+
+        def keep(values: torch.Tensor, **_: Any) -> None:
+            told.append(values.clone())
+
+        def largest(values: torch.Tensor, **_: Any) -> None:
+            values.copy_(torch.stack([values, *told]).amax(0))
+
+        monkeypatch.setattr(dist, "all_reduce", keep)
+        for other in others:
+            other.finish(torch.device("cpu"))
+        monkeypatch.setattr(dist, "all_reduce", largest)
+
+    return meet
+
+
+def reporting(*names: str) -> CheckedLoss:
+    checked = CheckedLoss(lambda _batch, log_probs: (log_probs.mean(), dict.fromkeys(names, 1.0)))
+    checked({}, log_probs())
+    return checked
+
+
+def test_all_ranks_report_the_same_names(rank_of_others: Callable[..., None]) -> None:
+    """In any order; a rank that is at fault already is not compared, and keeps its fault."""
+    failed = CheckedLoss(lambda _batch, _log_probs: None)
+    failed({}, log_probs())
+    for others, problem in (
+        ([reporting("kl", "loss")], ""),
+        ([reporting("kl", "loss"), failed], ""),
+        ([reporting("kl")], "reported kl, loss here and other names on other data parallel ranks"),
+        ([reporting()], "other names"),
+        ([failed, reporting("kl", "entropy")], "other names"),
+    ):
+        checked = reporting("loss", "kl")
+        rank_of_others(*others)
+        checked.finish(torch.device("cpu"))
+        assert problem in str(checked.fault)
+        assert (checked.fault is None) == (not problem)
+    before = failed.fault
+    failed.finish(torch.device("cpu"))
+    assert failed.fault is before
+
+
+@pytest.mark.parametrize(("number", "text"), [(float("nan"), "nan"), (float("inf"), "inf")])
+def test_a_loss_that_is_not_finite_is_found_at_the_end(
+    number: float, text: str, rank_of_others: Callable[..., None]
+) -> None:
+    factors = iter([1.0, number, number])
+    checked = CheckedLoss(lambda _batch, log_probs: log_probs.abs().mean() * next(factors))
+    for _ in range(3):
+        checked({}, log_probs())
+    assert checked.fault is None
+    rank_of_others(CheckedLoss(lambda _batch, log_probs: log_probs.mean()))
+    checked.finish(torch.device("cpu"))
+    assert f"returned {text} for micro batch 1. Look for a logarithm of 0" in str(checked.fault)
+
+
+def test_a_loss_of_what_is_not_finite_is_not_at_fault(rank_of_others: Callable[..., None]) -> None:
+    checked = CheckedLoss(lambda _batch, log_probs: log_probs.mean())
+    checked({}, log_probs() * float("nan"))
+    rank_of_others(CheckedLoss(lambda _batch, log_probs: log_probs.mean()))
+    checked.finish(torch.device("cpu"))
+    assert "returned nan for micro batch 0. What it was given is not finite either" in str(checked.fault)
+
+
+def nothing(_batch: Any, log_probs: torch.Tensor) -> None:
+    log_probs.mean()
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "nothing": (nothing, "loss function nothing returned None. Return a scalar tensor"),
+    "vector": (lambda _b, log_probs: -log_probs.sum(1), "returned a tensor of shape [2] and type float32 as the loss"),
+    "number": (lambda _b, log_probs: 1.5, "returned 1.5"),
+    "no number": (lambda _b, log_probs: "loss", "returned 'loss'"),
+    "integer": (lambda _b, log_probs: log_probs.long().sum(), "type int64"),
+    "detached": (lambda _b, log_probs: -log_probs.detach().mean(), "without gradient"),
+    "dict without": (lambda _b, log_probs: {"kl": 1.0}, 'a dict of kl without "loss"'),
+    "triple": (lambda _b, log_probs: (log_probs.mean(), 3, {}), "returned a tuple of Tensor, int, dict"),
+    "vector in the report": (
+        lambda _b, log_probs: (log_probs.mean(), {"kl": log_probs.sum(1)}),
+        "reported a tensor of shape [2] and type float32 as 'kl'",
+    ),
+    "text in the report": (lambda _b, log_probs: (log_probs.mean(), {"kl": "low"}), "reported 'low' as 'kl'"),
+    "error": (lambda batch, _log_probs: batch["weights"], "KeyError: 'weights'. The micro batch has tokens. Add it"),
+    "entropy unasked": (lambda batch, _log_probs: batch["entropy"], "has tokens. Call update(..., entropy=True)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_anything_else_is_kept_for_later_by_name(name: str) -> None:
+    """And in its place the schedule goes on with a loss of nothing, which has a gradient."""
+    function, problem = REFUSED[name]
+    checked, values = CheckedLoss(function), log_probs()
+    loss, report = checked({"tokens": torch.zeros(2, 3)}, values)
+    assert checked.fault is not None
+    assert problem in str(checked.fault)
+    assert report == {}
+    loss.backward()
+    assert values.grad is not None
+    assert not values.grad.any()
+
+
+def test_a_loss_that_failed_is_not_called_again_and_keeps_its_cause() -> None:
+    calls = []
+
+    def loss(_batch: Any, log_probs: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        raise ZeroDivisionError("no tokens")
+
+    checked = CheckedLoss(loss)
+    for _ in range(3):
+        checked({}, log_probs())
+    assert len(calls) == 1
+    assert checked.fault is not None
+    assert isinstance(checked.fault.__cause__, ZeroDivisionError)
+
+
+def test_all_micro_batches_report_the_same_names() -> None:
+    names = iter(["kl", "entropy"])
+    checked = CheckedLoss(lambda _batch, log_probs: (log_probs.mean(), {next(names): 1.0}))
+    for _ in range(2):
+        checked({}, log_probs())
+    assert "reported entropy, kl for one micro batch and not for another" in str(checked.fault)
+
+
+def test_a_loss_may_be_divided_in_place_whatever_made_it() -> None:
+    """Autograd keeps the result of `sqrt`, and would refuse one that has changed since."""
+    values = log_probs()
+    loss, _ = CheckedLoss(lambda _batch, log_probs: log_probs.pow(2).mean().sqrt())({}, values)
+    loss /= 4  # as Megatron does
+    loss.backward()
+    assert values.grad is not None
+    assert values.grad.sum().item() == pytest.approx(-1 / 4)

@@ -1,0 +1,211 @@
+"""The FSDP2 trainer of a worker computes what transformers computes on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybrid_engine.errors import LossError, StateError
+from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
+from hybrid_engine.trainer.ports import Batch
+from tests.harness.launch import Outcomes, Ranks
+from tests.hybrid_engine.backends.fsdp.actors import TIED_WITH_ODD_ROWS, actor, batch, state_of, train
+from tests.zoo import padded_batches
+from tests.zoo.families import FAMILIES, tiny_config, write_config
+from tests.zoo.shares import share_of
+
+# family -> changes: tied, odd rows; experts packed by transformers; dropout and learned positions in config.json
+MODELS: dict[str, dict[str, Any]] = {"qwen2": TIED_WITH_ODD_ROWS, "mixtral": {}, "gpt2": {}}
+PADDED = ("qwen2", "gpt2", "gemma3", "mixtral", "deepseek_v3")
+Found = list[dict[str, dict[str, Any]]]
+"""By rank and model."""
+
+
+def whole_log_probs(engine: FsdpTrainEngine, one: Batch) -> torch.Tensor:
+    return engine.gather_over_data_parallel(engine.log_probs(share_of(engine, one)))
+
+
+def compute(paths: Mapping[str, Path]) -> dict[str, dict[str, Any]]:
+    """By model: initial weights, and what three steps report and leave."""
+    found = {}
+    for family, path in paths.items():
+        with actor(path) as engine:
+            initial = state_of(engine)["tensors"]
+            scores = whole_log_probs(engine, batch(9))
+            reports = [train(engine, step) for step in range(3)]
+            reference = engine.frozen_copy()
+            copied = whole_log_probs(reference, batch(9))
+            with pytest.raises(StateError, match="this model has no optimizer"):
+                train(reference, 0)
+            found[family] = {
+                "initial": initial,
+                "scores": scores,
+                "reports": reports,
+                "trained": state_of(engine)["tensors"],
+                "copied": copied,
+                "rescored": whole_log_probs(engine, batch(9)),
+                "logits": engine.logits(batch(9)["tokens"]),
+                "report of nothing": engine.train_step(
+                    share_of(engine, batch(3)), lambda _b, values: (-values.mean(), {})
+                ),
+                "refused": refused(engine),
+            }
+    return found
+
+
+def refused(engine: FsdpTrainEngine) -> str:
+    """Of a loss that reports another name on each rank; the weights stay."""
+    before, name = whole_log_probs(engine, batch(9)), f"of rank {engine.dp_rank}"
+    with pytest.raises(LossError) as caught:
+        engine.train_step(share_of(engine, batch(4)), lambda _batch, values: {"loss": -values.mean(), name: 1.0})
+    assert torch.equal(whole_log_probs(engine, batch(9)), before)
+    return str(caught.value)
+
+
+def initial_weights(path: Path) -> dict[str, torch.Tensor]:
+    with actor(path) as engine:
+        return state_of(engine)["tensors"]
+
+
+def every_family(paths: Mapping[str, Path]) -> dict[str, float]:
+    """By family: the largest difference of a logit from those of a model that is not sharded."""
+    found = {}
+    for family, path in paths.items():
+        with actor(path) as engine:
+            model = in_one_piece(path, state_of(engine)["tensors"])
+            tokens = batch(0)["tokens"]
+            with torch.no_grad():
+                found[family] = (engine.logits(tokens) - model(tokens).logits).abs().max().item()
+    return found
+
+
+def read_padded(paths: Mapping[str, Path]) -> dict[str, dict[str, padded_batches.Read]]:
+    """By family; compared with a model that is not sharded."""
+    found = {}
+    for family in PADDED:
+        with actor(paths[family], seq_length=padded_batches.WIDTH) as engine:
+            model = in_one_piece(paths[family], state_of(engine)["tensors"])
+            found[family] = padded_batches.read_all(engine)
+            padded_batches.assert_is_that_of_logits(found[family]["right"], model)
+    return found
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        family: write_config(tmp_path_factory.mktemp(family), tiny_config(family, **changes))
+        for family, changes in MODELS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def on_two(ranks: Ranks, paths: dict[str, Path]) -> Found:
+    return ranks.launch(compute, 2, paths)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, paths: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    families = {name: write_config(tmp_path_factory.mktemp(name), tiny_config(name)) for name in FAMILIES}
+    calls = {
+        "weights": (initial_weights, (paths["qwen2"],)),
+        "families": (every_family, (families,)),
+        "padded": (read_padded, (families,)),
+    }
+    return ranks.launch_in_turn(1, calls)
+
+
+def in_one_piece(path: Path, initial: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32).eval()
+    model.load_state_dict(initial)
+    return model
+
+
+def log_probs(model: torch.nn.Module, one: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    logits = model(one["tokens"], use_cache=False).logits.float()
+    return logits.log_softmax(-1).gather(-1, one["labels"][..., None])[..., 0]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_steps_are_those_of_the_model_in_one_piece(on_two: Found, paths: dict[str, Path], family: str) -> None:
+    """Losses, norms before clipping, weights after three steps of Adam, on 2 ranks x 2 micro batches each."""
+    first, second = (found[family] for found in on_two)
+    model = in_one_piece(paths[family], first["initial"])
+    torch.testing.assert_close(first["scores"], log_probs(model, batch(9)).detach(), atol=2e-5, rtol=0)
+    decayed = [each for each in model.parameters() if each.dim() > 1]
+    others = [each for each in model.parameters() if each.dim() <= 1]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95))
+    for step, report in enumerate(first["reports"]):
+        optimizer.zero_grad()
+        loss = -log_probs(model, batch(step)).mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        assert report == second["reports"][step]
+        assert report["loss"] == pytest.approx(loss.item(), abs=1e-4)
+        assert report["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+        assert report["skipped"] == 0
+    torch.testing.assert_close(first["rescored"], log_probs(model, batch(9)).detach(), atol=1e-2, rtol=0)
+    assert torch.equal(first["copied"], first["rescored"])
+    assert first["logits"].shape == (8, 12, 130)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_ranks_report_the_same_names_or_none(on_two: Found, family: str) -> None:
+    for rank, found in enumerate(each[family] for each in on_two):
+        assert found["report of nothing"].keys() == {"skipped", "learning_rate", "grad_norm"}
+        assert f"reported loss, of rank {rank} here and other names on other" in found["refused"]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_random_weights_are_those_that_transformers_draws(on_two: Found, family: str) -> None:
+    """Norms are ones, matrices are normal with the deviation of the config; buffers are there."""
+    first, second = (found[family]["initial"] for found in on_two)
+    matrices = [tensor for name, tensor in first.items() if tensor.dim() > 1]
+    assert all(0.5 * 0.02 < tensor.std() < 1.5 * 0.02 for tensor in matrices)
+    norms = [tensor for name, tensor in first.items() if "norm" in name and name.endswith("weight")]
+    assert all(torch.equal(tensor, torch.ones_like(tensor)) for tensor in norms)
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_random_weights_do_not_depend_on_the_ranks(alone: Outcomes, on_two: Found) -> None:
+    (weights,) = alone["weights"]
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in on_two[0]["qwen2"]["initial"].items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_built(alone: Outcomes, family: str) -> None:
+    """Layer by layer, and yet the same as when transformers builds it: buffers, ties, logits."""
+    (differences,) = alone["families"]
+    assert differences[family] < 1e-5
+
+
+@pytest.mark.parametrize("family", PADDED)
+def test_padding_and_packing_do_not_change_what_a_token_gets(alone: Outcomes, family: str) -> None:
+    """Nor what is learnt."""
+    (found,) = alone["padded"]
+    padded_batches.assert_all_ways_agree(found[family], atol=1e-5)
+
+
+@pytest.mark.parametrize(("micro_batch_size", "attention"), [(1, "flash_attention_2"), (2, "sdpa"), (2, None)])
+def test_attention_that_heeds_positions(micro_batch_size: int, attention: str | None) -> None:
+    assert reason_not_to_pack(micro_batch_size, attention) == ""
+
+
+def test_flash_attention_heeds_positions_in_single_rows_only() -> None:
+    assert "single rows only" in reason_not_to_pack(2, "flash_attention_2")
+
+
+def reason_not_to_pack(micro_batch_size: int, attention: str | None) -> str:
+    """Of a caller's own model."""
+    engine = FsdpTrainEngine.__new__(FsdpTrainEngine)
+    engine.micro_batch_size = micro_batch_size
+    engine.model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))  # type: ignore[assignment]
+    return engine._no_packing

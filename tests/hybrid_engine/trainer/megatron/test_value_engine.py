@@ -1,0 +1,199 @@
+"""A Megatron value model against transformers' decoder with a row on top: the same numbers in every layout."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from contextlib import ExitStack, closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakSet
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from hybrid_engine.backends.huggingface import load_hf_checkpoint
+from hybrid_engine.config import ActorConfig, load_config
+from hybrid_engine.models import table_for
+from hybrid_engine.models.value_table import HEAD, value_table
+from hybrid_engine.ranks.job import Job
+from tests.harness.launch import Outcomes, Ranks
+from tests.zoo.families import read_config
+from tests.zoo.megatron_models import DENSE_FLOAT32, parallel_state_of
+from tests.zoo.shares import share_of
+from tests.zoo.tiny_models import build_hf_model, save_model, token_batch
+
+BATCH, LENGTH, NUM_STEPS = 4, 12, 3
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", {}),
+    "qwen3 tied": ("qwen3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
+    "qwen3_moe": ("qwen3_moe", {}),
+}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp2": ("qwen3", TP2),
+    "tp2 sp": ("qwen3", {**TP2, "sequence_parallel": True}),
+    "pp2": ("qwen3", PP2),
+    "tied pp2 vpp2": ("qwen3 tied", {**PP2, "virtual_pipeline_model_parallel_size": 2}),
+    "experts ep2": ("qwen3_moe", {"expert_model_parallel_size": 2}),
+}
+
+
+def make_batch() -> dict[str, torch.Tensor]:
+    """Tokens, and a target to regress for each."""
+    batch = token_batch(3, BATCH, LENGTH)
+    return {
+        "tokens": batch["tokens"],
+        "targets": torch.randn(BATCH, LENGTH, generator=torch.Generator().manual_seed(4)),
+    }
+
+
+def squared_error(micro_batch: Any, values: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = (values - micro_batch["targets"]).pow(2).mean()
+    return loss, {"loss": loss}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one rank computed of the whole batch; `new`: with a checkpoint that has no head."""
+
+    values: torch.Tensor
+    new: torch.Tensor
+    warnings: list[str]
+    losses: list[float]
+    norms: list[float]
+    final: torch.Tensor
+
+
+def run_layout(path: Path, without_head: Path, settings: dict[str, Any]) -> Seen:
+    from hybrid_engine.trainer.megatron.build import build_actor, end_training
+    from hybrid_engine.trainer.megatron.value_engine import ValueEngine
+
+    config = ActorConfig(**{**DENSE_FLOAT32, **settings, "optimizer": {"lr": 3e-3}})
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hybrid_engine").addHandler(handler)
+    with parallel_state_of(config):
+        table = value_table(table_for(read_config(path)))
+        actor = build_actor(config, table, read_config(path), dist.get_world_size())
+        engine, job, batch = ValueEngine(actor, table, config.micro_batch_size), Job.join(120), make_batch()
+        mine = share_of(engine, batch)
+        load_hf_checkpoint(without_head, engine.weights.base, table, job)
+        new = engine.gather_over_data_parallel(engine.values(mine))
+        load_hf_checkpoint(path, engine.weights.base, table, job)
+        engine.reload_main_params()
+        values = engine.gather_over_data_parallel(engine.values(mine))
+        reports = [engine.train_step(mine, squared_error) for _ in range(NUM_STEPS)]
+        final = engine.gather_over_data_parallel(engine.values(mine))
+        end_training(actor)
+        job.agreement.close()
+    logging.getLogger("hybrid_engine").removeHandler(handler)
+    losses, norms = ([report[name] for report in reports] for name in ("loss", "grad_norm"))
+    return Seen(values, new, warnings, losses, norms, final)
+
+
+def step_in_contexts(path: Path, overlap: bool) -> list[float]:
+    """Losses of a critic on data parallel ranks that is read between its steps, each in a context of its own."""
+    from hybrid_engine import ValueModel
+
+    actor = {**DENSE_FLOAT32, "overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
+    values = {"model": str(path), "actor_config": actor, "critic_config": {"optimizer": {"lr": 3e-3}}}
+    config, batch = load_config(values, int(os.environ["WORLD_SIZE"])), make_batch()
+    with parallel_state_of(config.actor_config), ExitStack() as ends, closing(Job.join(120)) as job:
+        worker: Any = SimpleNamespace(  # what a critic asks of one, without vLLM
+            config=config,
+            job=job,
+            ends=ends,
+            sharding=SimpleNamespace(entered=lambda state: nullcontext()),
+            companions=WeakSet(),
+            note_memory=lambda phase: None,
+        )
+        critic, losses = ValueModel(worker), []
+        for _ in range(NUM_STEPS):
+            with critic.train_context():
+                losses.append(critic.update(batch, squared_error)["loss"])
+            with critic.forward_context():
+                critic.values(batch)
+    return losses
+
+
+def head_of(hidden_size: int) -> torch.Tensor:
+    return 0.2 * torch.randn(1, hidden_size, generator=torch.Generator().manual_seed(5))
+
+
+def save_with_head(directory: Path, family: str, changes: dict[str, Any]) -> tuple[Path, Path]:
+    """A checkpoint of the language model, and one whose head is a row of values."""
+    without = save_model(directory / "without", family, **changes)
+    path = save_model(directory / "with", family, **changes)
+    tensors = load_file(path / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    save_file({**tensors, HEAD: head_of(read_config(path)["hidden_size"])}, path / "model.safetensors")
+    return path, without
+
+
+@pytest.fixture(scope="module")
+def launched(engines: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    paths = {name: save_with_head(tmp_path_factory.mktemp("model"), *model) for name, model in MODELS.items()}
+    calls = {name: (run_layout, (*paths[model], settings)) for name, (model, settings) in LAYOUTS.items()}
+    calls |= {f"overlap {overlap}": (step_in_contexts, (paths["qwen3"][0], overlap)) for overlap in (True, False)}
+    return engines.launch_in_turn(2, calls)
+
+
+@functools.cache
+def by_transformers(model: str) -> tuple[torch.Tensor, list[float], list[float], torch.Tensor]:
+    """Values, losses and gradient norms of the steps, final values."""
+    family, changes = MODELS[model]
+    decoder = build_hf_model(family, **changes).model
+    head = torch.nn.Parameter(head_of(decoder.config.hidden_size))
+    batch = make_batch()
+    parameters = [*decoder.parameters(), head]
+    optimizer = torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def values() -> torch.Tensor:
+        hidden = decoder(batch["tokens"]).last_hidden_state
+        return torch.nn.functional.linear(hidden, head)[..., 0]
+
+    with torch.no_grad():
+        before = values()
+    losses, norms = [], []
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss = (values() - batch["targets"]).pow(2).mean()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, 1.0)))
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return before, losses, norms, values()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_and_steps_are_those_of_transformers(launched: Outcomes, layout: str) -> None:
+    values, losses, norms, final = by_transformers(LAYOUTS[layout][0])
+    assert losses[-1] < losses[0] - 0.1
+    for found in launched[layout]:
+        torch.testing.assert_close(found.values, values, atol=1e-4, rtol=0)
+        assert found.losses == pytest.approx(losses, abs=1e-4)
+        assert found.norms == pytest.approx(norms, rel=1e-3)
+        torch.testing.assert_close(found.final, final, atol=1e-3, rtol=0)
+
+
+def test_reading_a_critic_completes_the_step_before(launched: Outcomes) -> None:
+    """With overlap_param_gather: what is read has been gathered, and stays so for the next step."""
+    assert launched["overlap True"] == launched["overlap False"]
+    for losses in launched["overlap False"]:
+        assert losses == pytest.approx(by_transformers("qwen3")[1], abs=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_new_head_is_zero_and_named(launched: Outcomes, layout: str) -> None:
+    for rank, found in enumerate(launched[layout]):
+        assert not found.new.any()
+        assert sum(f"no {HEAD}: new" in text for text in found.warnings) == (rank == 0)

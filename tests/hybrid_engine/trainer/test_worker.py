@@ -1,0 +1,39 @@
+"""What a worker asks of a job that it is given; workers that run are in end_to_end/."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hybrid_engine.config import GenerateConfig, HybridConfig
+from hybrid_engine.errors import ConfigError
+from hybrid_engine.ranks.job import Job
+from hybrid_engine.trainer import worker
+from hybrid_engine.trainer.worker import ActorHybridWorker
+from tests.zoo.families import served_config, write_config
+
+
+def test_a_job_of_another_timeout_is_refused_before_anything_is_built(job: None) -> None:
+    config = HybridConfig(model=Path("nowhere"), generate_config=GenerateConfig(timeout_seconds=40))
+    text = r"generate_config\.timeout_seconds: 40, but the job was joined with 30\. Pass Job\.join this value"
+    joined = Job.join(30)
+    with pytest.raises(ConfigError, match=text):
+        ActorHybridWorker(config, job=joined)
+    joined.agreement.conclude("the job goes on")
+
+
+@pytest.mark.slow  # imports vLLM
+def test_a_model_that_cannot_generate_is_refused_before_anything_is_built(
+    job: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_builder", lambda config: lambda *given, **named: pytest.fail("it is built"))
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    model = write_config(tmp_path, served_config("llama", head_dim=16, max_position_embeddings=1 << 20))
+    generate = GenerateConfig(timeout_seconds=30, kv_cache_mb=1)
+    environment = dict(os.environ)
+    with pytest.raises(ConfigError) as caught:
+        ActorHybridWorker(HybridConfig(model=model, random_weights=True, generate_config=generate), job=Job.join(30))
+    assert [found.key for found in caught.value.findings] == ["model", "generate_config.kv_cache_mb"]
+    assert dict(os.environ) == environment
