@@ -92,7 +92,8 @@ def value_loss(clip: float | None = 0.2) -> LossFunction:
 
     The function returned reads `returns`, `old_values` (the critic's before the first step) and `weights`, all [b, S].
     It reports value_loss, and value_clip_fraction: the share of tokens whose value moved by more than `clip`. None does
-    not clip. Raises BatchError for a clip that is not a number >= 0, as the function does for tensors of other shapes.
+    not clip. What has weight 0 is not read. Raises BatchError for a clip that is not a number >= 0, as the function
+    does for tensors of other shapes.
     """
     if clip is not None and not (isinstance(clip, int | float) and not isinstance(clip, bool) and clip >= 0):
         raise BatchError([Violation("clip", f"is {shortened(clip)}", "Pass a number >= 0, or None")])
@@ -100,6 +101,8 @@ def value_loss(clip: float | None = 0.2) -> LossFunction:
     def loss_function(micro_batch: Batch, values: torch.Tensor) -> tuple[torch.Tensor, Report]:
         returns, old, weights = micro_batch["returns"], micro_batch["old_values"], micro_batch["weights"]
         require_alike(None, _REMEDIES, values=values, returns=returns, old_values=old, weights=weights)
+        # before anything is computed: NaN times 0 is NaN, and so is its gradient
+        values, returns, old = (torch.where(weights != 0, each, 0.0) for each in (values, returns, old))
         error = (values - returns).square()
         moved = torch.zeros_like(error)
         if clip is not None:

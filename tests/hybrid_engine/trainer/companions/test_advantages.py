@@ -117,6 +117,22 @@ def test_a_value_that_moved_too_far_the_right_way_is_not_pushed_further() -> Non
     assert values.grad.item() == pytest.approx(-0.1)
 
 
+@pytest.mark.parametrize("clip", [0.2, None])
+def test_what_has_weight_0_is_not_read_by_the_loss(clip: float | None) -> None:
+    returns, values, mask = drawn(5)
+    old, weights = values + 0.3 * returns.flip(0), mask / mask.sum()
+    found = []
+    for outside in (0.0, torch.nan, torch.inf):
+        of_critic, *rest = (each.masked_fill(mask == 0, outside) for each in (values, returns, old))
+        batch = dict(zip(("returns", "old_values"), rest, strict=True), weights=weights)
+        loss, report = value_loss(clip)(batch, of_critic.requires_grad_())
+        loss.backward()
+        assert of_critic.grad is not None
+        found.append(torch.stack([loss.detach(), *report.values(), *of_critic.grad.flatten()]))
+    assert found[0].isfinite().all()
+    assert all(torch.equal(each, found[0]) for each in found)
+
+
 def test_whitened_values_have_mean_0_and_deviation_1() -> None:
     values, _, mask = drawn(2)
     found = whitened(values, mask)
