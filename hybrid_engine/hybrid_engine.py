@@ -13,6 +13,7 @@ from hybrid_engine.config import HybridConfig
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.model_parts import build_parts
 from hybrid_engine.ports import InferenceWeights, NearEnd, Trainer
+from hybrid_engine.ranks.forks import Ends
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.contexts import SwitchContexts
 from hybrid_engine.switch.sharding_manager import ShardingManager
@@ -105,7 +106,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         **settings: Any,
     ) -> None:
         self._lora: str | None = None  # what completions are drawn with, where it is delivered by itself
-        with ExitStack() as undo:
+        with Ends() as undo:
             if model is not None:
                 parts = build_parts(model, undo, **settings)
                 train, inference, config = parts.train, parts.inference, parts.config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from hybrid_engine.backends.vllm.process.random_state import random_state_kept
 from hybrid_engine.errors import ConfigError, DependencyError, StateError, Violation
 from hybrid_engine.megatron_script.journal import TIMERS, Journal
 from hybrid_engine.megatron_script.script_settings import Prompt, ScriptSettings, read_settings
+from hybrid_engine.ranks.forks import Ends
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.report import ReshardReport
 from hybrid_engine.switch.states import State
@@ -84,7 +85,7 @@ class ScriptEngine:
         What fails on one rank is raised on all of them, by the timeout of the configuration at the latest.
         """
         config = self.settings.config
-        with ExitStack() as undo:  # the last first, each even if another fails
+        with Ends() as undo:  # the last first, each even if another fails
             self.job = undo.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
             with self.job.agreement.building():
                 find_model = partial(self._live_model, model_chunks, optimizer, num_steps)

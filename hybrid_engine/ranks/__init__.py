@@ -9,6 +9,7 @@
       pace.py             hosts keep near each other in a long phase
       host_groups.py      groups by host, and all ranks by way of hosts' first
       process_groups.py   the end of groups, and what their errors say
+      forks.py            forked children end nothing of the rank's
     digests.py          8 bytes for a tensor of any size, computed where it lies
     launching.py        ranks as subprocesses, for those who have no torchrun (verification/, tests)
     torch_defaults.py   what a rank computes is the same inside autocast, inference mode and another default dtype

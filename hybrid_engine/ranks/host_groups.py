@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from hybrid_engine.ranks.forks import own_groups
 from hybrid_engine.ranks.torch_internals import job_store
 
 
@@ -69,7 +70,9 @@ class HostLeaders:
 
 def _connected(name: str, ranks: Sequence[int], rank: int, timeout_seconds: float) -> dist.ProcessGroupGloo:
     store = dist.PrefixStore(f"hybrid_engine/hosts/{name}", job_store())
-    return dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_seconds))
+    group = dist.ProcessGroupGloo(store, ranks.index(rank), len(ranks), timedelta(seconds=timeout_seconds))
+    own_groups.add(group)
+    return group
 
 
 def _begin_maximum(gloo: dist.ProcessGroupGloo, values: torch.Tensor) -> dist.Work:

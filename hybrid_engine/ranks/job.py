@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.ranks.agreement import Agreement
+from hybrid_engine.ranks.forks import Ends
 from hybrid_engine.ranks.host_groups import HostGroup
 from hybrid_engine.ranks.hosts import host_id
 from hybrid_engine.ranks.process_groups import end_groups, let_device_finish
@@ -44,7 +45,7 @@ class Job:
     device: torch.device
     timeout_seconds: float
     agreement: Agreement
-    _ends: ExitStack = field(repr=False)
+    _ends: Ends = field(repr=False)
 
     @classmethod
     def join(cls, timeout_seconds: float, *, host: str | None = None, device: torch.device | None = None) -> Job:
@@ -58,7 +59,7 @@ class Job:
         Raises ConfigError where there is neither a process group nor torchrun, LostRankError when a rank is missing.
         """
         device = device or own_device()  # before NCCL, which takes the current one
-        with ExitStack() as undo:
+        with Ends() as undo:
             if join_process_group(timeout_seconds):
                 undo.callback(_end_process_group)
             rank = dist.get_rank()
@@ -101,6 +102,11 @@ class Job:
             owner.callback(group.close)
         return group
 
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is the copy of a child that the rank has forked, which has no part in the job."""
+        return self._ends.is_inherited
+
     def require_timeout(self, seconds: float) -> None:
         """Raise ConfigError unless `seconds`, by which vLLM and Megatron wait, are those by which all others do."""
         if seconds != self.timeout_seconds:
@@ -108,7 +114,10 @@ class Job:
             raise ConfigError([Violation("generate_config.timeout_seconds", problem, "Pass Job.join this value")])
 
     def close(self) -> None:
-        """End what `join` made, the last first; idempotent. Close what uses the job before."""
+        """End what `join` made, the last first; idempotent. Close what uses the job before.
+
+        In a child that was forked from this rank it does nothing, as do all that end what uses the job.
+        """
         self._ends.close()
 
 

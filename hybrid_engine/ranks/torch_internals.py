@@ -34,7 +34,8 @@ class PrivateName:
 PRIVATE_NAMES = (
     PrivateName(
         "torch.distributed.distributed_c10d:_world.pg_map",
-        "says which process groups are alive: destroying one that is gone, as after the job's end, raises",
+        "says which process groups are alive: destroying one that is gone, as after the job's end, raises, and what "
+        "happens to one in a forked child waits for threads of its parent",
     ),
     PrivateName(
         "torch.distributed.distributed_c10d:_get_default_store",
@@ -63,6 +64,11 @@ PRIVATE_NAMES = (
 def is_alive(group: dist.ProcessGroup | None) -> bool:
     """Whether a process group exists and was not destroyed; False for None."""
     return group in dist.distributed_c10d._world.pg_map
+
+
+def groups_and_stores() -> dict[dist.ProcessGroup, Any]:
+    """Every process group of torch's that is alive, with its backend and store."""
+    return dict(dist.distributed_c10d._world.pg_map)
 
 
 def job_store() -> dist.Store:

@@ -42,7 +42,7 @@ class SwitchContexts(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is None:
+        if error is None or self.job.is_inherited:
             self.shutdown()
             return
         self.job.agreement.leave(error)

@@ -29,6 +29,7 @@ from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.planning.plan import ReshardPlan
 from hybrid_engine.ports import BucketFollower, InferenceCaches, InferenceWeights, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
+from hybrid_engine.ranks.forks import Ends
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_defaults import torch_defaults
 from hybrid_engine.records.layout import Layout
@@ -90,7 +91,7 @@ class ShardingManager(SwitchHooks):
         self._prefetcher = Prefetcher(offloader, inference, config, job.device, caches.taken_before)
         self._connection: Connection | None = None
         self._timeline = timeline_of(config.trace, job)
-        with ExitStack() as undo, self._traced("set-up"):
+        with Ends() as undo, self._traced("set-up"):
             connection = connect(
                 job,
                 self.training,

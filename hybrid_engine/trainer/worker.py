@@ -23,6 +23,7 @@ from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
 from hybrid_engine.ports import Data
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE, Agreement
+from hybrid_engine.ranks.forks import Ends
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.contexts import SwitchContexts
 from hybrid_engine.switch.memory_watch import MemoryWatch
@@ -95,7 +96,7 @@ class ActorHybridWorker(SwitchContexts):
         self.companions: WeakSet[Companion] = WeakSet()
         self._memory: MemoryWatch | None = None  # where models are beside the actor, or memory is limited
         self.adapter: str | None = None  # what completions are sampled with, where adapters are delivered apart
-        with ExitStack() as undo:  # the last first, each even if another fails
+        with Ends() as undo:  # the last first, each even if another fails
             if job is None:
                 job = undo.enter_context(closing(Job.join(config.generate_config.timeout_seconds)))
             self.job, self.rank, self.world_size = job, job.rank, job.world_size

@@ -78,6 +78,7 @@ from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.models.lora_tensors import LoraSettings
 from hybrid_engine.ports import Data, NearEnd
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
+from hybrid_engine.ranks.forks import Ends
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_defaults import torch_defaults
 
@@ -122,7 +123,7 @@ class InferenceEngine(ProbedEngine):
         self.job, self._agreement, self.settings = job, job.agreement, settings
         self.rank = rank = job.rank
         self.tokenizer = ModelTokenizer(settings.tokenizer_dir or settings.model_dir)
-        with contextlib.ExitStack() as undo, torch_defaults(), process_settings_kept():
+        with Ends() as undo, torch_defaults(), process_settings_kept():
             with self._agreement.phase("checking vLLM and the model"):
                 require_no_groups()
                 self._device_type = check_settings(settings, job)
@@ -301,7 +302,7 @@ class InferenceEngine(ProbedEngine):
 
     def shutdown(self) -> None:
         """End vLLM and its process groups, not the caller's; idempotent. Another engine may be built afterwards."""
-        if self._llm is None:
+        if self._llm is None or self._ends.is_inherited:
             return
         llm, memory = self._llm, self._sleep_mode
         self.adaptor.close()
