@@ -58,8 +58,8 @@ from hybrid_engine.backends.vllm.requests import (
     distributions_of_prompt,
     logprobs_of_prompt,
     none_left,
+    one_thread,
     require_answers,
-    require_numbers,
     reset_prefix_cache,
 )
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
@@ -120,14 +120,13 @@ class InferenceEngine(ProbedEngine):
 
         Raises DependencyError, ConfigError, ModelError or ParameterMismatchError.
         """
-        self.job, self._agreement, self.settings = job, job.agreement, settings
-        self.rank = rank = job.rank
+        self.job, self.rank, self._agreement, self.settings = job, job.rank, job.agreement, settings
         self.tokenizer = ModelTokenizer(settings.tokenizer_dir or settings.model_dir)
         with Ends() as undo, torch_defaults(), process_settings_kept():
             with self._agreement.phase("checking vLLM and the model"):
                 require_no_groups()
                 self._device_type = check_settings(settings, job)
-                self._place = settings.sizes.place_of(rank)
+                self._place = settings.sizes.place_of(job.rank)
             check_room(settings, self._device_type, job)
             sleeps = is_sleepy(settings, self._device_type)
             with self._agreement.phase("looking for memory of an earlier vLLM"):
@@ -175,6 +174,7 @@ class InferenceEngine(ProbedEngine):
         """Log-probabilities of the whole vocabulary: per sequence float32 [length - 1, vocabulary]. Slow; for tests."""
         return [distributions_of_prompt(rows) for rows in self._score(token_ids, -1, lora)]
 
+    @one_thread
     def generate_over_replicas(
         self,
         prompts: Prompts,
@@ -367,6 +367,7 @@ class InferenceEngine(ProbedEngine):
     def _complete(self, prompts: Sequence[Sequence[int]], *, params: Any, lora: str | None) -> list[list[Completion]]:
         return [completions_of(output, params, self.tokenizer) for output in self._run(prompts, params, lora)]
 
+    @one_thread
     def _run(self, prompts: Sequence[Sequence[int]], params: Any, lora: str | None) -> list[Any]:
         llm = self.llm
         lora_request = None if lora is None else self.loras.request(lora)
@@ -382,7 +383,6 @@ class InferenceEngine(ProbedEngine):
             with refusals_named(), none_left(llm), calling_near_end(llm, self.near_end):
                 outputs = llm.generate(requests, params, use_tqdm=False, lora_request=lora_request)
                 require_answers(outputs, prompts, params.n)
-                require_numbers(outputs)
             self._generator_state = get_state()
         return outputs
 

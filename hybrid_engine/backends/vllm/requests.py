@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -58,6 +59,30 @@ def distributions_of_prompt(rows: Sequence[Any]) -> torch.Tensor:
         for token, entry in position.items():
             table[index, token] = entry.logprob
     return table
+
+
+class _OneThread(contextlib.ContextDecorator):
+    """Inside, the thread that entered first is the only one; the same may enter again. Another gets a StateError.
+
+    It does not wait: which thread comes first would be another one on each rank, and ranks answer a call together.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise StateError(
+                "another thread is generating: vLLM in this process answers one call at a time. That call goes on. "
+                "Pass all prompts in one call, or take a lock around calls, in the same order on every rank"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+one_thread = _OneThread()
+"""Of the process, as are the generator and the settings that a call of any engine changes meanwhile."""
 
 
 @contextlib.contextmanager
@@ -139,7 +164,8 @@ def reset_prefix_cache(llm: Any) -> None:
 
 
 def require_answers(outputs: Sequence[Any], prompts: Sequence[Sequence[int]], num_each: int) -> None:
-    """Raise StateError unless there is one output for each prompt, of this prompt, with so many completions."""
+    """Raise StateError unless there is one output for each prompt, of this prompt, with so many completions, and
+    GenerationError for NaN among the log-probabilities that were asked for."""
     problem = None
     if len(outputs) != len(prompts):
         problem = f"{len(outputs)} results for {len(prompts)} prompts"
@@ -153,10 +179,11 @@ def require_answers(outputs: Sequence[Any], prompts: Sequence[Sequence[int]], nu
             f"vLLM mixed up requests: {problem}. Is its engine used from elsewhere at the same time? "
             "If not, shut it down and build a new one"
         )
+    _require_numbers(outputs)
 
 
-def require_numbers(outputs: Sequence[Any]) -> None:
-    """Raise GenerationError for NaN among the log-probabilities that were asked for, which names where it is."""
+def _require_numbers(outputs: Sequence[Any]) -> None:
+    """Raise GenerationError, naming where it is, for NaN."""
     for index, output in enumerate(outputs):
         places = {f"completion {number}": choice.cumulative_logprob for number, choice in enumerate(output.outputs)}
         # a row is NaN as a whole, where a logit is

@@ -83,6 +83,7 @@ def test_shared_memory_is_as_large_as_was_computed(by_rank: list[Cycles]) -> Non
         ("released", "StateError", "are released"),
         ("not_allocated", "StateError", "before they were allocated"),
         ("shut_down", "StateError", "was shut down"),
+        ("other_thread", "StateError", "another thread is generating"),
         *(("prompts", "ArgumentError", f"prompts[{index}]") for index in range(3)),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from hybrid_engine.backends.vllm import InferenceEngine, internals
 from hybrid_engine.backends.vllm.process.shm_cleanup import nbytes_needed
 from hybrid_engine.backends.vllm.requests import require_answers
 from hybrid_engine.backends.vllm.weights import loader
+from hybrid_engine.ports import NearEnd
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.scenarios.asking import (
     LONG,
@@ -70,6 +72,7 @@ class Refused:
     not_allocated: Refusal
     partly_filled: Refusal
     shut_down: Refusal
+    other_thread: Refusal
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,8 @@ def run(directory: str, num_tp: int) -> Cycles:
         filled = support.fill_by_records(engine.adaptor, values)
         engine.reset_caches()
         differences += support.differences(filled, support.native_parameters(engine, checkpoint))
-    answers, first, again, long = answers_of(engine), drawn(engine, SEED), drawn(engine, SEED), greedy(engine, LONG)
+    answers, first, long = answers_of(engine), drawn(engine, SEED), greedy(engine, LONG)
+    again, other_thread = _draw_in_two_threads(engine)
     failed, left_over = _fail_everywhere(engine), _leave_something(engine)
     empty = engine.generate([], SAMPLING)
     prompts = refusal_of(lambda: engine.generate([[], [1] * 60, [500]], SAMPLING))
@@ -183,7 +187,7 @@ def run(directory: str, num_tp: int) -> Cycles:
         empty=empty,
         failed=failed,
         left_over=left_over,
-        refused=Refused(never_filled, prompts, released, not_allocated, partly_filled, shut_down),
+        refused=Refused(*(never_filled, prompts, released, not_allocated, partly_filled, shut_down, other_thread)),
         memory=memory,
         shared=Shared(
             [name for name in shared if not name.endswith("(deleted)")],
@@ -196,6 +200,23 @@ def run(directory: str, num_tp: int) -> Cycles:
     )
     dist.barrier()  # before the next function makes an engine
     return result
+
+
+def _draw_in_two_threads(engine: InferenceEngine) -> tuple[Drawn, Refusal]:
+    """What a call draws, and how another thread's is refused that comes when it has begun."""
+    refusals: list[Refusal] = []
+
+    def call_in_thread() -> None:
+        thread = threading.Thread(target=lambda: refusals.append(refusal_of(lambda: drawn(engine))))
+        thread.start()
+        thread.join()
+
+    engine.near_end = NearEnd(1.0, call_in_thread)
+    try:
+        found = drawn(engine, SEED)
+    finally:
+        engine.near_end = None
+    return found, refusals[0]
 
 
 def _native_answers(checkpoint: str, num_tp: int) -> Answers:
