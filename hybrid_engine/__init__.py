@@ -51,12 +51,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.errors import HybridEngineError
 
 if TYPE_CHECKING:
     from hybrid_engine.attaching import attach, prepare
     from hybrid_engine.backends.vllm import Completion, InferenceEngine, Sampling
+    from hybrid_engine.config import HybridConfig, load_config
     from hybrid_engine.hybrid_engine import HybridEngine
     from hybrid_engine.ranks.job import Job
     from hybrid_engine.switch.report import ReshardReport
@@ -67,10 +67,11 @@ if TYPE_CHECKING:
     from hybrid_engine.trainer.megatron.train_engine import TrainEngine
     from hybrid_engine.trainer.worker import ActorHybridWorker
 
-# Names that need torch, Megatron or vLLM load with their first use.
+# Names load with their first use, with what they need of torch, Megatron and vLLM.
 _LAZY = {
     "ActorHybridWorker": "hybrid_engine.trainer.worker",
     "Completion": "hybrid_engine.backends.vllm",
+    "HybridConfig": "hybrid_engine.config",
     "HybridEngine": "hybrid_engine.hybrid_engine",
     "InferenceEngine": "hybrid_engine.backends.vllm",
     "Job": "hybrid_engine.ranks.job",
@@ -83,6 +84,7 @@ _LAZY = {
     "ValueModel": "hybrid_engine.trainer.companions",
     "build_batch": "hybrid_engine.trainer.batches",
     "generalized_advantages": "hybrid_engine.trainer.companions",
+    "load_config": "hybrid_engine.config",
     "pack": "hybrid_engine.trainer.batches",
     "value_loss": "hybrid_engine.trainer.companions",
     "attach": "hybrid_engine.attaching",

@@ -1,6 +1,25 @@
-"""`python -m hybrid_engine`."""
+"""`hybrid-engine` and `python -m hybrid_engine`."""
 
-from hybrid_engine.cli import app
+from __future__ import annotations
+
+import signal
+import sys
+
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+def main() -> None:
+    """Run a command. Ctrl-C ends it with one line, while modules are imported too."""
+    try:
+        from hybrid_engine.cli import app
+
+        app()
+    except (KeyboardInterrupt, SystemExit) as end:
+        if isinstance(end, SystemExit) and end.code != _INTERRUPTED:
+            raise
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
+
 
 if __name__ == "__main__":
-    app()
+    main()

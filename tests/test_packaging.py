@@ -112,7 +112,7 @@ def run_installed(installed: Path, directory: Path, *arguments: str) -> str:
 def test_a_wheel_has_what_its_commands_need(installed: Path, tmp_path: Path) -> None:
     """Elsewhere than in the checkout: the version, a plan, the examples, the patch sets."""
     entry_points = next(installed.glob("*.dist-info/entry_points.txt")).read_text()
-    assert "hybrid-engine = hybrid_engine.cli:app" in entry_points
+    assert "hybrid-engine = hybrid_engine.__main__:main" in entry_points
     assert run_installed(installed, tmp_path, "-m", "hybrid_engine", "--version") == (
         f"hybrid-engine {hybrid_engine.__version__}\n"
     )

@@ -76,9 +76,10 @@ class Output:
             self._show(error)
             self._log_traceback(error)
 
-    def end(self, reason: str, number: signal.Signals) -> NoReturn:
-        """End this process at once, from any thread, as after that signal."""
-        self.warn(reason)
+    def end(self, reason: str | None, number: signal.Signals) -> NoReturn:
+        """End this process at once, from any thread, as after that signal; without a word where there is no reason."""
+        if reason is not None:
+            self.warn(reason)
         self.console.show_cursor()  # a progress bar hides it
         os._exit(128 + number)
 

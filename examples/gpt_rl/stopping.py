@@ -20,6 +20,7 @@ _SECONDS_OF_AN_ECHO = 2.0
 
 class StopRequest:
     """Takes note of SIGINT and SIGTERM inside `with`, for the run to ask between its steps; a second one ends the rank.
+    So does the first, as long as the run does not ask.
 
     A thread listens, for the main thread may be inside a library that waits for a peer for minutes.
 
@@ -32,11 +33,16 @@ class StopRequest:
     def __init__(self, output: Output) -> None:
         self._output = output
         self._first: float | None = None
+        self._is_asked_for = False
         self.may_be_the_launchers = False
 
     @property
     def is_made(self) -> bool:
         return self._first is not None
+
+    def begin_to_wait(self) -> None:
+        """From now on the run asks: a signal waits for that."""
+        self._is_asked_for = True
 
     def __enter__(self) -> StopRequest:
         self._reader, self._writer = socket.socketpair()
@@ -63,6 +69,9 @@ class StopRequest:
                 self._note(signal.Signals(received[0]))
 
     def _note(self, number: signal.Signals) -> None:
+        if not self._is_asked_for:
+            reason = "interrupted while it starts; the same command starts it again"
+            self._output.end(reason if number == signal.SIGINT and self._output.rank == 0 else None, number)
         now = time.monotonic()
         self.may_be_the_launchers |= number == signal.SIGTERM
         if self._first is None:

@@ -7,23 +7,26 @@ torchrun itself ends with a traceback, of its own frames, after Ctrl-C and after
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import parse_args, run
-
 
 def main() -> None:
     """Exit with the status of the first rank that failed, or with 128 and the signal's number."""
+    logging.disable(logging.WARNING)  # that it got a signal, and sends it on
     try:
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.run import parse_args, run
+
         run(parse_args(sys.argv[1:]))
+    except KeyboardInterrupt:  # before torchrun listens
+        print("Interrupted.", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except SignalException as stop:
         sys.exit(128 + stop.sigval)
-    except KeyboardInterrupt:  # before torchrun listens
-        sys.exit(128 + signal.SIGINT)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:  # killed: it could say nothing

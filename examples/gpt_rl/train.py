@@ -10,12 +10,17 @@ takes, otherwise the run ends without a checkpoint.
 This file looks after processes: options, errors, exit codes. The run itself is in trainer.py.
 """
 
-# ruff: noqa: E402 - the launcher may end while the other modules are imported
+# ruff: noqa: E402 - the launcher may end, and Ctrl-C come, while the other modules are imported
 from __future__ import annotations
 
 import os
 
 _LAUNCHER = os.getppid()
+
+import signal
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is a StopRequest: no traceback of imports
 
 import sys
 from contextlib import nullcontext
@@ -52,21 +57,22 @@ def main(
     output = Output(int(os.environ.get("RANK", 0)))
     stop = StopRequest(output)
     try:
-        settings = load_settings(config, _world_size(), iterations, seed, overrides or ())
-        if wandb is not None and output.rank == 0:
-            import_wandb()
-        directory = RunDirectory(out)
-        lock = claim(directory, settings, resume, output.rank)
-        output.log_to(out / f"log-rank{output.rank}.txt")
-        if resume and _is_finished(directory, settings):
-            output.say(f"The run in {out} is finished: {settings.rl.iterations} iterations are done.")
-            output.say("Ask for more with --iterations, or start over with --no-resume.")
-        else:
-            if resume and output.rank == 0:
-                directory.require_room()
-            run(settings, directory, resume, output, stop, wandb)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with stop:
+            settings = load_settings(config, _world_size(), iterations, seed, overrides or ())
+            if wandb is not None and output.rank == 0:
+                import_wandb()
+            directory = RunDirectory(out)
+            lock = claim(directory, settings, resume, output.rank)
+            output.log_to(out / f"log-rank{output.rank}.txt")
+            if resume and _is_finished(directory, settings):
+                output.say(f"The run in {out} is finished: {settings.rl.iterations} iterations are done.")
+                output.say("Ask for more with --iterations, or start over with --no-resume.")
+            else:
+                if resume and output.rank == 0:
+                    directory.require_room()
+                run(settings, directory, resume, output, stop, wandb)
+            sys.stdout.flush()
+            sys.stderr.flush()
     except Exception as error:
         output.fail(error, is_being_ended=stop.may_be_the_launchers)
         # Other ranks may wait for this one inside a library; a process that is gone ends their wait.
@@ -121,15 +127,15 @@ def run(
             output.say(str(worker.memory_plan()))
         if report:
             report.begin(_rows_so_far(directory), _loggers(settings, directory, wandb))
-        with stop:
-            on_progress = [report.show_progress] if report else []
-            trainer = Trainer(worker, settings, directory, lambda: stop.is_made, *on_progress)
-            try:
-                for row in trainer.run():
-                    if report:
-                        report.add(row)
-            except Interrupted as interruption:
-                output.say(f"{interruption}.")
+        stop.begin_to_wait()
+        on_progress = [report.show_progress] if report else []
+        trainer = Trainer(worker, settings, directory, lambda: stop.is_made, *on_progress)
+        try:
+            for row in trainer.run():
+                if report:
+                    report.add(row)
+        except Interrupted as interruption:
+            output.say(f"{interruption}.")
         if is_first and settings.engine.critic_config is not None:
             write_text(directory.path / "memory.txt", worker.memory_report() + "\n")
         worker.shutdown()

@@ -12,12 +12,10 @@ from contextlib import ExitStack
 from types import TracebackType
 from weakref import WeakSet
 
-import torch.distributed as dist
-
 from hybrid_engine.ranks.torch_internals import groups_and_stores
 
-own_groups: WeakSet[dist.ProcessGroup] = WeakSet()
-"""Of this process, beside those that torch knows."""
+own_groups: WeakSet[object] = WeakSet()
+"""Process groups of this process that torch does not know."""
 
 
 class Ends(ExitStack):

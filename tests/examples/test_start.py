@@ -22,6 +22,7 @@ from examples.gpt_rl.run_lock import take_lock
 from examples.gpt_rl.run_state import Progress, RunDirectory
 from examples.gpt_rl.settings import load_settings
 from hybrid_engine.errors import ConfigError
+from tests.harness.interrupts import INTERRUPTED_IN
 from tests.harness.launch import REPO_ROOT
 from tests.harness.small_disks import mounted_disk
 
@@ -199,3 +200,10 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("module", ["torch", "torch.distributed.elastic.multiprocessing"])
+def test_ctrl_c_while_the_launcher_imports_is_one_line(module: str) -> None:
+    program = INTERRUPTED_IN + "import examples.gpt_rl.torchrun as launcher; launcher.main()"
+    ended = subprocess.run([sys.executable, "-c", program, module], cwd=REPO_ROOT, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "Interrupted.\n")

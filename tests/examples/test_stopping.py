@@ -20,6 +20,10 @@ from examples.gpt_rl import stopping
 from examples.gpt_rl.output import Output
 stopping._SECONDS_OF_AN_ECHO = 0.5
 with stopping.StopRequest(Output(0)) as stop:
+    if sys.argv[1] == "starting":
+        print("ready", flush=True)
+        time.sleep(60)
+    stop.begin_to_wait()
     print("ready", flush=True)
     if sys.argv[1] == "stuck":  # in a library: no handler of Python's runs any more
         mutex = ctypes.create_string_buffer(64)
@@ -39,6 +43,7 @@ def rank(how: str) -> Iterator[subprocess.Popen[str]]:
         [sys.executable, "-c", RANK, how],
         env={**os.environ, "PYTHONPATH": str(REPO_ROOT)},
         stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
     )
     try:
@@ -58,6 +63,16 @@ def test_a_signal_is_for_the_run_to_ask_for(number: signal.Signals) -> None:
     assert lines.pop() == f"asked to stop {number == signal.SIGTERM}"
     # torchrun's SIGTERM looks like a scheduler's, so none promises a checkpoint
     assert [line.startswith("Stopping after this iteration") for line in lines] == [True] * (number == signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_that_comes_before_the_run_asks_ends_it_without_a_traceback(number: signal.Signals) -> None:
+    with rank("starting") as process:
+        process.send_signal(number)
+        output = process.communicate(timeout=30)[0]
+    said = "rank 0: interrupted while it starts; the same command starts it again\n"
+    assert output == (said if number == signal.SIGINT else "")
+    assert process.returncode == 128 + number
 
 
 def test_a_second_one_ends_a_rank_that_is_stuck() -> None:

@@ -1,0 +1,14 @@
+"""Ctrl-C in a program of its own, at the import of the module that its first argument names."""
+
+INTERRUPTED_IN = """
+import sys
+
+interrupted_in = sys.argv[1]
+
+class Interruption:
+    def find_spec(self, name, *_):
+        if name == interrupted_in:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interruption())
+"""
