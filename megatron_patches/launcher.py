@@ -40,6 +40,6 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
         script.run_without_cuda()
     except MegatronPatchError as error:
         if script.is_enabled():
-            sys.exit(f"{type(error).__name__}: {error}")
+            script.refuse(error)
         logger.warning("%s; the script runs as it is", error)
     runpy.run_path(path, run_name="__main__")

@@ -20,12 +20,14 @@ import functools
 import importlib.util
 import inspect
 import logging
+import os
 import sys
+import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 Function = Callable[..., Any]
 _MARK = "_enters_resharding"
+_SECONDS_FOR_RANK_0 = 10.0
+"""That another rank waits before it says what is wrong there: ranks import for as long, and not at one speed."""
 
 
 @dataclass
@@ -153,7 +157,17 @@ def _refusing() -> Iterator[None]:
     try:
         yield
     except MegatronPatchError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+        refuse(error)
+
+
+def refuse(error: MegatronPatchError) -> NoReturn:
+    """End the script with what is wrong. What is wrong on all ranks rank 0 says.
+
+    The launcher ends the others as soon as rank 0 has ended; one that is wrong alone speaks after a while.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(_SECONDS_FOR_RANK_0)
+    sys.exit(f"{type(error).__name__}: {error}")
 
 
 def _make_engine(script: MegatronScript) -> ReshardingEngine:

@@ -9,6 +9,7 @@ import importlib.util
 import json
 import runpy
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -322,6 +323,17 @@ def test_a_model_that_the_engine_refuses_ends_the_script_likewise(
 def test_bad_options_are_refused(tree: Path, flags: tuple[str, ...], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         run_script(str(tree), flags)
+
+
+def test_what_is_wrong_on_all_ranks_rank_0_says_first(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher ends the others meanwhile; one that is wrong alone speaks in the end."""
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    for rank, expected in (("0", []), ("1", [10.0])):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit, match="--resharding-engine json cannot be imported"):
+            run_script(str(tree), ["--enable-resharding", "--resharding-engine", "json"])
+        assert waits == expected
 
 
 def test_untested_versions_are_refused_or_allowed_and_logged(
