@@ -16,15 +16,18 @@ from hybrid_engine.ranks.job import Job
 from hybrid_engine.switch.contexts import SwitchContexts
 from tests.harness.launch import REPO_ROOT, Ranks
 
-SECONDS_TO_EXIT = 60  # of an interpreter on a busy machine; without an end it would be for ever
+SECONDS_TO_EXIT = 120  # of interpreters on a busy machine
 
 EXITING = """
-import os, sys
+import os, signal, sys, threading
 from hybrid_engine.ranks.job import Job
 job = Job.join(60)
 child = os.fork()
 if child:
+    deadline = threading.Timer(30, os.kill, (child, signal.SIGKILL))
+    deadline.start()
     print(os.waitpid(child, 0)[1])
+    deadline.cancel()
     job.agreement.conclude("the job goes on")
 job.close()
 sys.exit(0)  # in the child, too
