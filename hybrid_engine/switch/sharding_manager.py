@@ -80,8 +80,7 @@ class ShardingManager(SwitchHooks):
         training_layouts: Sequence[Layout] | None = None,
     ) -> None:
         super().__init__()
-        self.trainer, self.training = trainer, trainer.weights
-        self.inference, self.caches = inference, caches
+        self.trainer, self.training, self.inference, self.caches = trainer, trainer.weights, inference, caches
         self.offloader, self.config, self.job = offloader, config, job
         self.state = State.TRAIN
         self.last_report: ReshardReport | None = None
