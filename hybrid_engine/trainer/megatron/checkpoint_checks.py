@@ -43,6 +43,8 @@ def _tensor_differences(found: Any, live: torch.Tensor, where: str) -> Iterator[
         yield f"{where}a {type(found).__name__}, expected a tensor"
     elif (found.shape, found.dtype) != (live.shape, live.dtype):
         yield f"{where}{tuple(found.shape)} of {found.dtype}, expected {tuple(live.shape)} of {live.dtype}"
+    elif found.layout != live.layout:
+        yield f"{where}{found.layout}, expected {live.layout}"
 
 
 def optimizer_differences(found: Any, optimizer: torch.optim.Optimizer, where: str) -> Iterator[str]:

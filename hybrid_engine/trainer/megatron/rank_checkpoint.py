@@ -148,6 +148,8 @@ def _require_fit(state: Any, actor: Actor, job: Job, path: Path) -> None:
     problems = list(differences(state, live))
     if not problems:
         problems = _member_problems(state["optimizer"]["members"], actor)
+    if not problems and state["optimizer"]["weight_version"] < 0:
+        problems = [f"optimizer: weight_version is {state['optimizer']['weight_version']}"]
     if not problems and not _is_generator_state(state["generators"]["torch"]):
         problems = ["generators: torch: not a state of torch's generator"]
     if problems:

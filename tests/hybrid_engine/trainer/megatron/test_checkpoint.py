@@ -72,6 +72,11 @@ def shorten_a_moment(state: Any) -> None:
     moments["exp_avg"] = moments["exp_avg"][1:]
 
 
+def make_one_sparse(state: Any) -> None:
+    name = sorted(state["chunks"][0])[0]
+    state["chunks"][0][name] = state["chunks"][0][name].to_sparse()
+
+
 # name -> (part of the message, change of the state that rank 1 finds, its checksum being right)
 OTHER_STATE: dict[str, tuple[str, Callable[[Any], object]]] = {
     "no optimizer": ("optimizer is missing", without("optimizer")),
@@ -80,6 +85,8 @@ OTHER_STATE: dict[str, tuple[str, Callable[[Any], object]]] = {
     "bad generator": ("not a state of torch's generator", lambda state: state["generators"]["torch"].fill_(255)),
     "no main parameters": ("optimizer: main_params is missing", without("main_params", "optimizer")),
     "no version": ("optimizer: weight_version is missing", without("weight_version", "optimizer")),
+    "a version below 0": ("weight_version is -1", lambda state: state["optimizer"].update(weight_version=-1)),
+    "a sparse tensor": ("torch.sparse_coo, expected torch.strided", make_one_sparse),
     "no members": ("optimizer: 0 members, expected 1", lambda state: state["optimizer"]["members"].clear()),
     "no moments": ("not the state of an optimizer", lambda state: state["optimizer"]["members"][0].clear()),
     "a short moment": ("member 0: parameter 0: exp_avg (", shorten_a_moment),
