@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -264,3 +265,10 @@ def test_the_list_names_each_package_once_and_its_stage() -> None:
     assert len(names) == len(set(names))
     assert {each.stage for each in wanted} == {1, 2}
     assert not {"torch", "triton", "cuda-bindings"} & set(names)
+
+
+def test_the_list_has_what_our_own_packages_require() -> None:
+    project = tomllib.loads((bundle.REPOSITORY / "pyproject.toml").read_text())["project"]
+    required = {Wanted(each, 1).name for each in project["dependencies"]}
+    listed = {each.name for each in read_list(Path(bundle.__file__).with_name("wheels.txt"))}
+    assert required - listed == {"torch", "jinja2"}  # the one is there, and requires the other
