@@ -1,6 +1,7 @@
 """Puts an inference engine beside a live training model.
 
-Shared by those who bring the training model: `ActorHybridWorker` builds one, `megatron_script` finds one running.
+Shared by those who bring the training model: `ActorHybridWorker` builds one, `HybridEngine(model=...)` shards one, and
+`attach` and `megatron_script` find one running.
 """
 
 from __future__ import annotations
@@ -8,26 +9,85 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.layouts.differences import differences
 from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models.lora_tensors import VLLM_LORA_RANKS, ActorLora, LoraSettings, adapted_modules, adapter_shapes
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.rank_order import rank_order
-from hybrid_engine.ports import InferenceWeights
+from hybrid_engine.ports import InferenceWeights, Trainer
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.records.holdings import holdings_of
 from hybrid_engine.records.layout import Layout
+from hybrid_engine.switch.rendezvous import gather_layouts
 from hybrid_engine.tracing.timeline import check_path
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings
 
 logger = logging.getLogger("hybrid_engine")
+
+TrainerT = TypeVar("TrainerT", bound=Trainer)
+
+
+@dataclass(frozen=True)
+class EngineParts(Generic[TrainerT]):
+    """What a `HybridEngine` is made of; see there.
+
+    Attributes:
+        training_layouts: of all ranks; None where they are not known.
+        adapter: what completions are drawn with, where LoRA is delivered by itself.
+    """
+
+    train: TrainerT
+    inference: InferenceEngine
+    config: HybridConfig
+    offloader: Offloader
+    training_layouts: Sequence[Layout] | None
+    weights: InferenceWeights
+    adapter: str | None = None
+
+
+def put_beside(
+    train: TrainerT,
+    config: HybridConfig,
+    table: ModelTable,
+    job: Job,
+    owner: ExitStack,
+    *,
+    lora: ActorLora | None = None,
+    tokenizer_dir: str | None = None,
+    gives_back: bool = True,
+) -> EngineParts[TrainerT]:
+    """Build vLLM for this trainer, whose state leaves the device. Collective, within `job.agreement.building()`.
+
+    Args:
+        train: whose weights vLLM will have.
+        config: both sides.
+        table: the model's name table.
+        job: of all ranks.
+        owner: ends what is built here.
+        lora: what is delivered by itself.
+        tokenizer_dir: where it is not the model's.
+        gives_back: at the end, and if anything fails on any rank, training state is back on the device.
+    """
+    with job.agreement.phase("taking training state off the device", SHORT_PATIENCE):
+        offloader = Offloader(train.offload_items, reachable=train.reachable_tensors)
+        if gives_back:
+            owner.callback(offloader.onload)
+        offloader.offload()  # vLLM looks at the memory that is free while it starts
+    layouts = gather_layouts(job, train.weights)
+    inference = build_inference_engine(config, table, layouts, job, lora, tokenizer_dir)
+    owner.callback(inference.shutdown)
+    with job.agreement.phase("delivering adapters"):
+        weights = served_weights(inference, config, lora)
+    adapter = None if lora is None else lora.name
+    return EngineParts(train, inference, config, offloader, layouts, weights, adapter)
 
 
 def build_inference_engine(

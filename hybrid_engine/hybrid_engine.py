@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
+from weakref import WeakSet
 
 import torch
 
+from hybrid_engine.assembly import EngineParts
 from hybrid_engine.config import HybridConfig
+from hybrid_engine.errors import StateError
+from hybrid_engine.memory.offload_items import held_nbytes
 from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.model_parts import build_parts
-from hybrid_engine.ports import InferenceWeights, NearEnd, Trainer
+from hybrid_engine.models import table_for
+from hybrid_engine.models.table import ModelTable
+from hybrid_engine.ports import Batch, Companion, Data, InferenceWeights, LossFunction, NearEnd, Trainer
 from hybrid_engine.ranks.forks import Ends
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.switch.contexts import SwitchContexts
@@ -21,10 +30,9 @@ from hybrid_engine.switch.states import State
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.fsdp import ShardedModel
-    from hybrid_engine.backends.vllm import InferenceEngine
+    from hybrid_engine.backends.vllm import Completion, InferenceEngine
     from hybrid_engine.backends.vllm.generation.prompts import Prompts
     from hybrid_engine.backends.vllm.generation.sampling_params import AnySampling
-    from hybrid_engine.ports import Data
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 
@@ -43,8 +51,8 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
                 optimizer.step()
 
     Around Megatron's model, optimizer and a loop of your own: `hybrid_engine.attach`. Of parts that the caller has
-    built and ends: `HybridEngine(train, inference, config)`. `ActorHybridWorker` builds Megatron and vLLM from a
-    configuration and adds rollouts and updates.
+    built and ends: `HybridEngine(train, inference, config)`. `ActorHybridWorker` is one whose trainer is built from a
+    configuration: that trainer updates, scores and writes checkpoints, which a loop of the caller's does by itself.
 
     Args:
         model: a transformers causal LM, or PEFT's around one; sharded in place, it stays the caller's, who trains it in
@@ -68,6 +76,9 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
 
     train: TrainerT
     inference: InferenceEngine
+    config: HybridConfig
+    adapter: str | None = None
+    _ends: Ends | None = None
 
     @overload
     def __init__(
@@ -105,28 +116,39 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         model: torch.nn.Module | None = None,
         **settings: Any,
     ) -> None:
-        self._lora: str | None = None  # what completions are drawn with, where it is delivered by itself
         with Ends() as undo:
             if model is not None:
-                parts = build_parts(model, undo, **settings)
-                train, inference, config = parts.train, parts.inference, parts.config
-                offloader, training_layouts = parts.offloader, parts.training_layouts
-                weights, self._lora = parts.weights, parts.lora
+                self._take(cast(EngineParts[TrainerT], build_parts(model, undo, **settings)))
+                undo.callback(self.sharding.close)
             elif settings:
                 raise TypeError(f"only with a model: {', '.join(settings)}")
-            self.train, self.inference, self.config, self.job = train, inference, config, inference.job
-            self._sharding = ShardingManager(
-                trainer=train,
-                inference=weights or inference.adaptor,
-                caches=inference,
-                offloader=offloader or Offloader(train.offload_items, reachable=train.reachable_tensors),
-                config=config.generate_config,
-                job=inference.job,
-                training_layouts=training_layouts,
-            )
-            if model is not None:
-                undo.callback(self.sharding.close)
-            self._ends = undo.pop_all()
+            else:
+                offloader = offloader or Offloader(train.offload_items, reachable=train.reachable_tensors)
+                weights = weights or inference.adaptor
+                self._take(EngineParts(train, inference, config, offloader, training_layouts, weights))
+            self.take_over(undo)
+
+    @classmethod
+    def of(cls, parts: EngineParts[TrainerT]) -> HybridEngine[TrainerT]:
+        """Of parts that `assembly.put_beside` has built; their owner closes the engine's switch, `sharding`."""
+        engine = cls.__new__(cls)
+        engine._take(parts)
+        return engine
+
+    def _take(self, parts: EngineParts[TrainerT]) -> None:
+        self.companions: WeakSet[Companion] = WeakSet()
+        train, inference, config = parts.train, parts.inference, parts.config
+        self.train, self.inference, self.config, self.job = train, inference, config, inference.job
+        self.adapter = parts.adapter
+        self._sharding = ShardingManager(
+            trainer=train,
+            inference=parts.weights,
+            caches=inference,
+            offloader=parts.offloader,
+            config=config.generate_config,
+            job=self.job,
+            training_layouts=parts.training_layouts,
+        )
         # weak: the switch refers to the model, whose hooks in autograd Python's collector does not see through
         require_kinds = weakref.WeakMethod(self.sharding.require_kinds)
         train.guard = lambda kinds: (require := require_kinds()) and require(kinds)
@@ -134,7 +156,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
             near_end = weakref.WeakMethod(self.sharding.near_end)
             inference.near_end = NearEnd(
                 # on the CPU a copy would take a core from decoding
-                config.generate_config.prefetch_share if inference.job.device.type == "cuda" else 0.0,
+                config.generate_config.prefetch_share if self.job.device.type == "cuda" else 0.0,
                 lambda: (begin := near_end()) and begin(),
             )
 
@@ -162,18 +184,213 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
         from hybrid_engine.backends.vllm.generation.prompts import in_form_of
 
         self.sharding.require(State.INFER)
-        completions = self.inference.generate_over_replicas(prompts, sampling, self._lora, attention_mask, data)
+        completions = self.inference.generate_over_replicas(prompts, sampling, self.adapter, attention_mask, data)
         return in_form_of(prompts, completions, self._pad_token_id())
+
+    def barrier(self, phase: str) -> None:
+        """Wait until all ranks are here. Raises RemoteError with what failed on another; `phase` names the place."""
+        self.job.agreement.conclude(phase)
+
+    def generate_sequences(
+        self,
+        prompts: Prompts,
+        sampling: AnySampling | None = None,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        data: Data = "global",
+    ) -> list[list[Completion]]:
+        """`n` completions of each prompt, in their order; everything else as of `generate`."""
+        self.sharding.require(State.INFER)
+        return self.inference.generate_over_replicas(prompts, sampling, self.adapter, attention_mask, data)
+
+    @overload
+    def compute_log_probs(self, batch: Batch, *, data: Data = ...) -> torch.Tensor: ...
+
+    @overload
+    def compute_log_probs(
+        self, batch: Batch, *, data: Data = ..., entropy: bool, top_k: int = ...
+    ) -> dict[str, torch.Tensor]: ...
+
+    @overload
+    def compute_log_probs(self, batch: Batch, *, data: Data = ..., top_k: int) -> dict[str, torch.Tensor]: ...
+
+    def compute_log_probs(
+        self, batch: Batch, *, data: Data = "global", entropy: bool = False, top_k: int = 0
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Log-probability [B, S] fp32 of every label under the training weights. In train or forward context.
+
+        Args:
+            batch: see `batches.Batch`.
+            data: whose it is, see above.
+            entropy: return `entropy` [B, S] too, in nats.
+            top_k: if not 0, return `top_log_probs` and `top_token_ids` [B, S, top_k] too, the most likely tokens first.
+
+        Returns a tensor, or where more is asked for, a dict in which it is `log_probs`. Values of padding are 0. Raises
+        BatchError with every violation, and RemoteError with its text on ranks that find none.
+        """
+        compute = self._of_the_trainer("compute_log_probs")
+        self.sharding.require(State.TRAIN, State.FORWARD)
+        return compute(batch, self.job.agreement, data=data, entropy=entropy, top_k=top_k)
+
+    def update(
+        self,
+        batch: Batch,
+        loss_function: LossFunction,
+        *,
+        data: Data = "global",
+        entropy: bool = False,
+        top_k: int = 0,
+    ) -> dict[str, float]:
+        """One optimizer step on the batch, and one of the learning-rate schedule. In `train_context`.
+
+        Args:
+            batch: see `batches.Batch`.
+            loss_function: see `batches.LossFunction`.
+            data, entropy, top_k: as of `compute_log_probs`; the loss function finds them in its micro batch, `entropy`
+                with gradient.
+
+        Returns what the loss function reports, averaged, with `grad_norm`, `learning_rate` and `skipped`; see
+        `ActorTrainer.train_step`. Raises on all ranks, with no weight changed, BatchError with every violation, or
+        LossError for a loss function that fails or returns no loss, and RemoteError with its text on ranks that are not
+        at fault.
+        """
+        update = self._of_the_trainer("update")
+        self.sharding.require(State.TRAIN)
+        report: dict[str, float] = update(
+            batch, loss_function, self.job.agreement, data=data, entropy=entropy, top_k=top_k
+        )
+        return report
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        rate: float = self._of_the_trainer("learning_rate")
+        return rate
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Set the learning rate of the updates to come, a number from 0 to 1e30; in any state.
+
+        On every rank alike: an update raises BatchError where ranks differ. Raises StateError where
+        `actor_config.optimizer.schedule` does that, and ArgumentError for another value, before anything changes.
+        """
+        self._of_the_trainer("set_learning_rate")(learning_rate)
+
+    def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
+        """Write parameters, optimizer state, the schedule's position and training's generators below `directory`.
+
+        In `train_context`. A checkpoint that is there is replaced when the new one is complete; a directory that holds
+        anything else is refused. So are NaN and infinities (WeightError), unless `check_nan` is false. vLLM's sampler
+        is not in it: see `InferenceEngine.manual_seed`.
+        """
+        save = self._of_the_trainer("save_checkpoint")
+        self.sharding.require(State.TRAIN)
+        save(directory, check_nan=check_nan)
+
+    def load_checkpoint(self, directory: str | Path) -> None:
+        """Load what `save_checkpoint` wrote, on all ranks or on none. In `train_context`.
+
+        What Megatron has saved is loaded in the same layout, what FSDP2 has saved on any number of ranks.
+        """
+        load = self._of_the_trainer("load_checkpoint")
+        self.sharding.require(State.TRAIN)
+        load(directory)
+
+    def load_hf_checkpoint(self, path: str | Path) -> None:
+        """Take the weights from a Hugging Face checkpoint (safetensors), whatever the layout. In `train_context`.
+
+        Every rank reads only what it holds, and its share of the files to check their checksums. Main parameters
+        follow; moments and step count stay as they are; adapters add nothing from then on, for a checkpoint holds sums.
+        Raises, with nothing changed on any rank, ConfigError, FileError naming the file, or ParameterMismatchError
+        naming every tensor that is missing, unknown or of another shape.
+        """
+        self.sharding.require(State.TRAIN)
+        from hybrid_engine.backends.huggingface import load_hf_checkpoint
+
+        load_hf_checkpoint(path, self.train.weights.base, self.table, self.job)
+        self.train.reload_main_params()
+
+    def save_hf_checkpoint(
+        self, path: str | Path, dtype: str | torch.dtype | None = None, *, check_nan: bool = True
+    ) -> None:
+        """Write the weights, adapters added, as a Hugging Face checkpoint with config and tokenizer of `config.model`.
+
+        In `train_context`. `path` is on storage that all ranks share; every rank writes its part and nothing is
+        gathered. `dtype`: of the stored weights, e.g. "bfloat16" or torch.bfloat16; default: the training weights' own.
+        Older weights of this model there are replaced: whatever happens, readers find those or the new ones. Raises
+        FileError naming the file, ConfigError for another dtype, or where the weights are another model's, and, unless
+        `check_nan` is false, WeightError for what would be stored as NaN or infinity, before anything is written.
+        """
+        self.sharding.require(State.TRAIN)
+        from hybrid_engine.backends.huggingface import save_hf_checkpoint
+
+        with self.job.agreement.phase("adding adapters"):
+            weights = self.train.weights.merged
+        save_hf_checkpoint(path, weights, self.table, self.job, self.config.model, dtype, check_nan=check_nan)
+
+    def resident_nbytes(self) -> dict[str, int]:
+        """Bytes of weights and training state on this rank's device now, by model, caches left out. No collective."""
+        actor = held_nbytes(self.train.offload_items(), self.job.device.type)
+        found = Counter({"actor": actor, "vLLM": self.sharding.inference.resident_nbytes()})
+        for companion in self.companions:
+            found[companion.name] += companion.resident_nbytes()
+        return found
 
     def _pad_token_id(self) -> int:
         hf_config = self.config.hf_config()
         ends = (hf_config.get("pad_token_id"), hf_config.get("eos_token_id"))
         return next((token for token in ends if isinstance(token, int)), 0)
 
+    def _of_the_trainer(self, name: str) -> Any:
+        """What only a trainer has that was built from a configuration. Raises StateError where it is another."""
+        if (found := getattr(self.train, name, None)) is None:
+            raise StateError(f"{name}: the model is trained in its owner's loop: {_BY_OWNERS[name]}")
+        return found
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self.job.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.job.world_size
+
+    @cached_property
+    def table(self) -> ModelTable:
+        """The model's name table."""
+        return table_for(self.config.hf_config())
+
+    @property
+    def ends(self) -> Ends:
+        """What ends with this engine, the last first. Raises StateError after `shutdown`."""
+        if self._ends is None:
+            raise StateError(f"this {type(self).__name__} was shut down: build a new one")
+        return self._ends
+
     def take_over(self, owner: ExitStack) -> None:
         """Have `shutdown` end what `owner` would have ended."""
+        if self._ends is None:
+            self._ends = Ends()
         self._ends.enter_context(owner.pop_all())
 
     def shutdown(self) -> None:
-        """End vLLM and the job, where this engine made them; idempotent. Model and optimizer stay, on the device."""
-        self._ends.close()
+        """End vLLM and the job, where this engine made them; idempotent.
+
+        Model and optimizer stay, on the device; what `ActorHybridWorker` has built goes with it. Another engine may be
+        built afterwards.
+        """
+        if self._ends is not None:
+            self._ends.close()
+        self._sharding = None
+
+
+_BY_OWNERS = {
+    "update": "step your own optimizer in train_context",
+    "compute_log_probs": "call your model in forward_context or train_context",
+    "learning_rate": "ask your own optimizer",
+    "set_learning_rate": "set that of your own optimizer",
+    "save_checkpoint": "save model and optimizer in train_context, as your loop does",
+    "load_checkpoint": "load model and optimizer in train_context, as your loop does",
+}
+"""What `ActorHybridWorker` does for its users -> what others do."""

@@ -4,44 +4,25 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybrid_engine.assembly import build_inference_engine, inference_settings, served_weights
+from hybrid_engine.assembly import EngineParts, inference_settings, put_beside
 from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig, load_config
 from hybrid_engine.config.hugging_face import generate_values, read_train_config
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.files.hub import Snapshot
-from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models import table_for
-from hybrid_engine.ports import InferenceWeights
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.ranks.torch_defaults import torch_defaults
-from hybrid_engine.records.layout import Layout
-from hybrid_engine.switch.rendezvous import gather_layouts
 
 if TYPE_CHECKING:
     from hybrid_engine.backends.fsdp import ShardedModel
-    from hybrid_engine.backends.vllm import InferenceEngine
-
-
-@dataclass(frozen=True)
-class ModelParts:
-    """Arguments of `HybridEngine`, and the name of the LoRA to generate with."""
-
-    train: ShardedModel
-    inference: InferenceEngine
-    config: HybridConfig
-    offloader: Offloader
-    training_layouts: Sequence[Layout]
-    weights: InferenceWeights
-    lora: str | None
 
 
 @torch_defaults()  # what is made here is trained and filled in other modes of torch
@@ -54,7 +35,7 @@ def build_parts(
     enable_reshard: bool = True,
     compress_reshard: bool = False,
     compression_dtype: torch.dtype | str = torch.bfloat16,
-) -> ModelParts:
+) -> EngineParts[ShardedModel]:
     """Shard the model, unless it is, and build vLLM for it. Collective.
 
     `owner` ends what is made here; the other arguments are `HybridEngine`'s. Raises, on all ranks: ConfigError,
@@ -81,15 +62,9 @@ def build_parts(
             if train_config is not None or not is_sharded(model):
                 shard_model(model, fsdp, mesh_of(fsdp, job.device, job.world_size))
             train = ShardedModel(model, table, job.rank, lora_delivery=config.generate_config.lora_delivery)
-            offloader = Offloader(train.offload_items, reachable=train.reachable_tensors)
-            owner.callback(_give_back, train, offloader)
-            offloader.offload()  # vLLM looks at the memory that is free while it starts
-        layouts = gather_layouts(job, train.weights)
+            owner.callback(train.close)  # once all of it is back on the device
         lora = train.weights.lora
-        inference = build_inference_engine(config, table, layouts, job, lora, tokenizer_dir)
-        owner.callback(inference.shutdown)
-        served = served_weights(inference, config, lora)
-    return ModelParts(train, inference, config, offloader, layouts, served, lora.name if lora is not None else None)
+        return put_beside(train, config, table, job, owner, lora=lora, tokenizer_dir=tokenizer_dir)
 
 
 def _checked_config(
@@ -114,12 +89,6 @@ def _checked_config(
     read_model_weights(model, tensors, table_for(config.hf_config()), config.generate_config.lora_delivery)
     require_configured(names.model)
     return config, tokenizer_dir
-
-
-def _give_back(train: ShardedModel, offloader: Offloader) -> None:
-    """The model is its owner's again, all of it on the device."""
-    offloader.onload()
-    train.close()
 
 
 def _model_directory(model: Any, owner: ExitStack) -> Path:

@@ -37,7 +37,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -47,6 +47,14 @@ from hybrid_engine.records.layout import Extent, Layout
 
 Data = Literal["global", "local"]
 """Whether all ranks pass the same, or each data parallel rank its own part."""
+Batch = Mapping[str, torch.Tensor]
+"""Tensors whose dim 0 is sequences: `tokens` and `labels` [B, S] (`labels[i, t]` is the token after `tokens[i, t]`),
+those of `attention_mask`, `position_ids`, `sequence_ids` that are needed, and whatever a loss function reads."""
+Report = dict[str, torch.Tensor]
+"""Scalars by name."""
+LossResult = torch.Tensor | Mapping[str, Any] | tuple[torch.Tensor, Mapping[str, Any]]
+LossFunction = Callable[[Batch, torch.Tensor], LossResult]
+"""(micro batch, log-probabilities [b, S] of the labels) -> mean loss, with or without scalars to report."""
 
 # -- sides ------------------------------------------------------------------------------------------------------------
 
@@ -93,6 +101,20 @@ class LoadableWeights(TrainingWeights, Protocol):
         ...
 
 
+class SourceWeights(TrainingWeights, Protocol):
+    """Training weights that may have adapters."""
+
+    @property
+    def base(self) -> LoadableWeights:
+        """Without adapters."""
+        ...
+
+    @property
+    def merged(self) -> TrainingWeights:
+        """With adapters added."""
+        ...
+
+
 class Trainer(Protocol):
     """Whoever trains: its weights, and what of its state can leave the device.
 
@@ -104,7 +126,7 @@ class Trainer(Protocol):
     guard: Callable[[Iterable[str]], None]
 
     @property
-    def weights(self) -> TrainingWeights:
+    def weights(self) -> SourceWeights:
         """What is resharded; always the same object."""
         ...
 
@@ -131,8 +153,26 @@ class Trainer(Protocol):
         """Everything that can leave the device: parameters, gradients, optimizer state, caches, as they are now."""
         ...
 
+    def reload_main_params(self) -> None:
+        """Take up parameters that were written from outside, wherever the optimizer has copies of them."""
+
     def reachable_tensors(self) -> Iterable[Reached]:
         """Every tensor that model and optimizer refer to: what is there and not in `offload_items` is a leak."""
+        ...
+
+
+class Companion(Protocol):
+    """A model beside the actor (trainer/companions/)."""
+
+    name: str
+
+    @property
+    def has_the_device(self) -> bool:
+        """Whether it is there in place of the actor."""
+        ...
+
+    def resident_nbytes(self) -> int:
+        """Bytes of its state on this rank's device."""
         ...
 
 

@@ -14,6 +14,7 @@ from markdown.extensions.toc import slugify
 
 import hybrid_engine
 from tests.harness.launch import REPO_ROOT
+from tests.zoo.abilities import BY_THE_OWNER
 
 PAGES = [
     str(path.relative_to(REPO_ROOT)) for glob in ("*.md", "[deph]*/**/*.md") for path in sorted(REPO_ROOT.glob(glob))
@@ -95,6 +96,18 @@ def test_the_reference_has_every_public_name() -> None:
     with_its_module = {"HybridEngineError"}
     assert set(hybrid_engine.__all__) - named - elsewhere == with_its_module
     assert named <= set(hybrid_engine.__all__)
+
+
+def test_the_table_of_abilities_names_what_is_refused() -> None:
+    """And nothing that an engine does not have."""
+    table = (REPO_ROOT / "docs" / "api.md").read_text().partition("## Who can what")[2].partition("## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("|")
+    ]
+    named = {name: row[2] for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    named = {name: who for name, who in named.items() if name not in hybrid_engine.__all__}
+    assert {name for name in named if not hasattr(hybrid_engine.ActorHybridWorker, name)} == set()
+    assert {name for name, who in named.items() if who == "refused"} == set(BY_THE_OWNER)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class Trainer:
         self.policy_loss = grpo.policy_loss(self.rl.clip_ratio, self.rl.kl_coefficient)
         self.critic = Critic(worker, settings.rl) if settings.rl.algorithm == "ppo" else None
         self.tally = Tally()
-        worker.engine.on_reshard_end(lambda report: self.tally.switches.append(report))
+        worker.on_reshard_end(lambda report: self.tally.switches.append(report))
 
     def run(self) -> Iterator[Row]:
         """Yield the row of every iteration that ends here, row 0 being the warm-up.

@@ -6,14 +6,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeVar
 
-from hybrid_engine.assembly import build_inference_engine
+from hybrid_engine.assembly import put_beside
 from hybrid_engine.config import HybridConfig
 from hybrid_engine.hybrid_engine import HybridEngine
-from hybrid_engine.memory.offloader import Offloader
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ports import Trainer
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.switch.rendezvous import gather_layouts
 
 TrainerT = TypeVar("TrainerT", bound=Trainer)
 
@@ -34,12 +32,6 @@ def engine_beside(
     """
     with job.agreement.phase("looking at Megatron's model"):
         live = find_model()
-        offloader = Offloader(live.offload_items, reachable=live.reachable_tensors)
-        owner.callback(offloader.onload)  # model and optimizer are their owner's again
-        offloader.offload()  # vLLM looks at the memory that is free while it starts
-    layouts = gather_layouts(job, live.weights)
-    inference = build_inference_engine(config, table, layouts, job)
-    owner.callback(inference.shutdown)
-    engine = HybridEngine(live, inference, config, offloader=offloader, training_layouts=layouts)
+    engine = HybridEngine.of(put_beside(live, config, table, job, owner))
     owner.callback(engine.sharding.close)
     return engine

@@ -1,6 +1,7 @@
 """Training from a configuration: the loop's side of `ActorHybridWorker`. The switch does without it.
 
     worker.py       `ActorHybridWorker`: a trainer that is built here, and vLLM beside it
+    global_batches.py  each data parallel rank's share of a batch that all ranks pass, and the whole result
     ports.py        what the worker and companions ask of whoever trains for them
     batches/        batches of sequences: masks, packing, checks, what losses get and return
     companions/     models beside the actor: the reference, the critic

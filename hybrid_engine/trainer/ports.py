@@ -9,11 +9,8 @@ from typing import Protocol
 import torch
 
 from hybrid_engine.memory.offload_items import OffloadItem
-from hybrid_engine.ports import LoadableWeights, Trainer, TrainingWeights
+from hybrid_engine.ports import Batch, LossFunction, Trainer
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
-from hybrid_engine.trainer.batches.loss_results import LossFunction as LossFunction
-from hybrid_engine.trainer.batches.loss_results import Report as Report
-from hybrid_engine.trainer.batches.sequences import Batch as Batch
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs
 
 
@@ -42,27 +39,8 @@ class Scorer(DataParallelModel, Protocol):
         ...
 
 
-class ActorWeights(TrainingWeights, Protocol):
-    """Training weights that may have adapters."""
-
-    @property
-    def base(self) -> LoadableWeights:
-        """Without adapters."""
-        ...
-
-    @property
-    def merged(self) -> TrainingWeights:
-        """With adapters added."""
-        ...
-
-
 class ActorTrainer(Trainer, Scorer, Protocol):
     """Whoever trains for `ActorHybridWorker`: trainer/megatron/actor.py, trainer/fsdp/actor.py."""
-
-    @property
-    def weights(self) -> ActorWeights:
-        """What is resharded; always the same object."""
-        ...
 
     @property
     def learning_rate(self) -> float:
@@ -82,9 +60,6 @@ class ActorTrainer(Trainer, Scorer, Protocol):
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits [B, S, vocab_size] fp32 of `tokens` [B, S], on every rank; for checks."""
         ...
-
-    def reload_main_params(self) -> None:
-        """Take up parameters that were written from outside, wherever the optimizer has copies of them."""
 
     def save_checkpoint(self, directory: str | Path, *, check_nan: bool = True) -> None:
         """Write all that a resumed run needs. Collective. `check_nan`: WeightError for NaN and Inf."""

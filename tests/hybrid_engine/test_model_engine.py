@@ -24,9 +24,10 @@ from hybrid_engine import Completion, HybridEngine, ReshardReport, Sampling
 from hybrid_engine.backends.vllm.generation.model_tokenizer import ModelTokenizer
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.model_parts import _model_directory, _tokenizer_directory
-from tests.harness.absent import leave_out
+from tests.harness.absent import left_out
 from tests.harness.launch import Outcomes, Ranks
 from tests.zoo import sharded_models
+from tests.zoo.abilities import BY_THE_OWNER, refused, stored_and_loaded
 from tests.zoo.families import served_config, write_config
 from tests.zoo.tokenizers import save_numbers
 
@@ -36,10 +37,9 @@ SEED_ROLLOUT = {"tp_size": 2, "pp_size": 1, "dp_type": "none", "max_model_len": 
 SEED_TRAIN = {"fsdp_config": {"mixed_precision": "amp", "sharding_strategy": "FULL_SHARD"}}
 
 
+@left_out("hybrid_engine.trainer")  # the loop is the user's
 def the_seed(directory: str, rollout_config: Mapping[str, Any] = SEED_ROLLOUT) -> dict[str, Any]:
     """The flow of the source document: roll out, train on what came, again."""
-    # the loop is the user's
-    leave_out("hybrid_engine.trainer")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     engine = HybridEngine(
         model=model,
@@ -74,11 +74,12 @@ def the_seed(directory: str, rollout_config: Mapping[str, Any] = SEED_ROLLOUT) -
             optimizer.step()
             prefetched.append(engine.sharding.last_report.bytes_prefetched)
         losses.append(loss.item())
+    stored = stored_and_loaded(engine, model), refused(engine)
     engine.shutdown()
     weights = [parameter.to_local().clone() for parameter in model.parameters()]
     return {
         **{"lines": lines, "losses": losses, "surplus": received, "responses": responses},
-        **{"prefetched": prefetched, "weights": weights},
+        **{"prefetched": prefetched, "weights": weights, "stored": stored},
     }
 
 
@@ -309,6 +310,14 @@ def test_prefetch_changes_nothing_but_the_time(seeds: Outcomes) -> None:
         assert plain["prefetched"] == [0, 0, 0]
         parameters, *with_optimizer = ahead["prefetched"]
         assert all(nbytes > 2 * parameters for nbytes in with_optimizer), "with two moments each, from the second on"
+
+
+def test_the_engine_stores_weights_and_says_what_is_the_loops(of_the_seed: list[dict[str, Any]]) -> None:
+    for found in of_the_seed:
+        keeps, by_the_owner = found["stored"]
+        assert keeps
+        assert by_the_owner.keys() == BY_THE_OWNER.keys()
+        assert all("the model is trained in its owner's loop" in text for text in by_the_owner.values())
 
 
 def test_hooks_may_take_no_argument(of_the_seed: list[dict[str, Any]]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from hybrid_engine.ports import Batch
 from hybrid_engine.trainer.batches.batch_checks import own_share
-from hybrid_engine.trainer.ports import Batch, DataParallelModel
+from hybrid_engine.trainer.ports import DataParallelModel
 
 
 def share_of(engine: DataParallelModel, batch: Batch) -> Batch:

@@ -13,7 +13,7 @@ from hybrid_engine.backends.fsdp.canonical_names import canonical_views
 from hybrid_engine.backends.fsdp.lora_views import LoraSums, separate_lora
 from hybrid_engine.backends.fsdp.sharded_tensors import ShardedTensors, local_of, reshard
 from hybrid_engine.backends.fsdp.wrapped_names import WrappedNames, wrapped_names
-from hybrid_engine.errors import ParameterMismatchError, ReshardError
+from hybrid_engine.errors import ParameterMismatchError, ReshardError, StateError
 from hybrid_engine.layouts.sharded import Packed, held_boxes
 from hybrid_engine.models.lora_tensors import ActorLora
 from hybrid_engine.models.table import ModelTable
@@ -153,19 +153,21 @@ class FsdpAdaptor:
 
     @property
     def base(self) -> FsdpAdaptor:
-        """These: a worker's model has no adapters."""
+        """These, where the model has no adapters: what a checkpoint is read into. Raises StateError where it has."""
+        if self._names.loras:
+            raise StateError("the model has adapters: load weights before PEFT adds them")
         return self
 
     @property
     def merged(self) -> FsdpAdaptor:
-        """These: a worker's model has no adapters."""
-        return self
+        """The same model with LoRA added: what a checkpoint is written from."""
+        return self if self.lora is None else FsdpAdaptor(self.model, self.table, self.rank)
 
     def zero_padding(self) -> None:
         """Nothing: FSDP pads in memory that no parameter shows."""
 
     def zero_adapters(self) -> None:
-        """Nothing: a worker's model has none."""
+        """Nothing: `base` has none."""
 
     def check_values(self, unread: Mapping[str, Sequence[Extent]] | None = None) -> None:
         """Raise WeightError naming every parameter that holds a NaN or an infinity. Reads each buffer once."""

@@ -117,6 +117,9 @@ class ShardedModel(GuardedState):
         config: dict[str, Any] = self._transformers().config.to_dict()
         return {name: value for name, value in config.items() if not name.startswith("_")}
 
+    def reload_main_params(self) -> None:
+        """Nothing: the optimizer steps on the parameters themselves."""
+
     def _transformers(self) -> Any:
         return transformers_model(self.model)
 

@@ -15,9 +15,8 @@ docs/batches.md is the user's page.
 
 from __future__ import annotations
 
-from hybrid_engine.trainer.batches.loss_results import LossFunction, Report
+from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.trainer.batches.making import build_batch, mean_weights
 from hybrid_engine.trainer.batches.row_packing import PackedRows, pack
-from hybrid_engine.trainer.batches.sequences import Batch
 
 __all__ = ["Batch", "LossFunction", "PackedRows", "Report", "build_batch", "mean_weights", "pack"]

@@ -20,8 +20,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from hybrid_engine.errors import BatchError, Violation
+from hybrid_engine.ports import Batch
 from hybrid_engine.trainer.batches.sequences import (
-    Batch,
     begins_of,
     num_sequences,
     positions_in,

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from hybrid_engine.errors import BatchError, Violation, shortened
+from hybrid_engine.ports import Batch
 from hybrid_engine.ports import Data as Data
 from hybrid_engine.trainer.batches.arrangement import IGNORED
-from hybrid_engine.trainer.batches.sequences import KEYS, Batch, num_sequences, sequence_faults, sequence_ids_of
+from hybrid_engine.trainer.batches.sequences import KEYS, num_sequences, sequence_faults, sequence_ids_of
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs
 
 _TENSORS_ONLY = "A batch has tensors only; the loss function can read other values where it is defined"

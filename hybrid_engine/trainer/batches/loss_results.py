@@ -13,22 +13,16 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from hybrid_engine.errors import LossError, shortened
+from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.ranks.digests import are_same, extremes_of, text_digest
-from hybrid_engine.trainer.batches.sequences import Batch
 from hybrid_engine.trainer.batches.token_outputs import ENTROPY, TOP_LOG_PROBS, TOP_TOKEN_IDS
-
-Report = dict[str, torch.Tensor]
-"""Scalars by name."""
-LossResult = torch.Tensor | Mapping[str, Any] | tuple[torch.Tensor, Mapping[str, Any]]
-LossFunction = Callable[[Batch, torch.Tensor], LossResult]
-"""(micro batch, log-probabilities [b, S] of the labels) -> mean loss, with or without scalars to report."""
 
 _ASKED_FOR = {
     ENTROPY: "Call update(..., entropy=True)",

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from hybrid_engine.errors import BatchError, Violation
-from hybrid_engine.ports import Data
+from hybrid_engine.ports import Batch, Data
 from hybrid_engine.ranks.agreement import Agreement
 from hybrid_engine.ranks.digests import box_digest, text_digest
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits, own_share
-from hybrid_engine.trainer.batches.sequences import Batch
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs
 
 Contents = dict[str, tuple[str, int]]

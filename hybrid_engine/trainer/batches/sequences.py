@@ -6,15 +6,12 @@ and `sequence_ids` (number of the sequence, 0 for padding). All become the last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
 from hybrid_engine.errors import Violation
-
-Batch = Mapping[str, torch.Tensor]
-"""Tensors whose dim 0 is sequences: `tokens` and `labels` [B, S] (`labels[i, t]` is the token after `tokens[i, t]`),
-those of the keys above that are needed, and whatever a loss function reads."""
+from hybrid_engine.ports import Batch
 
 KEYS = ("attention_mask", "position_ids", "sequence_ids")
 

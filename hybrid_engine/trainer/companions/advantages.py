@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 
 from hybrid_engine.errors import BatchError, Violation, shortened
+from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.trainer.batches.sequences import begins_of
 from hybrid_engine.trainer.batches.tensor_shapes import require_alike
-from hybrid_engine.trainer.ports import Batch, LossFunction, Report
 
 _REMEDIES = {
     "rewards": "Pass [B, S], 0 but for the steps that earn one: a reward for a whole answer at its last step",

@@ -8,11 +8,11 @@ from typing import overload
 import torch
 
 from hybrid_engine.memory.offload_items import held_nbytes
-from hybrid_engine.ports import Data
+from hybrid_engine.ports import Batch, Data
 from hybrid_engine.trainer.batches.token_outputs import Outputs
 from hybrid_engine.trainer.companions.companion import PARAMETERS, Companion, require_room
-from hybrid_engine.trainer.ports import Batch
-from hybrid_engine.trainer.worker import ActorHybridWorker, score
+from hybrid_engine.trainer.global_batches import score
+from hybrid_engine.trainer.worker import ActorHybridWorker
 
 
 class ReferenceModel(Companion):

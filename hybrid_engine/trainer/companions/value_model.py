@@ -8,12 +8,11 @@ from pathlib import Path
 import torch
 
 from hybrid_engine.errors import ConfigError, Violation
-from hybrid_engine.ports import Data
+from hybrid_engine.ports import Batch, Data, LossFunction
 from hybrid_engine.ranks.agreement import SHORT_PATIENCE
 from hybrid_engine.switch.states import State
 from hybrid_engine.trainer.batches.same_batches import agreed_share
 from hybrid_engine.trainer.companions.companion import ALL, PARAMETERS, Companion, require_room
-from hybrid_engine.trainer.ports import Batch, LossFunction
 from hybrid_engine.trainer.worker import ActorHybridWorker
 
 

@@ -19,9 +19,10 @@ from hybrid_engine.trainer.fsdp import distributed_checkpoint
 from hybrid_engine.trainer.fsdp.build import build_sharded_model
 from hybrid_engine.trainer.fsdp.param_schedule import ParamSchedule
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
+from hybrid_engine.trainer.global_batches import GlobalBatches
 
 
-class FsdpActor(FsdpTrainEngine):
+class FsdpActor(GlobalBatches, FsdpTrainEngine):
     """An `FsdpTrainEngine` built from a configuration (port `ActorTrainer`).
 
     Args:

@@ -17,13 +17,13 @@ from hybrid_engine.backends.fsdp.sharded_tensors import local_of
 from hybrid_engine.errors import StateError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer.batches.arrangement import Rows, micro_batches
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs, token_outputs
 from hybrid_engine.trainer.learning_rate import Scheduler, learning_rate_of, resume, set_learning_rate
-from hybrid_engine.trainer.ports import Batch, LossFunction, Report
 
 
 class FsdpTrainEngine(ShardedModel):
@@ -189,9 +189,6 @@ class FsdpTrainEngine(ShardedModel):
             group.update({key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
         self._num_steps[optimizer] = version
         resume(self.scheduler, num_scheduled_updates)
-
-    def reload_main_params(self) -> None:
-        """Nothing: the optimizer steps on the parameters themselves."""
 
     @property
     def _whole(self) -> FSDPModule:

@@ -10,6 +10,7 @@ from hybrid_engine.config.critic_rules import CriticContext, critic_of
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.ranks.job import Job
+from hybrid_engine.trainer.global_batches import GlobalBatches
 from hybrid_engine.trainer.megatron import build, parallel_groups, rank_checkpoint
 from hybrid_engine.trainer.megatron.pipeline_engine import PipelineEngine
 from hybrid_engine.trainer.megatron.train_engine import TrainEngine
@@ -35,7 +36,7 @@ class _Resumable(PipelineEngine):
         rank_checkpoint.load_checkpoint(directory, self.actor, self._job)
 
 
-class MegatronActor(_Resumable, TrainEngine):
+class MegatronActor(GlobalBatches, _Resumable, TrainEngine):
     """A `TrainEngine` built from a configuration (port `ActorTrainer`).
 
     Args:

@@ -18,13 +18,13 @@ from hybrid_engine.backends.megatron.live_model import LiveModel
 from hybrid_engine.errors import RemoteError, StateError
 from hybrid_engine.memory.offload_items import KINDS
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows, micro_batches
 from hybrid_engine.trainer.batches.batch_checks import BatchLimits
 from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.learning_rate import learning_rate_of, set_learning_rate
 from hybrid_engine.trainer.megatron.build import Actor
 from hybrid_engine.trainer.megatron.model_inputs import ModelInputs
-from hybrid_engine.trainer.ports import Batch, LossFunction, Report
 
 _Loss = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
 

@@ -11,12 +11,12 @@ from megatron.core.utils import unwrap_model
 
 from hybrid_engine.backends.megatron.forward_probe import from_last_stage
 from hybrid_engine.models.table import ModelTable
+from hybrid_engine.ports import Batch, LossFunction, Report
 from hybrid_engine.trainer.batches.arrangement import MicroBatch, Rows
 from hybrid_engine.trainer.batches.token_outputs import NO_OUTPUTS, Outputs
 from hybrid_engine.trainer.megatron.build import Actor
 from hybrid_engine.trainer.megatron.output_hooks import OutputReader, hide_padding
 from hybrid_engine.trainer.megatron.pipeline_engine import PipelineEngine
-from hybrid_engine.trainer.ports import Batch, LossFunction, Report
 
 
 class TrainEngine(PipelineEngine):

@@ -6,9 +6,9 @@ import torch
 from megatron.core import parallel_state
 
 from hybrid_engine.backends.megatron.forward_probe import from_last_stage
+from hybrid_engine.ports import Batch, Report
 from hybrid_engine.trainer.batches.arrangement import Rows
 from hybrid_engine.trainer.megatron.pipeline_engine import PipelineEngine
-from hybrid_engine.trainer.ports import Batch, Report
 
 
 class ValueEngine(PipelineEngine):

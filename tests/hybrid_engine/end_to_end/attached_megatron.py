@@ -19,7 +19,8 @@ from examples import bring_your_own_megatron as example
 from hybrid_engine.errors import ComputationError, ConfigError, StateError
 from hybrid_engine.ranks.start_up import join_process_group
 from hybrid_engine.switch.states import State
-from tests.harness.absent import leave_out
+from tests.harness.absent import left_out
+from tests.zoo.abilities import refused, stored_and_loaded
 
 NUM_ROUNDS, NUM_STEPS = 2, 4
 VERIFIED = {**example.CONFIG["generate_config"], "verify": "full", "bucket_mb": 1, "kv_cache_mb": 16}
@@ -41,6 +42,8 @@ class Attached:
         warned, warned_if_prepared: log messages without `prepare`, and with it.
         refused: what is said of models and configurations that do not fit.
         is_held_back: a forward pass in a rollout.
+        keeps: weights that were stored and loaded.
+        by_the_owner: what is said of what the model's owner does.
         other_setting, state_after: of a switch while Megatron computes what config.json knows nothing of.
     """
 
@@ -52,14 +55,15 @@ class Attached:
     warned_if_prepared: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     is_held_back: bool = False
+    keeps: bool = False
+    by_the_owner: dict[str, str] = field(default_factory=dict)
     other_setting: str = ""
     state_after: str = ""
 
 
+@left_out("hybrid_engine.trainer")  # the loop is the user's
 def attach_and_train() -> dict[str, Any]:
     """An `Attached` as a dict. On two ranks; ends all process groups."""
-    # the loop is the user's
-    leave_out("hybrid_engine.trainer")
     found = Attached()
     hybrid_engine.prepare().__exit__(None, None, None)  # the patches, for the parts without
     with built() as (model, optimizer):
@@ -92,6 +96,7 @@ def rounds(model: torch.nn.Module, optimizer: Any, found: Attached) -> list[floa
             with pytest.raises(StateError):
                 model(torch.zeros(1, 2, dtype=torch.int64), None, None)
             found.is_held_back = True
+    found.keeps, found.by_the_owner = stored_and_loaded(engine, model), refused(engine)
     engine.shutdown()
     return [*losses, example.train(model, optimizer, 1)]
 

@@ -104,7 +104,6 @@ def of_a_closed(worker: ActorHybridWorker) -> dict[str, Callable[[], object]]:
         "load_hf_checkpoint": lambda: worker.load_hf_checkpoint("nowhere"),
         "resident_nbytes": worker.resident_nbytes,
         "barrier": lambda: worker.barrier("here"),
-        "engine": lambda: worker.engine,
         "generate": lambda: worker.inference.generate(PROMPTS, SAMPLED),
         "generate_over_replicas": lambda: worker.inference.generate_over_replicas(PROMPTS, SAMPLED),
         "prompt_logprobs": lambda: worker.inference.prompt_logprobs(PROMPTS),

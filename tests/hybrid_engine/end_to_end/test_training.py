@@ -20,6 +20,7 @@ from hybrid_engine.errors import HybridEngineError, StateError
 from tests.harness.launch import Call, Outcomes, Ranks, real_collector
 from tests.hybrid_engine.end_to_end.digests import training_state
 from tests.zoo import workers
+from tests.zoo.abilities import BY_THE_OWNER
 from tests.zoo.megatron_models import running
 from tests.zoo.shares import share_of
 
@@ -98,8 +99,8 @@ def train_with_switches(model: Path, actor: dict[str, Any], prefetch: str = "off
 
 
 def shut_down(worker: ActorHybridWorker) -> bool:
-    """Whether vLLM's model outlives vLLM's worker, while others still refer to engine and switch."""
-    model, referring = weakref.ref(worker.inference.adaptor.model), (worker.engine, worker.sharding)
+    """Whether vLLM's model outlives vLLM's worker, while others still refer to the switch."""
+    model, referring = weakref.ref(worker.inference.adaptor.model), (worker, worker.sharding)
     vllm_worker, outlives = core_of(worker.inference.llm).model_executor.driver_worker, list[bool]()
     end = vllm_worker.shutdown
     vllm_worker.shutdown = lambda: (end(), outlives.append(model() is not None))
@@ -304,6 +305,14 @@ def test_what_is_lost_without_prepare_is_said(attached: list[dict[str, Any]]) ->
 
 def test_an_attached_model_does_not_compute_without_its_weights(attached: list[dict[str, Any]]) -> None:
     assert all(found["is_held_back"] for found in attached)
+
+
+def test_an_attached_engine_stores_weights_and_says_what_is_its_owners(attached: list[dict[str, Any]]) -> None:
+    for found in attached:
+        assert found["keeps"]
+        assert found["by_the_owner"].keys() == BY_THE_OWNER.keys()
+        for name, text in found["by_the_owner"].items():
+            assert text.startswith(f"{name}: the model is trained in its owner's loop: ")
 
 
 def test_a_setting_that_vllm_does_not_have_fails_the_first_switch(attached: list[dict[str, Any]]) -> None:

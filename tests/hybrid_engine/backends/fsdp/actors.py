@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.models import table_for
+from hybrid_engine.ports import Batch, Report
 from hybrid_engine.ranks.job import Job
 from hybrid_engine.trainer.fsdp.actor import FsdpActor, build_actor
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
-from hybrid_engine.trainer.ports import Batch, Report
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import token_batch
 

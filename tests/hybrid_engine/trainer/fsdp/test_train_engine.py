@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hybrid_engine.errors import LossError, StateError
+from hybrid_engine.ports import Batch
 from hybrid_engine.trainer.fsdp.train_engine import FsdpTrainEngine
-from hybrid_engine.trainer.ports import Batch
 from tests.harness.launch import Outcomes, Ranks
 from tests.hybrid_engine.backends.fsdp.actors import TIED_WITH_ODD_ROWS, actor, batch, state_of, train
 from tests.zoo import padded_batches

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import HybridEngineError
-from hybrid_engine.trainer.ports import Batch
+from hybrid_engine.ports import Batch
 from tests.harness.core_versions import without
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running

@@ -1,0 +1,73 @@
+"""What every engine can do, whoever trains its model; and what only a trainer of this project does."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+
+from hybrid_engine import HybridEngine
+from hybrid_engine.errors import StateError
+
+BY_THE_OWNER: dict[str, Callable[[HybridEngine[Any]], object]] = {
+    "update": lambda engine: engine.update({}, lambda _batch, log_probs: log_probs.mean()),
+    "compute_log_probs": lambda engine: engine.compute_log_probs({}),
+    "learning_rate": lambda engine: engine.learning_rate,
+    "set_learning_rate": lambda engine: engine.set_learning_rate(1.0),
+    "save_checkpoint": lambda engine: engine.save_checkpoint("nowhere"),
+    "load_checkpoint": lambda engine: engine.load_checkpoint("nowhere"),
+}
+"""What is refused where a model is trained in its owner's loop."""
+
+
+def refused(engine: HybridEngine[Any]) -> dict[str, str]:
+    """By name: what is said."""
+    said = {}
+    for name, call in BY_THE_OWNER.items():
+        try:
+            said[name] = f"returned {call(engine)}"
+        except StateError as error:
+            said[name] = str(error)
+    return said
+
+
+@torch.no_grad()
+def stored_and_loaded(engine: HybridEngine[Any], model: torch.nn.Module) -> bool:
+    """Whether weights that were saved as a Hugging Face checkpoint, lost, and loaded are the same to the bit.
+
+    In the end the model has what it had, with its padding, of which a checkpoint has nothing.
+    """
+    first, second = (Path(engine.job.agreement.gather(tempfile.mkdtemp(), "a directory")[0]) for _ in range(2))
+    with engine.train_context():
+        weights = [_local(parameter) for parameter in model.parameters()]
+        before = [weight.clone() for weight in weights]
+        engine.save_hf_checkpoint(first)
+        for weight in weights:
+            weight.fill_(7.0)
+        engine.load_hf_checkpoint(first)
+        engine.save_hf_checkpoint(second)
+        stored, loaded = _tensors_of(first), _tensors_of(second)
+        for weight, kept in zip(weights, before, strict=True):
+            weight.copy_(kept)
+        engine.train.reload_main_params()
+    engine.barrier("all have read")
+    for directory in (first, second):
+        shutil.rmtree(directory, ignore_errors=True)
+    same = [torch.equal(stored[name], loaded.get(name, torch.empty(0))) for name in stored]
+    return (
+        all(same) and stored.keys() == loaded.keys() and not any(bool((each == 7.0).all()) for each in loaded.values())
+    )
+
+
+def _tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: each for path in directory.glob("*.safetensors") for name, each in load_file(path).items()}
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
