@@ -1,6 +1,6 @@
 """Resharding between hosts that are pretended: four ranks of this machine, messages over gloo, no engines.
 
-    python -m benchmarks.across_hosts [--train SIZES] [--infer SIZES] [--hosts a,b,a,b] [--layers N] [--json FILE]
+    python -m benchmarks.across_hosts [--train TP PP] [--infer TP PP] [--hosts a,b,a,b] [--layers N] [--json FILE]
 
 The same fill in four ways, one after the other in each round; the median of several: with relay buffers or without, and
 with the next bucket's messages under way while a bucket is written and committed, or only after. `network` is what
@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.memory.elastic import allocate_elastic
 from hybrid_engine.models import table_for
@@ -99,7 +99,7 @@ def containers(arguments: argparse.Namespace) -> tuple[dict[str, WeightContainer
     """One for each way, over the same buffers; and this rank's source. Collective."""
     rank, hosts = dist.get_rank(), arguments.hosts.split(",")
     table = table_for(ModelShape(arguments.layers, 1024, 2816, 16, 8, 16384).config())
-    sides = parse_job(arguments.train, arguments.infer, table, len(hosts))
+    sides = TrainParallelism(len(hosts), *arguments.train), InferenceParallelism(len(hosts), *arguments.infer)
     source, destination = (side(table, sizes).layout() for side, sizes in zip(_SIDES, sides, strict=True))
     buffers = {
         buffer_id.name: allocate_elastic(buffer.numel, getattr(torch, buffer.dtype), "cpu", "param")
@@ -157,8 +157,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", default="tp=2", help="as of `python -m hybrid_engine plan`")
-    parser.add_argument("--infer", default="tp=1", help="likewise")
+    sizes = {"type": int, "nargs": "+", "metavar": ("TP", "PP")}
+    parser.add_argument("--train", default=[2], **sizes, help="tensor and pipeline parallel size in training")
+    parser.add_argument("--infer", default=[1], **sizes, help="likewise, in generation")
     parser.add_argument("--hosts", default="a,b,a,b", help="where each rank takes itself to be; also their number")
     parser.add_argument("--layers", type=int, default=2, help="of about 24 MB each, beside 64 MB of vocabulary")
     parser.add_argument("--bucket-mb", type=int, default=16)

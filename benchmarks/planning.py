@@ -29,8 +29,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.layouts.inference import inference_side
+from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.planner import plan_sides
@@ -75,13 +75,13 @@ DENSE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Point:
-    """One job to plan; `train` and `infer` as on the command line."""
+    """One job to plan."""
 
     series: str
     size: int
     config: dict[str, Any]
-    train: str
-    infer: str
+    train: TrainParallelism
+    infer: InferenceParallelism
 
 
 @dataclass(frozen=True)
@@ -107,23 +107,28 @@ class Figures:
 
 def points() -> Iterator[Point]:
     """All of them."""
+    ends = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
     for ranks in RANKS:
-        layers = "first=9,last=8"  # 35 = 9 + 9 + 9 + 8
-        yield Point("dense", ranks, DENSE, f"tp=4,pp=4,dp={ranks // 16},{layers}", "tp=2")
+        train = TrainParallelism(ranks, tensor=4, pipeline=4, **{ends[0]: 9, ends[1]: 8})  # 35 = 9 + 9 + 9 + 8
+        yield Point("dense", ranks, DENSE, train, InferenceParallelism(ranks, tensor=2))
     for ranks in RANKS:
-        yield Point("experts", ranks, DEEPSEEK_V3, f"tp=8,pp=8,ep=8,etp=1,last=5,dp={ranks // 64}", "tp=8,ep=8")
+        yield Point("experts", ranks, DEEPSEEK_V3, _experts(ranks), InferenceParallelism(ranks, tensor=8, expert=8))
     for experts in (8, 16, 32, 64, 128, 256):
         config = {**DEEPSEEK_V3, "n_routed_experts": experts}
-        yield Point("tensors", experts, config, "tp=8,pp=8,ep=8,etp=1,last=5,dp=8", "tp=8,ep=8")
+        yield Point("tensors", experts, config, _experts(512), InferenceParallelism(512, tensor=8, expert=8))
     for expert in (8, 32):
-        train = "tp=8,pp=16,ep=32,etp=1,last=1,dp=16"
-        yield Point("target", expert, DEEPSEEK_V3, train, f"tp=8,ep={expert}")
+        train = TrainParallelism(2048, tensor=8, pipeline=16, expert=32, expert_tensor=1, **{ends[1]: 1})
+        yield Point("target", expert, DEEPSEEK_V3, train, InferenceParallelism(2048, tensor=8, expert=expert))
+
+
+def _experts(ranks: int) -> TrainParallelism:
+    return TrainParallelism(ranks, tensor=8, pipeline=8, expert=8, expert_tensor=1, num_layers_in_last_pipeline_stage=5)
 
 
 def measure(point: Point) -> Figures:
     """Plan one job, step by step."""
     table = table_for(point.config)
-    train, infer = parse_job(point.train, point.infer, table)
+    train, infer = point.train, point.infer
     hosts = [rank // RANKS_PER_HOST for rank in range(train.world_size)]
     unserved = [name for name in table.shapes if not table.is_served(name)]
     times = [time.perf_counter()]

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.config import HybridConfig, load_config
-from hybrid_engine.layouts.parallelism import named
 
 QWEN2_5: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -70,9 +68,28 @@ TINY: dict[str, Any] = {
 MODELS = {"qwen2.5-0.5b": QWEN2_5, "qwen3-moe-2304": QWEN3_MOE, "tiny": TINY}
 
 
+_TRAIN_KEYS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+_INFER_KEYS = {
+    "tp": "infer_tensor_parallel_size",
+    "pp": "infer_pipeline_parallel_size",
+    "ep": "infer_expert_parallel_size",
+}
+
+
+def _keys(text: str, names: dict[str, str]) -> dict[str, int]:
+    """The configuration's keys for `tp=2,pp=2`."""
+    sizes = dict(part.split("=") for part in text.split(","))
+    return {names[name]: int(size) for name, size in sizes.items() if name != "dp"}
+
+
 @dataclass(frozen=True)
 class Case:
-    """A model and two layouts, written as for `python -m hybrid_engine plan`.
+    """A model and two layouts, written short for tables; the data parallel size is what remains of the ranks.
 
     Attributes:
         in_quick: part of `--quick`.
@@ -101,20 +118,21 @@ class Case:
 
     def config(self, directory: Path) -> HybridConfig:
         """The checked configuration, with the model below `directory`. Raises ConfigError."""
-        training, inference = parse_job(self.train, self.infer, None)
+        training, inference = _keys(self.train, _TRAIN_KEYS), _keys(self.infer, _INFER_KEYS)
         values = {
             "model": str(self.write_model(directory)),
             "random_weights": True,
             "actor_config": {
-                **named(training, "key"),
+                **training,
                 "make_vocab_size_divisible_by": 32,  # no padding at any of these sizes: others do not handle it
-                "sequence_parallel": training.tensor > 1 and "num_experts" in MODELS[self.model],
+                "sequence_parallel": training.get("tensor_model_parallel_size", 1) > 1
+                and "num_experts" in MODELS[self.model],
                 "params_dtype": "bfloat16",
                 "seq_length": 64,
                 "frozen_parameters": [] if self.trains else ["*"],
             },
             "generate_config": {
-                **named(inference, "key"),
+                **inference,
                 "max_model_len": 64,
                 "max_num_seqs": 4,
                 "kv_cache_mb": 64,

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
-import yaml
 from pydantic import Field
 
 from examples.gpt_rl import task
 from hybrid_engine import HybridConfig, load_config
 from hybrid_engine.config.values import Count, File, NonNegative, Positive, Seed
 from hybrid_engine.errors import ConfigError, Violation, clipped, shortened
-from hybrid_engine.files.documents import read_yaml
+from hybrid_engine.files.documents import apply_overrides, read_yaml
 
 SHARED_SEED_SECTIONS = ("actor_config", "generate_config")
 
@@ -162,7 +161,7 @@ def load_settings(
     """
     path = Path(source)
     values = read_yaml(path, "--config")
-    violations: list[Violation] = [*_override(values, overrides)]
+    violations: list[Violation] = [*apply_overrides(values, overrides)]
     rl = _parse_rl(
         values.pop("rl_config", None) or {},
         path.absolute().parent,
@@ -190,27 +189,6 @@ def _sizes_text(sizes: Any) -> str:
     named = {"TP": "tensor", "PP": "pipeline", "EP": "expert", "DP": "data"}
     shown = [f"{short}={size}" for short, name in named.items() if (size := getattr(sizes, name, 1)) > 1]
     return " x ".join(shown) or "on 1 rank"
-
-
-def _override(values: dict[str, Any], overrides: Sequence[str]) -> Iterator[Violation]:
-    """Put `section.key=value` into the file's values; yields what cannot be."""
-    for text in overrides:
-        name, equals, value = text.partition("=")
-        *sections, key = name.split(".")
-        if not equals or not all((*sections, key)):
-            remedy = "Write KEY=VALUE, e.g. actor_config.tensor_model_parallel_size=4"
-            yield Violation(shortened(text), "is not an override", remedy)
-            continue
-        section: Any = values
-        for part in sections:
-            section = section.setdefault(part, {}) if isinstance(section, dict) else None
-        if not isinstance(section, dict):
-            yield Violation(clipped(name), f"{clipped('.'.join(sections))} is no section", "Name a key of a section")
-            continue
-        try:
-            section[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            yield Violation(clipped(name), f"{shortened(value)} cannot be read: {error}", "Write it as in the file")
 
 
 def _parse_rl(

@@ -27,6 +27,7 @@ class CacheRoom:
         weights: vLLM's.
         per_token: what a token takes in the cache.
         longest: tokens of the longest sequence (`max_model_len`); 0: not known.
+        given: the cache's size where the configuration says it (`kv_cache_mb`), whatever the share.
     """
 
     device: float
@@ -34,6 +35,7 @@ class CacheRoom:
     weights: int
     per_token: int
     longest: int
+    given: int | None = None
 
     @property
     def share(self) -> float:
@@ -43,7 +45,7 @@ class CacheRoom:
     @property
     def room(self) -> float:
         """Left for the cache; negative where the weights alone do not fit."""
-        return self.share - self.weights
+        return self.share - self.weights if self.given is None else self.given
 
     @property
     def num_tokens(self) -> int:
@@ -63,7 +65,7 @@ class CacheRoom:
     @property
     def fits(self) -> bool:
         """Whether vLLM starts."""
-        return self.num_tokens >= max(1, self.longest)
+        return self.num_tokens >= max(1, self.longest) and self.weights + self.room <= self.device
 
 
 def token_nbytes(dims: ModelDims, infer: InferenceParallelism, dtype: str) -> int:

@@ -1,31 +1,37 @@
 """A job as it would be on a cluster: both layouts, who moves what, what fits, how long it takes.
 
-read_model(directory)  ->  parse_job(sizes)  ->  a trainer (trainers.py)  ->  plan_job(...)  ->  JobPlan
+load_config(YAML, number of ranks)  ->  plan_job(config, number of ranks, cluster)  ->  JobPlan
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from hybrid_engine.advisor.cache_room import CacheRoom, token_nbytes
-from hybrid_engine.advisor.other_systems import PeerBytes
-from hybrid_engine.advisor.trainers import PlannedTrainer
+from hybrid_engine.config import HybridConfig
+from hybrid_engine.config.memory_rules import critic_memory, megatron_state, what_stays
+from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.inference import inference_side
-from hybrid_engine.layouts.memory_peaks import MemoryPeaks
-from hybrid_engine.layouts.parallelism import InferenceParallelism
+from hybrid_engine.layouts.memory_peaks import MemoryPeaks, TrainingMemory, sharded_memory
+from hybrid_engine.layouts.memory_plan import GIB, Phase, Stays, plan_memory
+from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism
+from hybrid_engine.layouts.sharded import sharded_side
+from hybrid_engine.layouts.training import training_side
+from hybrid_engine.models.families import read_model
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.planning.plan import Link, ReshardPlan
-from hybrid_engine.planning.planner import DEFAULT_BUCKET_NBYTES, plan_sides
+from hybrid_engine.planning.planner import plan_sides
 from hybrid_engine.planning.rank_order import rank_order
 from hybrid_engine.planning.summary import ByteSummary, summarize
 from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import DTYPE_NBYTES
 
-GIB = 1024**3
+_MIB = 1024**2
 LINK_GBPS: Mapping[Link, float] = {Link.SELF: 2000.0, Link.HOST: 400.0, Link.NETWORK: 45.0}
 """Assumed gigabytes (10^9) per second of one rank, in each direction: a copy within an H200's memory, NVLink 4, one
 400 Gbit/s adapter for each GPU; each somewhat below its nominal rate."""
@@ -49,7 +55,6 @@ class Cluster:
         ranks_per_host: consecutive ranks.
         device_gib: memory of one device. host_gib: of one host; None: not checked.
         link_gbps: 10^9 bytes per second of one rank, by link.
-        gpu_memory_utilization: share of a device that vLLM may use, weights and KV cache.
         has_elastic_buffers: training buffers release memory by pages, and peers of a host read them; on GPUs that needs
             cuda-bindings.
     """
@@ -59,7 +64,6 @@ class Cluster:
     host_gib: float | None = None
     link_gbps: Mapping[Link, float] = field(default_factory=lambda: LINK_GBPS)
     has_elastic_buffers: bool = True
-    gpu_memory_utilization: float = 0.5
 
     def hosts(self, num_ranks: int) -> list[int]:
         """Host number of every rank."""
@@ -75,29 +79,30 @@ class JobPlan:
     """What was found out about a job. Arrays are by rank.
 
     Attributes:
-        trainer: whoever trains.
-        infer: sizes; `infer.rank_order` is the chosen order, None if sequential.
-        train_dtype, dtype: of the weights in training and in inference.
+        config: of the job.
+        table: its model.
+        train, infer: sizes; `infer.rank_order` is the chosen order, None if sequential.
         source, destination: both layouts.
         bytes: of the chosen order. sequential: of sequential order.
-        memory: peaks. peers: others.
+        memory: the training state, and the peaks of a switch alone.
+        phases: of the job -> bytes on a device, with all that the configuration leaves there.
+        on_host: bytes that are copied to host memory while vLLM generates.
         max_model_len: tokens of the longest sequence that vLLM is to serve; 0: not known.
     """
 
+    config: HybridConfig
     table: ModelTable
-    trainer: PlannedTrainer
+    train: TrainParallelism | ShardedParallelism
     infer: InferenceParallelism
     cluster: Cluster
-    train_dtype: str
-    dtype: str
-    bucket_nbytes: int
     source: SideLayout
     destination: SideLayout
     bytes: ByteSummary
     sequential: ByteSummary
     memory: MemoryPeaks
-    peers: Sequence[PeerBytes]
-    max_model_len: int = 0
+    phases: Mapping[str, Phase]
+    on_host: np.ndarray
+    max_model_len: int
 
     @property
     def world_size(self) -> int:
@@ -125,26 +130,42 @@ class JobPlan:
         hosts = self.cluster.hosts(self.world_size)
         return np.bincount(hosts, weights=self.bytes.network).astype(np.int64)
 
+    @cached_property
+    def gathered(self) -> np.ndarray:
+        """Bytes that each rank would receive if every parameter were gathered whole on all of them."""
+        return self.source.holdings.model_nbytes - self.source.holdings.nbytes_by_rank()
+
+    @cached_property
+    def peak(self) -> np.ndarray:
+        """Most bytes on each device in any phase."""
+        return np.max([phase.total for phase in self.phases.values()], axis=0)
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase in which a device has most."""
+        return max(self.phases.values(), key=lambda phase: int(phase.total.max())).name
+
     @property
     def fits_device(self) -> bool:
         """Whether every rank's peak is within its device."""
-        return bool(self.memory.device.max() <= self.cluster.device_gib * GIB)
+        return bool(self.peak.max() <= self.cluster.device_gib * GIB)
 
     @property
     def cache(self) -> CacheRoom:
         """Room for the KV cache in vLLM's share of a device."""
         return CacheRoom(
             self.cluster.device_gib * GIB,
-            self.cluster.gpu_memory_utilization,
+            self.config.generate_config.gpu_memory_utilization,
             int(self.memory.inference.max()),
-            token_nbytes(self.table.dims, self.infer, self.dtype),
+            token_nbytes(self.table.dims, self.infer, self.config.wire_dtype),
             self.max_model_len,
+            None if (given := self.config.generate_config.kv_cache_mb) is None else given * _MIB,
         )
 
     @cached_property
     def host_nbytes(self) -> np.ndarray:
         """Host memory that is taken while vLLM generates, by host."""
-        return np.bincount(self.cluster.hosts(self.world_size), weights=self.memory.host).astype(np.int64)
+        return np.bincount(self.cluster.hosts(self.world_size), weights=self.on_host).astype(np.int64)
 
     @property
     def fits_host(self) -> bool | None:
@@ -157,68 +178,88 @@ class JobPlan:
         """Every transfer of one rank."""
         hosts, relaying = self.cluster.hosts(self.world_size), self.cluster.relaying_hosts(self.world_size)
         unserved = [name for name in self.table.shapes if not self.table.is_served(name)]
-        return plan_sides(
-            self.source, self.destination, hosts, self.bucket_nbytes, unserved, rank, relaying_hosts=relaying
-        )
+        bucket = self.memory.bucket
+        return plan_sides(self.source, self.destination, hosts, bucket, unserved, rank, relaying_hosts=relaying)
 
 
 def plan_job(
-    table: ModelTable,
-    trainer: PlannedTrainer,
-    infer: InferenceParallelism,
-    cluster: Cluster,
-    *,
-    order: str = "auto",
-    dtype: str = "bfloat16",
-    train_dtype: str | None = None,
-    bucket_nbytes: int = DEFAULT_BUCKET_NBYTES,
-    release_weights: bool = True,
-    max_model_len: int = 0,
+    config: HybridConfig,
+    world_size: int,
+    cluster: Cluster | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> JobPlan:
     """Lay out both sides, choose the order of ranks, count bytes.
 
     Args:
-        infer: sizes in sequential order.
-        order: "auto" or "sequential", see `planning.rank_order`.
-        dtype: of the weights in inference; `train_dtype`: in training, default: the same.
-        release_weights: inference weights give up their memory while training.
-        max_model_len: tokens of the longest sequence; 0: not known.
+        config: checked for `world_size` ranks (`load_config`).
+        cluster: what they run on; default: hosts of 8 H200.
         progress: is told what is being done.
 
-    Raises ConfigError with every violation, DependencyError for "auto" without scipy.
+    Raises ConfigError where FSDP2 trains and transformers does not build the model; DependencyError for the order
+    "auto" without scipy.
     """
-    train_dtype = train_dtype or dtype
+    cluster, generate, dtype = cluster or Cluster(), config.generate_config, config.wire_dtype
+    table, hf_config = read_model(config.model)
     progress("laying out both sides")
-    source = trainer.side(table, train_dtype)
+    source, state = _training(config, world_size, table)
+    infer = generate.sizes(world_size)
     positions = inference_side(table, infer, dtype)
-    hosts, relaying = cluster.hosts(infer.world_size), cluster.relaying_hosts(infer.world_size)
+    hosts, relaying = cluster.hosts(world_size), cluster.relaying_hosts(world_size)
     progress("counting bytes")
     sequential = summarize(source.holdings, positions.holdings, hosts, relaying)
     progress("choosing the order of ranks")
-    chosen = rank_order(order, source.holdings, positions.holdings, hosts, infer.tensor)
+    chosen = rank_order(generate.infer_rank_order, source.holdings, positions.holdings, hosts, infer.tensor)
     destination, moved = positions, sequential
-    if chosen != tuple(range(infer.world_size)):
+    if chosen != tuple(range(world_size)):
         progress("counting bytes in that order")
         infer = replace(infer, rank_order=chosen)
         destination = inference_side(table, infer, dtype)
         moved = summarize(source.holdings, destination.holdings, hosts, relaying)
-    inference_nbytes, state = destination.num_elements * DTYPE_NBYTES[dtype], trainer.memory(source, train_dtype)
     if not cluster.has_elastic_buffers:
         state = state.leaving_whole()
+    inference, bucket = destination.num_elements * DTYPE_NBYTES[dtype], generate.bucket_mb * _MIB
+    critic, stays = critic_memory(config, world_size), what_stays(config)
+    phases = plan_memory(state, inference, bucket, critic, stays=stays).phases
     return JobPlan(
+        config=config,
         table=table,
-        trainer=trainer,
+        train=config.train_sizes(world_size),
         infer=infer,
         cluster=cluster,
-        train_dtype=train_dtype,
-        dtype=dtype,
-        bucket_nbytes=bucket_nbytes,
         source=source,
         destination=destination,
         bytes=moved,
         sequential=sequential,
-        memory=MemoryPeaks(state, inference_nbytes, bucket_nbytes, keeps_inference=not release_weights),
-        peers=trainer.peers(source.holdings, destination.holdings, infer),
-        max_model_len=max_model_len,
+        memory=MemoryPeaks(state, inference, bucket, keeps_inference=not generate.release_weights),
+        phases={name: phase for name, phase in phases.items() if name != "reference"},  # a job need not have one
+        on_host=_on_host(state, critic, stays),
+        max_model_len=generate.max_model_len or _longest(hf_config),
     )
+
+
+def _training(config: HybridConfig, world_size: int, table: ModelTable) -> tuple[SideLayout, TrainingMemory]:
+    """What every rank holds in training, and its memory."""
+    actor, sizes = config.actor_config, config.train_sizes(world_size)
+    if isinstance(sizes, TrainParallelism):
+        source = training_side(table, sizes, actor.params_dtype)
+        return source, megatron_state(actor, source, sizes)
+    try:
+        from hybrid_engine.backends.fsdp.unbuilt_model import packed_model_of
+    except ImportError as error:
+        problem = f"how FSDP2 splits a model is asked of transformers and torch: {error}"
+        raise ConfigError([Violation("actor_config.fsdp", problem, "Install both")]) from error
+    model = packed_model_of(config.model, table)
+    source = sharded_side(table, model, sizes, actor.params_dtype)
+    return source, sharded_memory(source, model, sizes, actor.params_dtype)
+
+
+def _on_host(state: TrainingMemory, critic: TrainingMemory | None, stays: Stays) -> np.ndarray:
+    kept = {"param": state.params, "optimizer": state.optimizer, "grad": state.copied - state.params - state.optimizer}
+    copied = state.copied - sum((kept[kind] for kind in stays.kinds), np.zeros_like(state.copied))
+    return copied if critic is None or stays.critic else copied + critic.copied
+
+
+def _longest(hf_config: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence by a model's config, as vLLM takes it; 0: it does not say."""
+    found = hf_config.get("max_position_embeddings", hf_config.get("n_positions"))
+    return found if isinstance(found, int) else 0

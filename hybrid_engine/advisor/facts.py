@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
 import numpy as np
 
-from hybrid_engine.advisor.cluster_plan import GIB, JobPlan
+from hybrid_engine.advisor.cluster_plan import JobPlan
 from hybrid_engine.advisor.job_verdict import JobVerdict
 from hybrid_engine.advisor.later_switches import LaterSwitches
 from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
+from hybrid_engine.layouts.memory_plan import GIB
 from hybrid_engine.layouts.parallelism import Parallelism, ShardedParallelism
 from hybrid_engine.planning.plan import ByteCount, Link, ReshardPlan
 from hybrid_engine.planning.relays import staging_nbytes
 from hybrid_engine.planning.summary import ByteSummary
+
+GATHER = "gather of all weights, as verl and TRL"
+"""What other systems do: every rank receives every tensor but what it holds of it (docs/comparison.md)."""
 
 
 class MinMeanMax(TypedDict):
@@ -52,13 +56,17 @@ class PlanningCost(TypedDict):
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of `plan`; `rank`, `prefetch` and `later` where they were asked for."""
+    """The answer of `plan`; `rank`, `prefetch` and `later` where they were asked for.
+
+    `remarks`: what of the configuration the numbers leave out, and why a job would refuse it.
+    """
 
     job: JobPlan
     planning: PlanningCost
     rank: RankFacts | None = None
     prefetch: PrefetchEstimate | None = None
     later: LaterSwitches | None = None
+    remarks: Sequence[str] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The content of `plan --json`."""
@@ -66,7 +74,15 @@ class Answer:
         ahead = {} if self.prefetch is None else {"prefetch": prefetch_facts(self.prefetch)}
         later = {} if self.later is None else {"later_switches": facts_of_later(self.later)}
         verdict = JobVerdict(self.job).as_dict()
-        return {"verdict": verdict, **facts_of(self.job), "planning": self.planning, **of_rank, **ahead, **later}
+        return {
+            "verdict": verdict,
+            **facts_of(self.job),
+            "planning": self.planning,
+            **of_rank,
+            **ahead,
+            **later,
+            "remarks": [*self.remarks],
+        }
 
 
 def range_of(values: np.ndarray) -> MinMeanMax:
@@ -111,13 +127,13 @@ def device_memory(plan: JobPlan) -> Ranges:
         inference=memory.inference,
         switch=memory.switch,
         interleaved_switch=memory.interleaved_switch,
-        peak=memory.device,
+        peak=plan.peak,
     )
 
 
 def host_memory(plan: JobPlan) -> Ranges:
     """Of offloaded state."""
-    return _ranges(per_rank=plan.memory.host, per_host=plan.host_nbytes)
+    return _ranges(per_rank=plan.on_host, per_host=plan.host_nbytes)
 
 
 def assumptions(plan: JobPlan) -> str:
@@ -135,24 +151,27 @@ def facts_of(plan: JobPlan) -> dict[str, Any]:
     """Everything about a job, in bytes and seconds, as JSON has it."""
     table, cluster = plan.table, plan.cluster
     host_nbytes = None if cluster.host_gib is None else cluster.host_gib * GIB
-    train_dtype = {} if plan.train_dtype == plan.dtype else {"train_dtype": plan.train_dtype}
+    dtype, params_dtype = plan.config.wire_dtype, plan.config.actor_config.params_dtype
+    train_dtype = {} if params_dtype == dtype else {"train_dtype": params_dtype}
     return {
         "model": {
             "layers": table.dims.num_layers,
             "experts": table.dims.num_experts,
             "tensors": len(table.shapes),
             "served_bytes": plan.model_nbytes,
-            "dtype": plan.dtype,
+            "dtype": dtype,
             **train_dtype,
         },
         "world_size": plan.world_size,
         "ranks_per_host": cluster.ranks_per_host,
-        "train": _sizes(plan.trainer.sizes),
+        "train": _sizes(plan.train),
         "infer": _sizes(plan.infer),
         "bytes": moved_bytes(plan.bytes),
         "across_hosts": bytes_across_hosts(plan),
         "sequential": moved_bytes(plan.sequential),
-        "peers": [asdict(peer) for peer in plan.peers],
+        "peers": [
+            {"system": GATHER, "formula": "M - held", "nbytes": float(plan.gathered.mean()), "reason": ""},
+        ],
         "memory": {
             "device": {**device_memory(plan), "size": cluster.device_gib * GIB, "fits": plan.fits_device},
             "host": {**host_memory(plan), "size": host_nbytes, "fits": plan.fits_host},

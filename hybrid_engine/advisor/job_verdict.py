@@ -10,6 +10,8 @@ from hybrid_engine.layouts.memory_plan import GIB, gib
 
 LEFT_OUT = ("activations", "KV cache", "CUDA context", "workspaces of libraries")
 """What takes device memory beside what is counted."""
+_PHASES = {"train": "training"}
+"""Their names in `plan --json`, where they differ."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,7 @@ class JobVerdict:
     @property
     def room(self) -> float:
         """Bytes of the device beside the peak; negative: so much is missing."""
-        return self.job.cluster.device_gib * GIB - float(self.job.memory.device.max())
-
-    @property
-    def peak_is_of_training(self) -> bool:
-        """The peak is that of training state, not that of a switch."""
-        memory = self.job.memory
-        return bool(memory.device.max() > memory.interleaved_switch.max())
+        return self.job.cluster.device_gib * GIB - float(self.job.peak.max())
 
     def sentences(self) -> dict[str, str]:
         """Heading -> what is to be said under it."""
@@ -63,13 +59,14 @@ class JobVerdict:
             "cache_tokens": self.job.cache.num_tokens,
             "gpu_memory_utilization": self.job.cache.utilization,
             "least_gpu_memory_utilization": self.job.cache.needed,
-            "peak_during": "training" if self.peak_is_of_training else "switch",
+            "peak_during": _PHASES.get(self.job.peak_phase, self.job.peak_phase),
             "left_out": list(LEFT_OUT),
         }
 
     def _of_device(self) -> str:
-        peak, size = gib(self.job.memory.device.max()), f"{self.job.cluster.device_gib:g} GiB"
-        when = "while training" if self.peak_is_of_training else "at the switch"
+        peak, size = gib(self.job.peak.max()), f"{self.job.cluster.device_gib:g} GiB"
+        phase = self.job.peak_phase
+        when = {"train": "while training", "switch": "at the switch"}.get(phase, f"in the phase {phase}")
         if self.room < 0:
             return f"the peak of {peak} on a device, {when}, is {gib(-self.room)} more than its {size}"
         return f"the peak of {peak} on a device, {when}, leaves {gib(self.room)} of its {size}"
@@ -82,6 +79,8 @@ class JobVerdict:
     def _of_cache(self) -> str:
         cache = self.job.cache
         share = f"vLLM's {gib(cache.share)} (gpu_memory_utilization {cache.utilization:g})"
+        if cache.given is not None:
+            share = f"vLLM's weights and kv_cache_mb, {gib(cache.weights + cache.given)},"
         if cache.room <= 0:
             found = f"{share} are less than its weights of {gib(cache.weights)}"
         else:
@@ -91,15 +90,18 @@ class JobVerdict:
                 found += f", {cache.num_sequences:.3g} sequences of {cache.longest:,}"
         if cache.fits:
             return found
+        if cache.given is not None:
+            return f"{found}; set kv_cache_mb for one sequence of max_model_len, within the device"
         if cache.needed > 1:
-            return f"{found}. No share of the device is enough: use a larger --infer tp or pp, or a lower max_model_len"
+            larger = "a larger infer_tensor_parallel_size or infer_pipeline_parallel_size"
+            return f"{found}. No share of the device is enough: use {larger}, or a lower max_model_len"
         return f"{found}; it starts from {cache.needed:g}, or with a lower max_model_len"
 
     def _left_out(self) -> str:
         return f"the peak does not count {', '.join(LEFT_OUT[:-1])} and {LEFT_OUT[-1]}."
 
     def _moved(self) -> str:
-        moved, gathered = self.job.bytes, self.job.peers[0].nbytes
+        moved, gathered = self.job.bytes, float(self.job.gathered.mean())
         received, least = float(moved.received.mean()), float(moved.lower_bound.mean())
         if received > least:
             text = f"{gib(received)} to a rank on average, {gib(received - least)} more than the least possible"

@@ -46,7 +46,7 @@ def later_switches(job: JobPlan, patterns: Sequence[str]) -> LaterSwitches:
         remedy = "Use names of the checkpoint, as in model.safetensors.index.json"
         raise ConfigError([Violation("--frozen", f"no tensor matches {pattern}", remedy) for pattern in unknown])
     frozen = {name for pattern in patterns for name in fnmatch.filter(source.owners, pattern)}
-    apart = tensors_apart(job.source, job.destination, frozen, job.bucket_nbytes)
+    apart = tensors_apart(job.source, job.destination, frozen, job.memory.bucket)
     hosts, relaying = job.cluster.hosts(job.world_size), job.cluster.relaying_hosts(job.world_size)
     sent = summarize(_without(source, apart), _without(destination, apart), hosts, relaying)
     return LaterSwitches(_nbytes_by_rank(job.destination, apart), sent)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybrid_engine.advisor.cluster_plan import GIB, JobPlan
+from hybrid_engine.advisor.cluster_plan import JobPlan
 from hybrid_engine.advisor.facts import (
+    GATHER,
     Answer,
     MinMeanMax,
     Ranges,
@@ -21,6 +22,7 @@ from hybrid_engine.advisor.facts import (
 )
 from hybrid_engine.advisor.later_switches import LaterSwitches
 from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
+from hybrid_engine.layouts.memory_plan import GIB
 
 UNITS = "GiB are 2^30 bytes, MiB 2^20; min, mean and max are over ranks, or over hosts where a row says so."
 
@@ -112,7 +114,8 @@ def _moved(job: JobPlan) -> Section:
         *_rows(moved_bytes(job.bytes), _MOVED),
         Row("received by a host from other hosts", across["received"]),
         Row("least that a host must receive", across["least"]),
-        Row("received, with --order sequential", range_of(job.sequential.received)),
+        Row("received, with infer_rank_order: sequential", range_of(job.sequential.received)),
+        Row(f"received by a {GATHER}", range_of(job.gathered)),
     )
     return Section(
         f"What a switch moves, {unit.name} by rank: {how_many(job.world_size, 'rank')} on {how_many(hosts, 'host')}",
@@ -126,7 +129,7 @@ def _memory(job: JobPlan) -> Section:
     labels = {
         "params": "parameters",
         "inelastic": "leaving only at the end of a switch",
-        "grads": f"gradients, {job.trainer.grad_dtype or job.train_dtype}",
+        "grads": "gradients",
         "optimizer": "optimizer state",
         "training": "training state: these three",
         "inference": "vLLM's weights",
@@ -142,10 +145,8 @@ def _memory(job: JobPlan) -> Section:
     )
     note = (
         "A switch bucket by bucket takes the larger of parameters and vLLM's weights, and two buckets. The peak is the "
-        "larger of training state and that."
+        f"most of any phase ({', '.join(job.phases)}), with what the configuration leaves on the device."
     )
-    if job.memory.keeps_inference:
-        note = "vLLM's weights stay while training, so the peak has them beside training state."
     unit = Unit.of(job)
     return Section(f"Memory, {unit.name} by rank", unit, rows, note)
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
 import typer
-from typer.models import OptionInfo
+from typer.models import ArgumentInfo, OptionInfo
 
-from hybrid_engine.advisor.sizes_text import whole_number
-from hybrid_engine.errors import ConfigError, DependencyError, Violation
-from hybrid_engine.files.hub import find_model
+from hybrid_engine.config import HybridConfig, load_config
+from hybrid_engine.errors import ConfigError, DependencyError, Violation, shortened
+from hybrid_engine.files.documents import apply_overrides, read_yaml
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-
-class Order(StrEnum):
-    """Which rank takes which inference position."""
-
-    AUTO = "auto"
-    SEQUENTIAL = "sequential"
+MOST_RANKS = 2**17
+"""Beyond these a plan would take minutes, and more memory than it tells of."""
+_OVERRIDE = re.compile(r"[\w.]+=")
 
 
 def integer_option(meaning: str) -> OptionInfo:
@@ -31,36 +28,44 @@ def integer_option(meaning: str) -> OptionInfo:
     return option
 
 
-def model_option() -> OptionInfo:
-    """Return the option that names the model."""
-    option: OptionInfo = typer.Option(
-        help="Hugging Face model: an id (org/name), a directory with a config.json, or that file. Needs no weights."
+def config_argument() -> ArgumentInfo:
+    """Return the argument that names the configuration, and its overrides."""
+    argument: ArgumentInfo = typer.Argument(
+        metavar="[CONFIG.yaml] [KEY=VALUE]...",
+        help="The job's configuration, and keys that are set as if they stood in it, for example "
+        "actor_config.tensor_model_parallel_size=4. Without a file keys alone, of which `model` is needed: a Hugging "
+        "Face id (org/name) or a directory with a config.json. Needs no weights.",
+        show_default=False,
     )
-    return option
+    return argument
 
 
-def model_directory(model: str, key: str = "--model") -> Path:
-    """Return the directory of a model's config.json. Raises ConfigError under `key`."""
+def read_config(words: Sequence[str], ranks: int) -> HybridConfig:
+    """Return the configuration that the words of `config_argument` make, checked. Raises ConfigError."""
+    files = [word for word in words if not _OVERRIDE.match(word)]
+    found = [Violation("CONFIG", f"more than one file: {shortened(each)}", "Name one") for each in files[1:]]
+    if not 1 <= ranks <= MOST_RANKS:
+        found.append(Violation("--ranks", f"{ranks} ranks", f"Use 1 to {MOST_RANKS}"))
+    values = (files and collect(found, read_yaml, files[0], "CONFIG")) or {}
+    found += apply_overrides(values, [word for word in words if _OVERRIDE.match(word)])
+    if found:
+        raise ConfigError(found)
+    directory = Path(files[0]).absolute().parent if files else None
     try:
-        return find_model(model, key=key)
-    except DependencyError as error:
-        raise ConfigError([Violation(key, str(error), "Or name a directory")]) from error
+        return load_config(values, ranks, weights_only=True, own_weights=True, directory=directory)
+    except DependencyError as error:  # a model on the Hub, without huggingface_hub
+        raise ConfigError([Violation("model", str(error), "Or name a directory")]) from error
 
 
-def name_of_model(model: str) -> str:
-    """Return what to call it in a heading."""
-    path = Path(model)
-    if not path.exists():
-        return model
-    # not resolved: a file of the Hub's cache is a link to one that is named after its content
-    return path.absolute().parent.name if path.is_file() else path.resolve().name
+def heading(words: Sequence[str], ranks: int) -> str:
+    """Return what to call the job: `job.yaml actor_config.seed=1 on 8 ranks`."""
+    return f"{' '.join(words)} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
 
 
 def _parse_integer(text: str) -> int:
-    try:
-        return whole_number(str(text))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    if not re.fullmatch("[0-9]{1,30}", str(text)):
+        raise typer.BadParameter(f"{shortened(text)} is not a whole number")
+    return int(text)
 
 
 def collect(

@@ -4,57 +4,36 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
 
-from hybrid_engine.advisor.cluster_plan import DEVICE_GIB, GIB, LINK_GBPS, Cluster, JobPlan, plan_job
+from hybrid_engine.advisor.cluster_plan import DEVICE_GIB, LINK_GBPS, Cluster, plan_job
 from hybrid_engine.advisor.facts import Answer, PlanningCost, facts_of_rank
 from hybrid_engine.advisor.job_verdict import JobVerdict
 from hybrid_engine.advisor.later_switches import later_switches
 from hybrid_engine.advisor.page import page_of
 from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
-from hybrid_engine.advisor.sizes_text import is_sharded, parse_job
-from hybrid_engine.advisor.trainers import Fsdp, Megatron, PlannedTrainer
-from hybrid_engine.cli.options import (
-    Order,
-    collect,
-    integer_option,
-    model_directory,
-    model_option,
-    name_of_model,
-    refuse,
-)
+from hybrid_engine.cli.options import collect, config_argument, heading, integer_option, read_config, refuse
 from hybrid_engine.cli.output import progress, unwritable, writing
 from hybrid_engine.cli.plan_tables import print_answer
+from hybrid_engine.config import HybridConfig, find_violations
 from hybrid_engine.errors import ConfigError, DependencyError, Violation, shortened
 from hybrid_engine.files.durable import write_text
-from hybrid_engine.layouts.parallelism import LARGEST_SIZE, ShardedParallelism, TrainParallelism
-from hybrid_engine.models.families import read_model
-from hybrid_engine.models.table import ModelTable
+from hybrid_engine.layouts.memory_plan import GIB
+from hybrid_engine.layouts.parallelism import LARGEST_SIZE
 from hybrid_engine.planning.plan import Link
-from hybrid_engine.records.layout import DTYPE_NBYTES
 
 _DEVICES = Path("/dev")
 _RATES = ",".join(f"{link.value}={rate:g}" for link, rate in LINK_GBPS.items())
 
 
 def plan(
-    model: Annotated[str, model_option()],
-    train: Annotated[
-        str,
-        typer.Option(
-            help="Training sizes: tp,pp,vpp,cp,dp,ep,etp; first,last,embedding,loss,layout for uneven stages; "
-            "noop=3:7; vocab. For example tp=8,pp=2,dp=4. etp is tp unless given; dp is what the other side makes, or "
-            "1. Or FSDP2's: fsdp,replicas. For example fsdp=8,replicas=2."
-        ),
-    ],
-    infer: Annotated[str, typer.Option(help="Inference sizes: tp,pp,dp,ep. For example tp=4,dp=16.")],
-    order: Annotated[Order, typer.Option(help="auto gives each rank what it already holds most of.")] = Order.AUTO,
+    words: Annotated[list[str], config_argument()],
+    ranks: Annotated[int, integer_option("Number of ranks: one for each device.")],
     hosts_of: Annotated[int, integer_option("Ranks of one host.")] = 8,
     device: Annotated[str | None, typer.Option(help=f"Memory by name: {', '.join(DEVICE_GIB)}.")] = None,
     device_gib: Annotated[
@@ -64,14 +43,6 @@ def plan(
     link_gbps: Annotated[
         str, typer.Option(help="10^9 bytes per second of one rank, each direction: self, host, network.")
     ] = _RATES,
-    dtype: Annotated[str | None, typer.Option(help="Of the weights; default: the config's, else bfloat16.")] = None,
-    train_dtype: Annotated[
-        str | None, typer.Option(help="Of the weights in training; default: float32 with fsdp, else as --dtype.")
-    ] = None,
-    bucket_mb: Annotated[int, integer_option("Destination MiB per rank that move between two commits.")] = 256,
-    release_weights: Annotated[
-        bool, typer.Option(help="Inference weights leave the device while it trains, as the key of this name says.")
-    ] = True,
     elastic: Annotated[
         bool | None,
         typer.Option(
@@ -82,12 +53,6 @@ def plan(
     prefetch_gbps: Annotated[
         float | None,
         typer.Option(help="Also estimate prefetch: 10^9 bytes per second from host to device, of one rank."),
-    ] = None,
-    gpu_memory_utilization: Annotated[
-        float, typer.Option(help="vLLM's share of a device, for weights and KV cache, as the key of this name.")
-    ] = Cluster().gpu_memory_utilization,
-    max_model_len: Annotated[
-        int | None, integer_option("Tokens of the longest sequence; default: the config's.")
     ] = None,
     rank: Annotated[int | None, integer_option("Also plan every transfer of this rank.")] = None,
     frozen: Annotated[
@@ -104,43 +69,21 @@ def plan(
 
     The verdict comes first, then the numbers. Exits with 3 if the job does not fit.
     """
-    found: list[Violation] = list(_option_violations(hosts_of, device_gib, host_gib, bucket_mb, max_model_len, html))
-    found += _prefetch_violations(prefetch_gbps, gpu_memory_utilization)
-    for key, text in (("--train", train), ("--infer", infer)):
-        if not text.strip(" ,"):
-            found.append(Violation(key, "names no size", "For one rank pass tp=1"))
+    found: list[Violation] = list(_option_violations(hosts_of, device_gib, host_gib, prefetch_gbps, html))
     size = collect(found, _size_of_device, device, device_gib)
     rates = collect(found, _parse_rates, link_gbps)
-    directory = collect(found, model_directory, model)
-    table, config = (directory and collect(found, read_model, directory, "--model")) or (None, {})
-    sizes = collect(found, parse_job, train, infer, table)
-    if sizes is not None and rank is not None and not 0 <= rank < sizes[0].world_size:
-        found.append(Violation("--rank", f"{rank} of {sizes[0].world_size} ranks, counted from 0", "Name one of them"))
-    dtypes = collect(found, _dtypes, dtype, train_dtype, config, is_sharded=is_sharded(train))
-    if found or not (directory and table and sizes and rates and dtypes and size):
+    config = collect(found, read_config, words, ranks)
+    if rank is not None and not 0 <= rank < ranks:
+        found.append(Violation("--rank", f"{rank} of {ranks} ranks, counted from 0", "Name one of them"))
+    if found or config is None or rates is None or size is None:
         refuse(found)
-    training, inference = sizes
-    trainer = collect(found, _trainer, training, directory, table)
-    if trainer is None:
-        refuse(found)
-    has_elastic_buffers = _has_elastic_buffers() if elastic is None else elastic
-    cluster = Cluster(hosts_of, size, host_gib, rates, has_elastic_buffers, gpu_memory_utilization)
-    make = partial(
-        plan_job,
-        *(table, trainer, inference, cluster),
-        order=order.value,
-        dtype=dtypes.infer,
-        train_dtype=dtypes.train,
-        bucket_nbytes=bucket_mb * 1024**2,
-        release_weights=release_weights,
-        max_model_len=_longest(config) if max_model_len is None else max_model_len,
-    )
+    cluster = Cluster(hosts_of, size, host_gib, rates, _has_elastic_buffers() if elastic is None else elastic)
     page = None
     with progress() as doing:
-        answer = _answer(make, _Beside(rank, frozen, prefetch_gbps), doing)
+        answer = _answer(config, ranks, cluster, _Beside(rank, frozen, prefetch_gbps), doing)
         if html is not None:
             doing("drawing the page")
-            page = page_of(answer, f"{name_of_model(model)}: training {train}, generation {infer}")
+            page = page_of(answer, heading(words, ranks))
     with writing():
         if html is not None and page is not None:
             write_text(html, page)
@@ -159,30 +102,38 @@ class _Beside(NamedTuple):
     prefetch_gbps: float | None
 
 
-def _answer(make: Callable[..., JobPlan], beside: _Beside, doing: Callable[[str], None]) -> Answer:
+def _answer(
+    config: HybridConfig, ranks: int, cluster: Cluster, beside: _Beside, doing: Callable[[str], None]
+) -> Answer:
     """Plan the job, and what is asked for beside it. Ends the command where that cannot be."""
     started = time.perf_counter()
+    later = of_rank = ahead = None
     try:
-        job = make(progress=doing)
+        job = plan_job(config, ranks, cluster, doing)
+        if beside.frozen is not None:
+            later = later_switches(job, beside.frozen.replace(" ", "").split(","))
     except DependencyError as error:
-        refuse([Violation("--order", str(error), "Install it or use --order sequential")])
-    found: list[Violation] = []
-    later = None
-    if beside.frozen is not None:
-        later = collect(found, later_switches, job, beside.frozen.replace(" ", "").split(","))
-    if found:
-        refuse(found)
+        refuse([Violation("generate_config.infer_rank_order", str(error), "Install it or set it to sequential")])
+    except ConfigError as error:
+        refuse(error.findings)
     cost = PlanningCost(seconds=time.perf_counter() - started, peak_memory=_peak_memory())
-    of_rank = ahead = None
     if beside.rank is not None:
         doing(f"every transfer of rank {beside.rank}")
         started = time.perf_counter()
         own_plan = job.plan_of(beside.rank)
         of_rank = facts_of_rank(own_plan, beside.rank, time.perf_counter() - started)
     if beside.prefetch_gbps is not None:
-        share = job.cluster.gpu_memory_utilization
-        ahead = PrefetchEstimate(job.memory, job.cluster.device_gib * GIB, share, beside.prefetch_gbps * 1e9)
-    return Answer(job, cost, of_rank, ahead, later)
+        share = config.generate_config.gpu_memory_utilization
+        ahead = PrefetchEstimate(job.memory, cluster.device_gib * GIB, share, beside.prefetch_gbps * 1e9)
+    return Answer(job, cost, of_rank, ahead, later, list(_remarks(config, ranks)))
+
+
+def _remarks(config: HybridConfig, ranks: int) -> Iterator[str]:
+    """Yield why a job that is planned could not train, and what the numbers leave out of it."""
+    for violation in find_violations(config, ranks):
+        yield f"Training with this project's own loop is refused: {violation}"
+    if config.actor_config.lora is not None or config.actor_config.frozen_parameters:
+        yield "Memory is counted as if every weight was trained: adapters and frozen weights take less."
 
 
 def _size_of_device(name: str | None, gib: float | None) -> float:
@@ -204,65 +155,19 @@ def _has_elastic_buffers() -> bool:
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
-def _trainer(sizes: TrainParallelism | ShardedParallelism, directory: Path, table: ModelTable) -> PlannedTrainer:
-    """Return who trains. Raises ConfigError where that is FSDP2 and transformers does not know the model."""
-    if isinstance(sizes, TrainParallelism):
-        return Megatron(sizes)
-    try:
-        from hybrid_engine.backends.fsdp.unbuilt_model import packed_model_of
-    except ImportError as error:
-        problem = f"how FSDP2 splits a model is asked of transformers and torch: {error}"
-        raise ConfigError([Violation("--train fsdp", problem, "Install both")]) from error
-    return Fsdp(sizes, packed_model_of(directory, table, "--model"))
-
-
-class _Dtypes(NamedTuple):
-    """Of the weights on both sides."""
-
-    train: str
-    infer: str
-
-
-def _dtypes(infer: str | None, train: str | None, config: Mapping[str, Any], *, is_sharded: bool) -> _Dtypes:
-    """Return those that are given, and for the others the defaults. Raises ConfigError."""
-    found = [
-        Violation(key, f"unknown dtype {shortened(dtype)}", f"Use one of {', '.join(DTYPE_NBYTES)}")
-        for key, dtype in (("--dtype", infer), ("--train-dtype", train))
-        if dtype is not None and dtype not in DTYPE_NBYTES
-    ]
-    if found:
-        raise ConfigError(found)
-    infer = infer or _dtype_of(config)
-    # torch's optimizers step on the parameters themselves, Megatron's keep a float32 copy
-    train = train or ("float32" if is_sharded and DTYPE_NBYTES[infer] < DTYPE_NBYTES["float32"] else infer)
-    if train != infer and DTYPE_NBYTES[train] <= DTYPE_NBYTES[infer]:
-        problem = f"{train}, but inference has {infer}: weights are cast to fewer bits or not at all"
-        raise ConfigError([Violation("--train-dtype", problem, "Use a wider dtype, or the same")])
-    return _Dtypes(train, infer)
-
-
 def _option_violations(
-    hosts_of: int,
-    device_gib: float | None,
-    host_gib: float | None,
-    bucket_mb: int,
-    max_model_len: int | None,
-    html: Path | None,
+    hosts_of: int, device_gib: float | None, host_gib: float | None, prefetch_gbps: float | None, html: Path | None
 ) -> Iterator[Violation]:
-    numbers = {"--hosts-of": hosts_of, "--bucket-mb": bucket_mb, "--device-gib": device_gib, "--host-gib": host_gib}
-    numbers["--max-model-len"] = max_model_len
+    numbers = {"--hosts-of": hosts_of, "--device-gib": device_gib, "--host-gib": host_gib}
     for key, value in numbers.items():
         if value is not None and not 0 < value <= LARGEST_SIZE:
             yield Violation(key, f"{value:g} is not a valid size", f"Use a number above 0, at most {LARGEST_SIZE}")
+    if prefetch_gbps is not None and not 0 < prefetch_gbps <= 1e9:
+        yield Violation(
+            "--prefetch-gbps", f"{prefetch_gbps:g} is not a valid rate", "Use a number above 0, at most 1e9"
+        )
     if html is not None and (problem := unwritable(html)):
         yield Violation("--html", problem, "Name a file in a directory that lets this user write")
-
-
-def _prefetch_violations(gbps: float | None, utilization: float) -> Iterator[Violation]:
-    if gbps is not None and not 0 < gbps <= 1e9:
-        yield Violation("--prefetch-gbps", f"{gbps:g} is not a valid rate", "Use a number above 0, at most 1e9")
-    if not 0 < utilization <= 1:
-        yield Violation("--gpu-memory-utilization", f"{utilization:g} is no share", "Use a number above 0, at most 1")
 
 
 def _parse_rates(text: str) -> dict[Link, float]:
@@ -282,18 +187,6 @@ def _parse_rates(text: str) -> dict[Link, float]:
     if found:
         raise ConfigError(found)
     return rates
-
-
-def _dtype_of(config: Mapping[str, Any]) -> str:
-    """Return the weights' dtype in a config written by transformers 4 (torch_dtype) or 5 (dtype)."""
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    return dtype if dtype in DTYPE_NBYTES else "bfloat16"
-
-
-def _longest(config: Mapping[str, Any]) -> int:
-    """Return the tokens of the longest sequence by a model's config, as vLLM takes it; 0: it does not say."""
-    found = config.get("max_position_embeddings", config.get("n_positions"))
-    return found if isinstance(found, int) else 0
 
 
 def _peak_memory() -> int:

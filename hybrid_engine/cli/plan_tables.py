@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.table import Table
 from rich.text import Text
 
-from hybrid_engine.advisor.cluster_plan import GIB, JobPlan
 from hybrid_engine.advisor.facts import Answer, RankFacts, assumptions, prefetch_facts
 from hybrid_engine.advisor.job_verdict import JobVerdict
-from hybrid_engine.advisor.other_systems import SYMBOLS
 from hybrid_engine.advisor.prefetch_estimate import PrefetchEstimate
 from hybrid_engine.advisor.sections import UNITS, Section, Unit, sections_of
 from hybrid_engine.cli.output import Console, new_table
 from hybrid_engine.layouts.memory_peaks import NOT_COUNTED
+from hybrid_engine.layouts.memory_plan import GIB
 from hybrid_engine.planning.plan import Link
 
 
 def print_answer(answer: Answer) -> None:
     """Print the answer to stdout."""
     console, job = Console(highlight=False), answer.job
-    _print_verdict(console, JobVerdict(job))
-    moved, memory, *others = sections_of(answer)
-    _print_section(console, moved)
-    console.print(_peers_table(job))
-    console.print(SYMBOLS, markup=False)
-    for section in (memory, *others):
+    _print_verdict(console, JobVerdict(job), answer.remarks)
+    for section in sections_of(answer):
         _print_section(console, section)
     console.print(assumptions(job), markup=False)
     console.print(NOT_COUNTED, markup=False)
@@ -39,10 +36,12 @@ def print_answer(answer: Answer) -> None:
     console.print(f"Planned in {cost['seconds']:.2f} s, peak memory {cost['peak_memory'] / GIB:.2f} GiB.")
 
 
-def _print_verdict(console: Console, verdict: JobVerdict) -> None:
+def _print_verdict(console: Console, verdict: JobVerdict, remarks: Sequence[str]) -> None:
     styles = {"Fits": "bold green", "Does not fit": "bold red"}
     for heading, sentence in verdict.sentences().items():
         console.print(Text.assemble((f"{heading}: ", styles.get(heading, "bold")), sentence))
+    for remark in remarks:
+        console.print(remark, markup=False)
     console.print()
 
 
@@ -53,21 +52,6 @@ def _print_section(console: Console, section: Section) -> None:
     console.print(table)
     if section.note:
         console.print(section.note, markup=False)
-
-
-def _peers_table(job: JobPlan) -> Table:
-    unit = Unit.of(job)
-    title = f"The same job elsewhere, by formula: {unit.name} received by each rank"
-    table = new_table(title, "system", "formula", "mean", "saved here")
-    received = job.bytes.received.mean()
-    for peer in job.peers:
-        if peer.nbytes is None:
-            table.add_row(peer.system, peer.formula, peer.reason, "")
-        else:
-            saved = f"{1 - received / peer.nbytes:.1%}" if peer.nbytes else ""
-            table.add_row(peer.system, peer.formula, unit.number(peer.nbytes), saved)
-    table.add_row("this plan", "", unit.number(received), "")
-    return table
 
 
 def _prefetch_text(estimate: PrefetchEstimate) -> str:

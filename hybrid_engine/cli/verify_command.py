@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from hybrid_engine.advisor.cluster_plan import GIB
-from hybrid_engine.advisor.sizes_text import parse_job
-from hybrid_engine.cli.options import Order, collect, integer_option, model_directory, model_option, refuse
+from hybrid_engine.cli.options import collect, config_argument, heading, integer_option, read_config, refuse
 from hybrid_engine.cli.output import Console, new_table, progress, writing
 from hybrid_engine.errors import ConfigError, FileError, ReshardError, Violation
-from hybrid_engine.models.families import read_model
+from hybrid_engine.layouts.memory_plan import GIB
 
 if TYPE_CHECKING:
     from hybrid_engine.verification.verdict import Verdict
@@ -24,57 +22,44 @@ _GIB_PER_RANK = 1.0  # both engines' libraries and a small model
 
 
 def verify(
-    model: Annotated[str, model_option()],
-    train: Annotated[str, typer.Option(help="Training sizes, as for plan. For example tp=2,pp=2, or fsdp=4.")],
-    infer: Annotated[str, typer.Option(help="Inference sizes, as for plan. For example tp=2.")],
+    words: Annotated[list[str], config_argument()],
+    ranks: Annotated[int, integer_option("Number of ranks: as many processes are started here.")],
     layers: Annotated[
         int | None, integer_option("Decoder layers of the small model; default: 4, or as many as the layouts need.")
     ] = None,
-    nproc: Annotated[int | None, integer_option("Processes; default: as many ranks as the sizes make.")] = None,
-    order: Annotated[Order, typer.Option(help="Which rank takes which inference position.")] = Order.AUTO,
-    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
     oversubscribe: Annotated[bool, typer.Option(help="Start more processes than this machine has room for.")] = False,
 ) -> None:
     """Switch a small model of the same architecture between two layouts, with both real engines, and compare.
 
     Random weights; three switches with changing weights. Every vLLM parameter must be bitwise what vLLM itself loads,
-    and the trainer (Megatron, or FSDP2 with --train fsdp=2) and vLLM must compute the log-probabilities that
-    transformers computes.
+    and the trainer (Megatron, or FSDP2 where actor_config.fsdp is set) and vLLM must compute the log-probabilities that
+    transformers computes. Layouts, dtypes and adapters are the configuration's; what concerns memory, speed and the
+    batch is small.
     """
     from hybrid_engine.files.scratch import scratch_directory, unwinding_on_sigterm
-    from hybrid_engine.verification.cases import case_of
+    from hybrid_engine.verification.cases import case_of, values_to_verify
     from hybrid_engine.verification.verify import SCRATCH_PREFIX, run_cases
 
     found: list[Violation] = []
     if layers is not None and layers < 1:
         found.append(Violation("--layers", f"{layers}, but must be at least 1", "Use 1 or more"))
-    if nproc is not None and nproc < 1:
-        found.append(Violation("--nproc", f"{nproc}, but must be at least 1", "Use 1 or more"))
-        nproc = None
-    directory = collect(found, model_directory, model)
-    table, _ = (directory and collect(found, read_model, directory, "--model")) or (None, {})
-    sizes = collect(found, parse_job, train, infer, table, nproc)
-    if found or sizes is None or directory is None:
+    config = collect(found, read_config, words, ranks)
+    if config is not None and not oversubscribe:
+        collect(found, _check_room_for_ranks, ranks)
+    if found or config is None:
         refuse(found)
-    training, inference = sizes
-    world_size = training.world_size
-    if nproc is not None and nproc != world_size:
-        problem = f"{nproc} processes, but the sizes make {world_size} ranks"
-        refuse([Violation("--nproc", problem, "Leave it out, or leave dp out")])
-    if not oversubscribe:
-        collect(found, _check_room_for_ranks, world_size)
-        if found:
-            refuse(found)
     try:
         with unwinding_on_sigterm(), scratch_directory(SCRATCH_PREFIX) as scratch:
-            case = case_of(f"{train} to {infer}", directory, scratch, training, inference, layers, order.value, dtype)
-            collect(found, case.config, world_size)
+            case = case_of(heading(words, ranks), config.model, scratch, ranks, *values_to_verify(config), layers)
+            collect(found, case.config, ranks)
             if found:
                 refuse(found)
             with progress() as doing:
-                doing(f"starting {world_size} processes")
-                (verdict,) = run_cases([case], world_size, progress=doing)
+                doing(f"starting {ranks} processes")
+                (verdict,) = run_cases([case], ranks, progress=doing)
+        if (method := config.generate_config.quantization) is not None:
+            verdict.remarks.append(f"Compared without generate_config.quantization ({method}), which rounds weights")
     except (FileError, ReshardError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2 if isinstance(error, FileError) else 3) from None
@@ -98,7 +83,9 @@ def _check_room_for_ranks(num_ranks: int) -> None:
             f"{num_ranks} processes of {_GIB_PER_RANK:g} GiB or more, on {num_cores} cores and {memory_gib:.0f} GiB; "
             f"there is room for {most}"
         )
-        raise ConfigError([Violation("--nproc", problem, "Use smaller sizes, or --oversubscribe to start them anyway")])
+        raise ConfigError(
+            [Violation("--ranks", problem, "Use fewer with smaller sizes, or --oversubscribe to start them anyway")]
+        )
 
 
 def _verdict_table(verdict: Verdict) -> Table:

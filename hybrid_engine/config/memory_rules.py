@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybrid_engine.config.critic_rules import critic_of
-from hybrid_engine.config.keys import GenerateConfig, HybridConfig
+from hybrid_engine.config.keys import ActorConfig, HybridConfig
 from hybrid_engine.config.rules import JobContext, TrainingContext
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.memory_peaks import TrainingMemory, megatron_memory
 from hybrid_engine.layouts.memory_plan import GIB, MemoryPlan, Stays, plan_memory
+from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.layouts.training import training_side
+from hybrid_engine.records.holdings import SideLayout
 from hybrid_engine.records.layout import DTYPE_NBYTES
 
 _MIB = 1024**2
@@ -30,8 +32,8 @@ def memory_plan(config: HybridConfig, world_size: int) -> MemoryPlan:
         _training_memory(job),
         inference.num_elements * DTYPE_NBYTES[job.wire_dtype],
         generate.bucket_mb * _MIB,
-        None if config.critic_config is None else _training_memory(critic_of(config, world_size)),
-        stays=_stays(generate, critic_stays=config.critic_config is not None and not config.critic_config.offload),
+        critic_memory(config, world_size),
+        stays=what_stays(config),
         budget=None if config.device_budget_gib is None else int(config.device_budget_gib * GIB),
     )
 
@@ -64,8 +66,12 @@ def _not_planned(config: HybridConfig) -> Iterator[Violation]:
 
 
 def _training_memory(context: TrainingContext) -> TrainingMemory:
-    actor, sizes = context.actor, context.train_sizes
-    side = training_side(context.table, sizes, actor.params_dtype)
+    sizes = context.train_sizes
+    return megatron_state(context.actor, training_side(context.table, sizes, context.actor.params_dtype), sizes)
+
+
+def megatron_state(actor: ActorConfig, side: SideLayout, sizes: TrainParallelism) -> TrainingMemory:
+    """What Megatron's ranks keep of a model that lies as `side` says."""
     return megatron_memory(
         side,
         sizes,
@@ -75,7 +81,14 @@ def _training_memory(context: TrainingContext) -> TrainingMemory:
     )
 
 
-def _stays(generate: GenerateConfig, *, critic_stays: bool) -> Stays:
+def critic_memory(config: HybridConfig, world_size: int) -> TrainingMemory | None:
+    """What the critic's ranks keep; None where there is no critic."""
+    return None if config.critic_config is None else _training_memory(critic_of(config, world_size))
+
+
+def what_stays(config: HybridConfig) -> Stays:
+    """What the configuration leaves on the device in every phase."""
+    generate, critic = config.generate_config, config.critic_config
     offloads = {
         "param": generate.offload_train_param,
         "grad": generate.offload_train_grad,
@@ -89,6 +102,6 @@ def _stays(generate: GenerateConfig, *, critic_stays: bool) -> Stays:
     return Stays(
         kinds=frozenset(kind for kind, leaves in offloads.items() if not leaves),
         inference_nbytes=inference,
-        critic=critic_stays,
+        critic=critic is not None and not critic.offload,
         prefetches=generate.prefetch == "auto",
     )

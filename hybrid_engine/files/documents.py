@@ -9,6 +9,7 @@ import json
 import os
 import stat
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,30 @@ def read_yaml(path: str | Path, key: str, remedy: str = "Name a YAML file") -> d
     if problem:
         raise ConfigError([Violation(key, f"{path}: {problem}", "Write the values themselves")])
     return _mapping(value, path, key)
+
+
+def apply_overrides(values: dict[Any, Any], overrides: Sequence[str]) -> Iterator[Violation]:
+    """Put each `section.key=value` into a file's values as if it stood there; yields what cannot be."""
+    import yaml
+
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        *sections, key = name.split(".")
+        if not equals or not all((*sections, key)):
+            remedy = "Write KEY=VALUE, e.g. actor_config.tensor_model_parallel_size=4"
+            yield Violation(shortened(text), "is not an override", remedy)
+            continue
+        section: Any = values
+        for part in sections:
+            section = section.setdefault(part, {}) if isinstance(section, dict) else None
+        if not isinstance(section, dict):
+            yield Violation(clipped(name), f"{clipped('.'.join(sections))} is no section", "Name a key of a section")
+            continue
+        try:
+            section[key] = yaml.safe_load(value)
+        except (yaml.YAMLError, *_NO_VALUE) as error:
+            problem = f"{shortened(value)} cannot be read: {_reason(error)}"
+            yield Violation(clipped(name), problem, "Write it as in the file")
 
 
 def read_json(path: str | Path, key: str, remedy: str) -> dict[Any, Any]:

@@ -2,13 +2,11 @@
 
                          TrainParallelism.tensor                       InferenceParallelism.tensor
     configuration        actor_config.tensor_model_parallel_size       generate_config.infer_tensor_parallel_size
-    plan, verify         --train tp=2                                  --infer tp=2
     the engine's own     tensor_model_parallel_size (Megatron)         tensor_parallel_size (vLLM)
 
 Whoever needs another name of a size derives it from here, by `sizes_of` or `named`:
 
     config/keys.py, config/rules.py         values from the configuration; the key of what breaks a rule
-    advisor/sizes_text.py                   the text of `plan` and `verify`
     megatron_script/script_settings.py      Megatron-LM's arguments
     trainer/megatron/parallel_groups.py    process groups
     backends/megatron/megatron_config.py    TransformerConfig
@@ -46,7 +44,6 @@ class Size:
 
     Attributes:
         key: in `actor_config` or `generate_config`.
-        text: in the text of `plan` and `verify`.
         script: Megatron-LM's argument.
         groups: parameter of megatron-core's `initialize_model_parallel`.
         model: field of megatron-core's TransformerConfig.
@@ -56,7 +53,6 @@ class Size:
     """
 
     key: str
-    text: str
     script: str | None = None
     groups: str | None = None
     model: str | None = None
@@ -66,9 +62,9 @@ class Size:
     type: type = int
 
 
-def _megatron(key: str, text: str, *, script: str = "", groups: bool = False, model: bool = True) -> Size:
+def _megatron(key: str, *, script: str = "", groups: bool = False, model: bool = True) -> Size:
     """Megatron calls a size as `key` does: its groups and its model, if they know it; its script unless said."""
-    return Size(key, text, script or key, key if groups else None, key if model else None)
+    return Size(key, script or key, key if groups else None, key if model else None)
 
 
 @dataclass(frozen=True)
@@ -82,29 +78,27 @@ class TrainParallelism:
     """
 
     world_size: int
-    tensor: Annotated[int, _megatron("tensor_model_parallel_size", "tp", groups=True)] = 1
-    pipeline: Annotated[int, _megatron("pipeline_model_parallel_size", "pp", groups=True)] = 1
-    virtual_pipeline: Annotated[int | None, _megatron("virtual_pipeline_model_parallel_size", "vpp", groups=True)] = (
-        None
-    )
+    tensor: Annotated[int, _megatron("tensor_model_parallel_size", groups=True)] = 1
+    pipeline: Annotated[int, _megatron("pipeline_model_parallel_size", groups=True)] = 1
+    virtual_pipeline: Annotated[int | None, _megatron("virtual_pipeline_model_parallel_size", groups=True)] = None
     num_layers_in_first_pipeline_stage: Annotated[
-        int | None, _megatron("num_layers_in_first_pipeline_stage", "first", script="decoder_first_pipeline_num_layers")
+        int | None, _megatron("num_layers_in_first_pipeline_stage", script="decoder_first_pipeline_num_layers")
     ] = None
     num_layers_in_last_pipeline_stage: Annotated[
-        int | None, _megatron("num_layers_in_last_pipeline_stage", "last", script="decoder_last_pipeline_num_layers")
+        int | None, _megatron("num_layers_in_last_pipeline_stage", script="decoder_last_pipeline_num_layers")
     ] = None
-    account_for_embedding_in_pipeline_split: Annotated[
-        bool, _megatron("account_for_embedding_in_pipeline_split", "embedding")
-    ] = False
-    account_for_loss_in_pipeline_split: Annotated[bool, _megatron("account_for_loss_in_pipeline_split", "loss")] = False
-    pipeline_layout: Annotated[str | None, _megatron("pipeline_model_parallel_layout", "layout")] = None
-    noop_layers: Annotated[tuple[int, ...], Size("noop_layers", "noop")] = ()
-    hybrid_layer_pattern: Annotated[str | None, _megatron("hybrid_layer_pattern", "hybrid", model=False)] = None
+    account_for_embedding_in_pipeline_split: Annotated[bool, _megatron("account_for_embedding_in_pipeline_split")] = (
+        False
+    )
+    account_for_loss_in_pipeline_split: Annotated[bool, _megatron("account_for_loss_in_pipeline_split")] = False
+    pipeline_layout: Annotated[str | None, _megatron("pipeline_model_parallel_layout")] = None
+    noop_layers: Annotated[tuple[int, ...], Size("noop_layers")] = ()
+    hybrid_layer_pattern: Annotated[str | None, _megatron("hybrid_layer_pattern", model=False)] = None
     # What a rank holds does not depend on it, and megatron-core's own attention refuses more than 1: not the model's.
-    context: Annotated[int, _megatron("context_parallel_size", "cp", groups=True, model=False)] = 1
-    expert: Annotated[int, _megatron("expert_model_parallel_size", "ep", groups=True)] = 1
-    expert_tensor: Annotated[int | None, _megatron("expert_tensor_parallel_size", "etp", groups=True)] = None
-    make_vocab_size_divisible_by: Annotated[int, _megatron("make_vocab_size_divisible_by", "vocab", model=False)] = 128
+    context: Annotated[int, _megatron("context_parallel_size", groups=True, model=False)] = 1
+    expert: Annotated[int, _megatron("expert_model_parallel_size", groups=True)] = 1
+    expert_tensor: Annotated[int | None, _megatron("expert_tensor_parallel_size", groups=True)] = None
+    make_vocab_size_divisible_by: Annotated[int, _megatron("make_vocab_size_divisible_by", model=False)] = 128
     cuts_whole_projections: bool = False
 
     @property
@@ -211,9 +205,9 @@ class InferenceParallelism:
     """
 
     world_size: int
-    tensor: Annotated[int, Size("infer_tensor_parallel_size", "tp", vllm="tensor_parallel_size")] = 1
-    pipeline: Annotated[int, Size("infer_pipeline_parallel_size", "pp", vllm="pipeline_parallel_size")] = 1
-    expert: Annotated[int, Size("infer_expert_parallel_size", "ep")] = 1
+    tensor: Annotated[int, Size("infer_tensor_parallel_size", vllm="tensor_parallel_size")] = 1
+    pipeline: Annotated[int, Size("infer_pipeline_parallel_size", vllm="pipeline_parallel_size")] = 1
+    expert: Annotated[int, Size("infer_expert_parallel_size")] = 1
     rank_order: tuple[int, ...] | None = None
 
     @property

@@ -8,11 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.config import HybridConfig, load_config
-from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism, named
+from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig, load_config
+from hybrid_engine.layouts.parallelism import (
+    InferenceParallelism,
+    ShardedParallelism,
+    TrainParallelism,
+    sizes_of,
+)
 from hybrid_engine.layouts.size_rules import violations
 from hybrid_engine.models import table_for
-from hybrid_engine.models.table import ModelTable
 from hybrid_engine.verification.small_model import Divisors, reduced_config
 
 SEQ_LENGTH = 32
@@ -31,6 +35,18 @@ _GENERATE_DEFAULTS: dict[str, Any] = {
     "bucket_mb": 1,
     "timeout_seconds": 120,
 }
+
+_NOT_OF_LAYOUTS = {
+    *("micro_batch_size", "seq_length", "optimizer"),
+    *("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+}
+"""Of `actor_config`: the batch and its memory."""
+_OF_LAYOUTS = {
+    *(size.key for size in sizes_of(InferenceParallelism)),
+    *("infer_rank_order", "compress_reshard", "compression_dtype", "dtype", "lora_delivery", "transport"),
+    *("release_weights", "enforce_eager", "vllm", "allow_version", "allow_unreviewed"),
+}
+"""Of `generate_config`: where weights lie in vLLM, and what they and the kernels are."""
 
 
 @dataclass(frozen=True)
@@ -61,31 +77,46 @@ class Case:
         return load_config(values, world_size, weights_only=True)
 
 
+def values_to_verify(config: HybridConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a case takes over of a job's two sections: what decides layouts, dtypes and values of weights."""
+    actor = config.actor_config.model_dump(mode="json", exclude_unset=True, exclude=_NOT_OF_LAYOUTS)
+    generate = config.generate_config.model_dump(mode="json", exclude_unset=True, include=_OF_LAYOUTS)
+    return {**actor, "params_dtype": config.actor_config.params_dtype}, generate
+
+
 def case_of(
     name: str,
     model: Path,
     directory: Path,
-    training: TrainParallelism | ShardedParallelism,
-    inference: InferenceParallelism,
-    num_layers: int | None,
-    rank_order: str,
-    dtype: str,
+    world_size: int,
+    actor: Mapping[str, Any],
+    generate: Mapping[str, Any],
+    num_layers: int | None = None,
 ) -> Case:
     """Return the case for a published model in these layouts; its small model is written below `directory`.
 
-    `num_layers`: of the small model; None: as few as the layouts can have, at least 4. Raises UnknownModelError without
-    a table.
+    Args:
+        name: for reports.
+        model: directory of the published model.
+        world_size: number of ranks.
+        actor, generate: keys of `actor_config` and `generate_config` that differ from the defaults here.
+        num_layers: of the small model; None: as few as the layouts can have, at least 4.
+
+    Raises UnknownModelError without a table.
     """
+    section = ActorConfig.model_validate(actor)
+    training = section.sizes(world_size) if section.fsdp is None else section.fsdp.sizes(world_size)
+    inference = GenerateConfig.model_validate(generate).sizes(world_size)
     divisors = _divisors(training, inference)
     if num_layers is None:
         num_layers = _fewest_layers(_config_of(model), training, inference, divisors)
     small = prepare_model(model, directory, num_layers, divisors)
-    table = table_for(_config_of(small))
-    actor = _of_fsdp(training) if isinstance(training, ShardedParallelism) else _of_megatron(training, table)
-    generate = {**named(inference, "key"), "infer_rank_order": rank_order}
     own = table_for(_config_of(model))
+    if isinstance(training, TrainParallelism):  # Megatron needs the first for training experts under TP
+        sequence_parallel = training.tensor > 1 and bool(own.dims.num_experts)
+        actor = {"sequence_parallel": sequence_parallel, "make_vocab_size_divisible_by": 8, **actor}
     head_size = None if own.transformer.get("multi_latent_attention") else own.dims.head_dim
-    return Case(name, str(small), {**actor, "params_dtype": dtype}, generate, head_size)
+    return Case(name, str(small), actor, generate, head_size)
 
 
 def _divisors(training: TrainParallelism | ShardedParallelism, inference: InferenceParallelism) -> Divisors:
@@ -111,21 +142,6 @@ def _fewest_layers(
         if not any(violations(side, table) for side in sides):
             return num_layers
     return first
-
-
-def _of_megatron(sizes: TrainParallelism, table: ModelTable) -> dict[str, Any]:
-    """Keys of `actor_config`."""
-    actor = named(sizes, "key")
-    actor["make_vocab_size_divisible_by"] = min(actor["make_vocab_size_divisible_by"], 8)
-    # Megatron requires it for training with experts and tensor parallelism.
-    actor["sequence_parallel"] = sizes.tensor > 1 and bool(table.dims.num_experts)
-    return actor
-
-
-def _of_fsdp(sizes: ShardedParallelism) -> dict[str, Any]:
-    """Keys of `actor_config`."""
-    strategy = "FULL_SHARD" if sizes.replicas == 1 else "HYBRID_SHARD"
-    return {"fsdp": {"sharding_strategy": strategy, "replicas": sizes.replicas}}
 
 
 def prepare_model(model: Path, directory: Path, num_layers: int, divisors: Divisors) -> Path:

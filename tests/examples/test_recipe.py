@@ -34,8 +34,8 @@ def test_the_configuration_keeps_all_rules(model: Path) -> None:
 
 
 def test_its_plan_moves_the_least_and_fits(model: Path) -> None:
-    sizes = ["--train", "tp=2,dp=4", "--infer", "tp=1,dp=8", "--device-gib", "80", "--json"]
-    ended = CliRunner().invoke(app, ["plan", "--model", str(model), *sizes])
+    words = [str(RECIPE), f"model={model}", "--ranks", "8", "--device-gib", "80", "--json"]
+    ended = CliRunner().invoke(app, ["plan", *words])
     assert ended.exit_code == 0, ended.output
     answer = json.loads(ended.stdout)
     assert answer["memory"]["device"]["fits"]

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.layouts.inference import inference_side
-from hybrid_engine.layouts.parallelism import TrainParallelism
+from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.planning.plan import Bucket
@@ -96,10 +95,10 @@ class RankJob:
 
 
 def rank_job(shape: ModelShape, train: str, infer: str, rank: int, bucket_nbytes: int) -> RankJob:
-    """Plan the switch of all ranks, which are on one host; sizes as on the command line of `plan`."""
+    """Plan the switch of all ranks, which are on one host; sizes are tensor parallel: `tp=2,dp=1`, `tp=1`."""
     table = table_for(shape.config())
-    training, inference = parse_job(train, infer, table)
-    assert isinstance(training, TrainParallelism), "sizes of Megatron's"
+    world_size, infer_tp = (int(text.removeprefix("tp=").removesuffix(",dp=1")) for text in (train, infer))
+    training, inference = TrainParallelism(world_size, world_size), InferenceParallelism(world_size, infer_tp)
     ranks = range(training.world_size)
     source_side, destination_side = training_side(table, training), inference_side(table, inference)
     source = Layout.merge(_in_one_buffer(source_side.layout_of(each), each) for each in ranks)

@@ -17,9 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.files.scratch import scratch_directory
-from hybrid_engine.models.families import read_model
 from hybrid_engine.verification.cases import Case, case_of
 from hybrid_engine.verification.gpu.checks import CannotCheckError, Check, Planned, judged, run_checks
 from hybrid_engine.verification.gpu.flat_models import ModelShape
@@ -64,6 +62,17 @@ _QWEN3_MOE = {
     "num_experts_per_tok": 8,
     "router_aux_loss_coef": 0.001,
 }
+_TRAIN = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
+_INFER = {"tp": "infer_tensor_parallel_size", "ep": "infer_expert_parallel_size"}
+
+
+def _sizes(text: str) -> dict[str, int]:
+    return {key: int(size) for key, _, size in (part.partition("=") for part in text.split(","))}
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class LayoutCheck:
 
     Attributes:
         name: of its check.
-        train, infer: sizes, as for `verify`.
+        train, infer: sizes.
         model: config.json of the model whose form the small one has.
         generate: keys of `generate_config`.
         needs: planned checks that must have gone well before.
@@ -88,17 +97,16 @@ class LayoutCheck:
     @property
     def num_ranks(self) -> int:
         """Of the job."""
-        return parse_job(self.train, self.infer, None)[0].world_size
+        return math.prod(size for key, size in _sizes(self.train).items() if key in ("tp", "pp", "dp"))
 
     def case(self, vllm: Mapping[str, Any], directory: Path) -> Case:
         """The case of `verify`; its models are written below `directory`. Raises ConfigError."""
         (directory / "model").mkdir()
         (directory / "model" / "config.json").write_text(json.dumps(self.model))
-        table, _ = read_model(directory / "model")
-        training, inference = parse_job(self.train, self.infer, table)
-        case = case_of(
-            *(self.name, directory / "model", directory / "small", training, inference, _LAYERS, "auto", "bfloat16")
-        )
+        actor = {_TRAIN[key]: size for key, size in _sizes(self.train).items() if key != "dp"}
+        generate = {_INFER[key]: size for key, size in _sizes(self.infer).items()}
+        model, small, actor = directory / "model", directory / "small", {**actor, "params_dtype": "bfloat16"}
+        case = case_of(self.name, model, small, self.num_ranks, actor, generate, _LAYERS)
         keys = {"enforce_eager": True, "vllm": dict(vllm), **_MEMORY, **case.generate, **self.generate}
         return replace(case, generate=keys)
 

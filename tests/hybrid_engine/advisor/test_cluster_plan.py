@@ -1,22 +1,24 @@
-"""Memory, other systems' formulas, and the picture of a job, on sizes that can be counted by hand."""
+"""Memory, and the picture of a job, on sizes that can be counted by hand."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 
-from hybrid_engine.advisor.cluster_plan import GIB, Cluster, JobPlan, plan_job
-from hybrid_engine.advisor.other_systems import megatron_peers
-from hybrid_engine.advisor.overview import overview_of
-from hybrid_engine.advisor.picture import picture_of
-from hybrid_engine.advisor.trainers import Megatron
+from hybrid_engine.advisor.cluster_plan import Cluster, JobPlan, plan_job
+from hybrid_engine.advisor.page import picture_of, ranges
+from hybrid_engine.config import load_config
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.memory_peaks import MemoryPeaks, megatron_memory, sharded_memory
-from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism
+from hybrid_engine.layouts.memory_plan import GIB
+from hybrid_engine.layouts.parallelism import InferenceParallelism, ShardedParallelism, TrainParallelism, named
 from hybrid_engine.layouts.sharded import Packed, PackedModel, sharded_side
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
@@ -25,11 +27,32 @@ from hybrid_engine.planning.routes import Hosts
 from hybrid_engine.planning.summary import group_traffic, summarize
 from hybrid_engine.records.regions import StridedView, contiguous_strides
 from tests.hybrid_engine.layouts.cases import DENSE, EXPERTS, JOBS, LayoutCase, layout_cases
+from tests.zoo.families import write_config
+from tests.zoo.published_configs import LLAMA_3_8B
+
+PlanIt = Callable[..., JobPlan]
 
 
-def job(train: TrainParallelism, infer: InferenceParallelism, cluster: Cluster | None = None) -> JobPlan:
-    cluster = cluster or Cluster()
-    return plan_job(table_for(EXPERTS), Megatron(train), infer, cluster, dtype="bfloat16", bucket_nbytes=100)
+@pytest.fixture
+def job(tmp_path: Path) -> PlanIt:
+    """Plans a job of sizes."""
+
+    def plan(
+        train: TrainParallelism,
+        infer: InferenceParallelism,
+        cluster: Cluster | None = None,
+        model: dict[str, Any] = EXPERTS,
+        **generate: Any,
+    ) -> JobPlan:
+        values = {
+            "model": str(write_config(tmp_path, model)),
+            "actor_config": named(train, "key"),
+            "generate_config": {**named(infer, "key"), **generate},
+        }
+        config = load_config(values, train.world_size, weights_only=True, own_weights=True)
+        return plan_job(config, train.world_size, cluster)
+
+    return plan
 
 
 def test_memory_is_counted_with_padding_and_shards() -> None:
@@ -80,23 +103,24 @@ def test_memory_of_shards_is_padded_and_uneven_ones_leave_late() -> None:
     assert peaks.interleaved_switch.tolist() == [76 + 400 + 2, 92 + 2, 92 + 1], "never more than both"
 
 
-def test_what_stays_longer_adds_to_the_peak() -> None:
-    train, infer, cluster = TrainParallelism(4, tensor=2), InferenceParallelism(4, tensor=4), Cluster(2)
-    plain = job(train, infer, cluster)
+def test_what_stays_longer_adds_to_the_peak(job: PlanIt) -> None:
+    sizes, cluster = (TrainParallelism(4, tensor=2), InferenceParallelism(4, tensor=4)), Cluster(2)
+    plain = job(*sizes, cluster, LLAMA_3_8B)
     memory = plain.memory
     assert (memory.interleaved_switch < memory.switch).all()
-    kept = plan_job(plain.table, plain.trainer, infer, cluster, bucket_nbytes=100, release_weights=False)
-    assert (kept.memory.device == memory.training + memory.inference).all()
+    assert (plain.peak == memory.device).all()
+    kept = job(*sizes, cluster, LLAMA_3_8B, release_weights=False)
+    assert (kept.peak == memory.training + memory.inference).all()
     assert (kept.memory.interleaved_switch == memory.switch).all()
     assert (kept.bytes.network == plain.bytes.network).all()
-    whole = job(train, infer, replace(cluster, has_elastic_buffers=False))
+    whole = job(*sizes, replace(cluster, has_elastic_buffers=False), LLAMA_3_8B)
     assert whole.memory.state.inelastic is not None
     assert (whole.memory.state.inelastic == memory.state.params).all()
     assert (whole.memory.interleaved_switch == memory.switch).all()
     assert (whole.memory.training == memory.training).all()
 
 
-def test_without_elastic_buffers_nothing_is_relayed() -> None:
+def test_without_elastic_buffers_nothing_is_relayed(job: PlanIt) -> None:
     """Both ranks of a host need the half that is on the other: it comes once, or to each."""
     train, infer = TrainParallelism(4, pipeline=2), InferenceParallelism(4)
     apart = Cluster(ranks_per_host=2)
@@ -107,7 +131,7 @@ def test_without_elastic_buffers_nothing_is_relayed() -> None:
     assert planned == [once.bytes.network.sum(), each.bytes.network.sum()]
 
 
-def test_fit_and_time() -> None:
+def test_fit_and_time(job: PlanIt) -> None:
     rates = {Link.SELF: 1e-3, Link.HOST: 1e-6, Link.NETWORK: 1e-9}
     train, infer = TrainParallelism(4, tensor=2), InferenceParallelism(4)
     small = job(train, infer, Cluster(ranks_per_host=2, device_gib=1e-6, host_gib=1e-6, link_gbps=rates))
@@ -116,14 +140,12 @@ def test_fit_and_time() -> None:
     expected = moved.own / 1e6 + np.maximum(moved.host, moved.sent_host) / 1e3
     assert moved.network.sum() == 0
     np.testing.assert_allclose(small.seconds, expected)
-    exact = Cluster(
-        ranks_per_host=2, device_gib=small.memory.device.max() / GIB, host_gib=small.host_nbytes.max() / GIB
-    )
+    exact = Cluster(ranks_per_host=2, device_gib=small.peak.max() / GIB, host_gib=small.host_nbytes.max() / GIB)
     assert (job(train, infer, exact).fits_device, job(train, infer, exact).fits_host) == (True, True)
     assert small.host_nbytes.tolist() == [small.memory.host[:2].sum(), small.memory.host[2:].sum()]
 
 
-def test_an_order_that_saves_is_kept() -> None:
+def test_an_order_that_saves_is_kept(job: PlanIt) -> None:
     train, infer = TrainParallelism(8, tensor=4), InferenceParallelism(8, tensor=2)
     plan = job(train, infer)
     assert plan.infer.rank_order is not None
@@ -134,38 +156,10 @@ def test_an_order_that_saves_is_kept() -> None:
     assert same.bytes.received.sum() == 0
 
 
-# -- others' formulas --------------------------------------------------------------------------------------------------
-
-
-def reasons(train: TrainParallelism, infer: InferenceParallelism) -> dict[str, str]:
-    table = table_for(EXPERTS)
-    found = megatron_peers(training_side(table, train).holdings, inference_side(table, infer).holdings, train, infer)
-    assert all((peer.nbytes is None) == bool(peer.reason) for peer in found)
-    return {peer.system.partition(":")[0]: peer.reason for peer in found}
-
-
-def test_formulas_are_used_where_they_apply() -> None:
-    mindspeed, hybridflow = "MindSpeed-RL", "HybridFlow"
-    assert set(reasons(TrainParallelism(4, tensor=2), InferenceParallelism(4)).values()) == {""}
-    found = reasons(TrainParallelism(4, expert=2), InferenceParallelism(4))
-    assert "experts" in found[mindspeed]
-    assert "expert parallelism" in found[hybridflow]
-    found = reasons(TrainParallelism(4), InferenceParallelism(4, tensor=2, pipeline=2))
-    assert "inference pipeline" in found[mindspeed]
-    assert "inference pipeline" in found[hybridflow]
-    assert "2 does not divide 1" in found[hybridflow]
-    assert "neither" in reasons(TrainParallelism(6, tensor=2), InferenceParallelism(6, tensor=3))[mindspeed]
-    virtual = TrainParallelism(4, pipeline=2, virtual_pipeline=2)
-    assert "virtual" in reasons(virtual, InferenceParallelism(4))[hybridflow]
-
-
-@JOBS
-@given(layout_cases())
-def test_gathering_everything_moves_what_a_rank_does_not_hold(case: LayoutCase) -> None:
-    source, destination = case.source.holdings, case.destination.holdings
-    everything, *_ = megatron_peers(source, destination, case.train, case.infer)
-    whole = inference_side(case.table, InferenceParallelism(len(case.hosts))).holdings
-    assert everything.nbytes == summarize(source, whole, case.hosts).received.mean()
+def test_a_gather_brings_each_rank_what_it_does_not_hold(job: PlanIt) -> None:
+    """The same as a plan for vLLM without tensor parallelism."""
+    plan = job(TrainParallelism(4, tensor=2, pipeline=2), InferenceParallelism(4))
+    assert plan.gathered.tolist() == plan.bytes.received.tolist()
 
 
 # -- the picture -------------------------------------------------------------------------------------------------------
@@ -173,89 +167,57 @@ def test_gathering_everything_moves_what_a_rank_does_not_hold(case: LayoutCase) 
 
 @JOBS
 @given(layout_cases())
-def test_bars_are_where_something_is_held(case: LayoutCase) -> None:
-    picture = picture_of(case.table, case.source.holdings, case.destination.holdings)
-    assert sorted(rank for column in picture.columns for rank in column.ranks) == list(range(len(case.hosts)))
-    assert sorted(name for row in picture.rows for name in row.tensors) == sorted(case.table.shapes)
-    assert [number for group in picture.groups for number in group.columns] == [*range(len(picture.columns))]
-    drawn = {(bar.column, row, bar.side): bar for bar in picture.bars for row in bar.rows}
-    assert len(drawn) == sum(bar.num_rows for bar in picture.bars), "no two bars in one place"
+def test_cells_say_how_much_is_held(case: LayoutCase) -> None:
+    source, destination, numel = case.source.holdings, case.destination.holdings, case.table.shapes
+    picture = picture_of(case.table, source, destination)
+    assert sorted(rank for column in picture.columns for rank in column) == list(range(len(case.hosts)))
+    assert picture.num_hidden == 0
     for column, ranks in enumerate(picture.columns):
-        for rank in ranks.ranks:
-            sides = {"train": case.source.layout_of(rank), "infer": case.destination.layout_of(rank)}
-            for side, layout in sides.items():
-                held = {shard.region.tensor for shard in layout.shards}
-                for number, row in enumerate(picture.rows):
-                    assert ((column, number, side) in drawn) == bool(held & set(row.tensors))
-        group = next(group for group in picture.groups if column in group.columns)
-        for side, number in ((side, number) for side in ("train", "infer") for number in range(len(picture.rows))):
-            assert ((column, number, side) in drawn) == ((group.columns.start, number, side) in drawn)
+        for rank in ranks:
+            sides = [case.source.layout_of(rank), case.destination.layout_of(rank)]
+            for number, row in enumerate(picture.rows):
+                whole = sum(math.prod(numel[name]) for name in row.tensors)
+                boxes = [
+                    {shard.region for shard in side.shards if shard.region.tensor in row.tensors} for side in sides
+                ]
+                held, needed = (sum(box.numel for box in each) for each in boxes)
+                there = sum(part.numel for has in boxes[0] for want in boxes[1] if (part := has.intersect(want)))
+                np.testing.assert_allclose(picture.parts[:, number, column] * whole, (held, needed, there), atol=1e-6)
 
 
-@JOBS
-@given(layout_cases())
-def test_what_is_there_already_is_drawn_in_front_of_what_is_needed(case: LayoutCase) -> None:
-    picture = picture_of(case.table, case.source.holdings, case.destination.holdings)
-    needed = {(bar.column, row): bar for bar in picture.bars if bar.side == "infer" for row in bar.rows}
-    for bar in (bar for bar in picture.bars if bar.side == "both"):
-        for row in bar.rows:
-            for low, high in bar.extents:
-                wholes = needed[bar.column, row].extents
-                assert any(start - 1e-9 <= low and high <= stop + 1e-9 for start, stop in wholes), (bar, wholes)
-
-
-def test_bars_are_slices() -> None:
+def test_texts_say_which_slices_and_experts() -> None:
     table = table_for(DENSE)
     source = training_side(table, TrainParallelism(2, tensor=2)).holdings
     destination = inference_side(table, InferenceParallelism(2)).holdings
     picture = picture_of(table, source, destination)
     assert [row.label for row in picture.rows] == ["embedding", "layers 0-3", "norm and head"]
-    layers = {(bar.column, bar.side): bar for bar in picture.bars if bar.first_row == 1}
-    assert layers[0, "train"].extents == layers[0, "both"].extents == ((0.0, 0.5),)
-    assert layers[1, "train"].extents == ((0.5, 1.0),)
-    assert layers[1, "infer"].extents == ((0.0, 1.0),)
-    text = picture.texts[layers[1, "train"].text]
-    assert "self_attn.q_proj.weight [12:24, :]\n" in text
-    assert "self_attn.o_proj.weight [:, 12:24]\n" in text
+    assert picture.heads == ["0", "1"]
+    assert "\ntraining: self_attn.q_proj.weight [12:24, :]\n" in picture.texts[1][1]
     experts = table_for(EXPERTS)
     sides = (
         training_side(experts, TrainParallelism(6, tensor=2, expert=3, expert_tensor=2)),
         inference_side(experts, InferenceParallelism(6, tensor=3)),
     )
     picture = picture_of(experts, *(side.holdings for side in sides))
-    first = len([row for row in picture.rows if row.experts is None])
-    bars = {bar.side: bar for bar in picture.bars if bar.column == 0 and bar.first_row == first}
-    assert bars["train"].extents == ((0.0, pytest.approx(1 / 3)),)
-    assert bars["train"].share == 0.5
-    assert bars["infer"].extents == ((0.0, 1.0),)
-    assert bars["infer"].share == pytest.approx(1 / 3)
-    assert bars["both"].extents == bars["train"].extents
-    assert picture.texts[bars["train"].text].startswith("experts 0-1, of each\ngate_proj.weight [0:6, :]")
+    first = next(number for number, row in enumerate(picture.rows) if row.experts)
+    assert picture.texts[first][0].startswith("\ntraining: experts 0-1\ngeneration: experts 0-")
+    assert picture.parts[:, first, 0].tolist() == pytest.approx([1 / 6, 1 / 3, 1 / 9])
 
 
-def test_of_too_many_columns_some_of_every_group_are_drawn() -> None:
-    """Two stages of six ranks that hold different slices."""
+def test_many_columns_are_joined_and_then_some_are_drawn() -> None:
+    """Two stages of six ranks that hold different slices of as many elements."""
     table = table_for(DENSE)
     source = training_side(table, TrainParallelism(12, tensor=6, pipeline=2, make_vocab_size_divisible_by=1)).holdings
-    picture = picture_of(table, source, source, most_columns=4)
-    assert [column.ranks for column in picture.columns] == [(0,), (3,), (6,), (9,)]
-    assert [(group.columns, group.num_hidden) for group in picture.groups] == [(range(2), 4), (range(2, 4), 4)]
+    assert len(picture_of(table, source, source, most_columns=12).columns) == 12
+    joined = picture_of(table, source, source, most_columns=2)
+    assert (joined.heads, joined.num_hidden) == (["0-5", "6-11"], 0)
+    one = picture_of(table, source, source, most_columns=1)
+    assert (one.heads, one.num_hidden) == (["0-5"], 1)
 
 
-def test_an_overview_says_how_much_a_rank_of_each_group_holds() -> None:
-    table = table_for(DENSE)
-    source = training_side(table, TrainParallelism(4, tensor=2, pipeline=2)).holdings
-    destination = inference_side(table, InferenceParallelism(4)).holdings
-    overview = overview_of(picture_of(table, source, destination))
-    assert [column.ranks for column in overview.columns] == [(0, 1), (2, 3)]
-    assert [row.label for row in overview.rows] == ["embedding", "layers 0-1", "layers 2-3", "norm and head"]
-    drawn = {(bar.column, row, bar.side): bar for bar in overview.bars for row in bar.rows}
-    assert len(drawn) == sum(bar.num_rows for bar in overview.bars)
-    for column, row in ((0, 1), (1, 2)):
-        assert drawn[column, row, "train"].part == drawn[column, row, "both"].part == 0.5
-        assert drawn[column, 3 - row, "infer"].part == 1.0
-        assert (column, 3 - row, "train") not in drawn
-    assert overview.texts[drawn[0, 1, "train"].text] == "50 % by each rank"
+def test_ranges_are_runs() -> None:
+    assert ranges([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert ranges(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10, 12, 14, …"
 
 
 @JOBS

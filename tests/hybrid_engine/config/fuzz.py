@@ -20,12 +20,9 @@ import hypothesis
 import hypothesis.strategies as st
 
 from hybrid_engine.advisor.cluster_plan import Cluster, plan_job
-from hybrid_engine.advisor.sizes_text import parse_job
-from hybrid_engine.advisor.trainers import Megatron
 from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig, load_config
 from hybrid_engine.config.hugging_face import generate_values
 from hybrid_engine.errors import ConfigError
-from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.models.families import TABLES, read_model
 from hybrid_engine.verification.cases import prepare_model
 from hybrid_engine.verification.small_model import Divisors
@@ -57,7 +54,9 @@ ROPE = st.fixed_dictionaries(
     },
 )
 KINDS = st.lists(st.sampled_from(["full_attention", "sliding_attention"]) | VALUES, max_size=5)
-SIZES = st.sampled_from(["tp=1,dp=1", "tp=2,dp=1", "tp=1,pp=2,dp=1", "tp=1,ep=2,dp=2"])
+TRAIN_SIZES = st.sampled_from([{}, *({f"{size}_model_parallel_size": 2} for size in ("tensor", "pipeline", "expert"))])
+INFER_SIZES = st.sampled_from([{}, *({f"infer_{size}_parallel_size": 2} for size in ("tensor", "pipeline", "expert"))])
+Sizes = dict[str, int]
 
 
 def _keys_of(config: dict[str, Any]) -> list[str]:
@@ -121,7 +120,7 @@ class Tally:
             self.slow.append(f"{name}: {seconds:.1f} s for {example!r:.2000}")
 
 
-def check(directory: Path, config: Any, values: dict[str, Any], train: str, infer: str, tally: Tally) -> None:
+def check(directory: Path, config: Any, values: dict[str, Any], train: Sizes, infer: Sizes, tally: Tally) -> None:
     """What `load_config`, `plan`, `verify` and `HybridEngine` do with them; raises what is no ConfigError."""
     (directory / "config.json").write_text(json.dumps(config))
     steps = {
@@ -143,11 +142,9 @@ def check(directory: Path, config: Any, values: dict[str, Any], train: str, infe
             tally.count(f"{name}: accepted", begun, config)
 
 
-def _plan(directory: Path, train: str, infer: str) -> None:
-    table, _ = read_model(directory, "--model")
-    training, inference = parse_job(train, infer, table)
-    assert isinstance(training, TrainParallelism)
-    plan_job(table, Megatron(training), inference, Cluster()).plan_of(0)
+def _plan(directory: Path, train: Sizes, infer: Sizes) -> None:
+    values = {"model": str(directory), "actor_config": train, "generate_config": infer}
+    plan_job(load_config(values, 2, weights_only=True, own_weights=True), 2, Cluster()).plan_of(0)
 
 
 def _reduce(directory: Path) -> None:
@@ -166,8 +163,8 @@ def run(examples: int, *, with_published: bool = False) -> Tally:
         (Path(directory) / "small").mkdir()
 
         @hypothesis.settings(max_examples=examples, deadline=None, database=None, phases=[hypothesis.Phase.generate])
-        @hypothesis.given(model_configs(), configurations(), SIZES, SIZES)
-        def each(config: Any, values: dict[str, Any], train: str, infer: str) -> None:
+        @hypothesis.given(model_configs(), configurations(), TRAIN_SIZES, INFER_SIZES)
+        def each(config: Any, values: dict[str, Any], train: Sizes, infer: Sizes) -> None:
             check(Path(directory), config, values, train, infer, tally)
 
         each()

@@ -20,7 +20,7 @@ from hybrid_engine.cli import app
 from hybrid_engine.errors import FileError, ReshardError
 from hybrid_engine.files.scratch import _remove_abandoned, scratch_directory
 from hybrid_engine.verification.reference import Reference
-from tests.hybrid_engine.cli.test_plan_command import saved
+from tests.hybrid_engine.cli.test_plan_command import job, saved
 from tests.zoo.published_configs import LLAMA_3_8B
 
 HOLDER = """
@@ -104,7 +104,7 @@ def test_a_file_system_without_locks_is_told(temporary: Path, monkeypatch: pytes
         pass
     assert list(temporary.iterdir()) == []
     saved(temporary, LLAMA_3_8B)
-    result = CliRunner().invoke(app, ["verify", "--model", str(temporary), "--train", "dp=1", "--infer", "tp=1"])
+    result = CliRunner().invoke(app, ["verify", *job(str(temporary), 1)])
     assert result.exit_code == 2
     assert result.stderr.startswith("locking ")
     assert result.stderr.count("\n") == 1
@@ -140,8 +140,7 @@ def test_the_process_of_transformers_ends_with_its_parent() -> None:
 
 
 def test_more_processes_than_the_machine_has_room_for_are_refused(tmp_path: Path) -> None:
-    arguments = ["--model", saved(tmp_path, LLAMA_3_8B), "--train", "tp=1", "--infer", "tp=1", "--nproc", "99999"]
-    result = CliRunner().invoke(app, ["verify", *arguments])
+    result = CliRunner().invoke(app, ["verify", *job(saved(tmp_path, LLAMA_3_8B), 99999)])
     assert result.exit_code == 2
     assert f"on {len(os.sched_getaffinity(0))} cores" in result.output
     assert "--oversubscribe" in result.output

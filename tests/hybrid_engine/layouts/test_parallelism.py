@@ -32,7 +32,7 @@ SIDES = [TrainParallelism, InferenceParallelism]
 @pytest.mark.parametrize("side", SIDES)
 def test_every_size_has_names_of_its_own(side: type[Parallelism]) -> None:
     sizes = sizes_of(side)
-    assert len({size.key for size in sizes}) == len({size.text for size in sizes}) == len(sizes)
+    assert len({size.key for size in sizes}) == len(sizes)
 
 
 KEY_TYPES: dict[type, Any] = {int: Count, bool: bool, str: StageLayout, tuple: Positions}
@@ -82,10 +82,10 @@ def test_counts_below_one_are_all_named(side: type[Parallelism]) -> None:
 ADDED = {
     "layouts/parallelism.py": {
         "    cuts_whole_projections: bool = False\n": (
-            '    spread: Annotated[int, _megatron("spread_model_parallel_size", "spread", groups=True)] = 1\n'
+            '    spread: Annotated[int, _megatron("spread_model_parallel_size", groups=True)] = 1\n'
         ),
         "    rank_order: tuple[int, ...] | None = None\n": (
-            '    swarm: Annotated[int | None, Size("infer_swarm_size", "swarm", vllm="swarm_parallel_size")] = None\n'
+            '    swarm: Annotated[int | None, Size("infer_swarm_size", vllm="swarm_parallel_size")] = None\n'
         ),
     },
     "config/keys.py": {
@@ -105,7 +105,6 @@ from argparse import Namespace
 
 import pydantic
 
-from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.backends.vllm.arguments import named
 from hybrid_engine.config import ActorConfig, GenerateConfig
 from hybrid_engine.config.rules import JobContext, size_constraints
@@ -114,8 +113,7 @@ from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParalle
 from hybrid_engine.layouts.size_rules import SizeRule
 from hybrid_engine.megatron_script.script_settings import actor_values
 
-train, infer = parse_job("tp=2,spread=3,dp=4", "tp=2,swarm=5", None)
-assert (train.spread, infer.swarm, train.world_size) == (3, 5, 8)
+train, infer = TrainParallelism(8, tensor=2, spread=3), InferenceParallelism(8, tensor=2, swarm=5)
 
 actor, generate = ActorConfig(**named(train, "key")), GenerateConfig(**named(infer, "key"))
 assert (actor.spread_model_parallel_size, generate.infer_swarm_size) == (3, 5)

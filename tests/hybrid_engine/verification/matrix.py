@@ -20,13 +20,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
-from hybrid_engine.advisor.sizes_text import parse_job
 from hybrid_engine.verification.cases import Case, case_of
 from hybrid_engine.verification.verdict import Verdict
 from hybrid_engine.verification.verify import run_cases
@@ -34,6 +33,22 @@ from tests.hybrid_engine.verification import golden
 from tests.zoo.families import write_config
 from tests.zoo.published_configs import PUBLISHED
 
+_TRAIN_KEYS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "first": "num_layers_in_first_pipeline_stage",
+    "last": "num_layers_in_last_pipeline_stage",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "vocab": "make_vocab_size_divisible_by",
+}
+_INFER_KEYS = {
+    "tp": "infer_tensor_parallel_size",
+    "pp": "infer_pipeline_parallel_size",
+    "ep": "infer_expert_parallel_size",
+}
 _TRAIN_FLAGS: dict[str, dict[str, Any]] = {
     "sp": {"sequence_parallel": True},
     "bf16": {"params_dtype": "bfloat16"},
@@ -48,9 +63,8 @@ _TRAIN_FLAGS: dict[str, dict[str, Any]] = {
 class Combination:
     """One cell of the matrix.
 
-    `train` and `infer` are the command's sizes written shorter, and flags: "tp2 pp2 sp" is tp=2,pp=2 with sequence
-    parallelism; what remains of the ranks is data parallel. "fsdp2 replicas2" is FSDP2's. `actor` and `generate` are
-    further keys of the sections.
+    `train` and `infer` are parallel sizes and flags: "tp2 pp2 sp" is TP 2, PP 2 with sequence parallelism; what remains
+    of the ranks is data parallel. "fsdp2 replicas2" is FSDP2's. `actor` and `generate` are further keys.
     """
 
     family: str
@@ -72,18 +86,28 @@ class Combination:
     def case(self, directory: Path) -> Case:
         """The case for `verify`, with its small model below `directory`."""
         published = write_config(directory / "published", {**PUBLISHED[self.family], **self.model})
-        train, infer = (_sizes(words) for words in (self.train, self.infer))
-        sides = parse_job(train, infer, None, self.num_ranks)
-        case = case_of(self.name, published, directory / "model", *sides, self.num_layers, "auto", "float32")
-        actor = dict(case.actor)
+        actor: dict[str, Any] = {"params_dtype": "float32"}
         for word in self.train.split():
             actor |= _TRAIN_FLAGS.get(word, {})
-        return replace(case, actor={**actor, **self.actor}, generate={**case.generate, **self.generate})
+        actor |= _fsdp(self.train) or _keys(self.train, _TRAIN_KEYS)
+        generate = {**_keys(self.infer, _INFER_KEYS), **self.generate}
+        actor |= self.actor
+        return case_of(self.name, published, directory / "model", self.num_ranks, actor, generate, self.num_layers)
 
 
-def _sizes(words: str) -> str:
-    """As the command takes them: "tp2 pp2 sp" -> "tp=2,pp=2"."""
-    return ",".join(re.sub(r"(?<=[a-z])(?=\d)", "=", word) for word in words.split() if word not in _TRAIN_FLAGS)
+def _keys(words: str, names: dict[str, str]) -> dict[str, int]:
+    """The sizes among some words: "tp2 sp" -> {"tensor_model_parallel_size": 2}."""
+    sizes = (re.fullmatch(r"([a-z]+)(\d+)", word) for word in words.split() if word not in _TRAIN_FLAGS)
+    return {names[size[1]]: int(size[2]) for size in sizes if size}
+
+
+def _fsdp(words: str) -> dict[str, Any]:
+    """The section of FSDP2, if it trains."""
+    if not words.startswith("fsdp"):
+        return {}
+    replicas = int(words.partition(" replicas")[2] or 1)
+    strategy = "FULL_SHARD" if replicas == 1 else "HYBRID_SHARD"
+    return {"fsdp": {"sharding_strategy": strategy, "replicas": replicas}}
 
 
 ONE_KV_HEAD = {"num_attention_heads": 8, "num_key_value_heads": 1}

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine.advisor.sizes_text import parse_job
-from hybrid_engine.layouts.parallelism import ShardedParallelism
-from hybrid_engine.layouts.size_rules import violations
+from hybrid_engine.config import load_config
+from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.models import table_for
-from hybrid_engine.verification.cases import SEQ_LENGTH, case_of
+from hybrid_engine.verification.cases import SEQ_LENGTH, case_of, values_to_verify
 from hybrid_engine.verification.comparison import difference_of
 from hybrid_engine.verification.small_model import VOCABULARY, Divisors, reduced_config
 from hybrid_engine.verification.verdict import LOGITS_ATOL, NUM_SWITCHES, Verdict
@@ -146,32 +145,76 @@ def test_small_tokens_and_layer_lists(tmp_path: Path) -> None:
 QWEN3_MOE = published_configs.PUBLISHED["qwen3-moe"]
 
 
+KEYS = {
+    **{"tp": "tensor_model_parallel_size", "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"},
+    **{"pp": "pipeline_model_parallel_size", "vpp": "virtual_pipeline_model_parallel_size"},
+    **{"first": "num_layers_in_first_pipeline_stage", "layout": "pipeline_model_parallel_layout"},
+}
+INFER_KEYS = {
+    name: f"infer_{size}_parallel_size" for name, size in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"))
+}
+
+
 @pytest.mark.parametrize(
-    ("model", "train", "infer", "num_layers"),
+    ("model", "ranks", "train", "infer", "num_layers"),
     [
-        ({**QWEN3_MOE, "num_experts": 12}, "ep=3", "ep=3", 4),
-        ({**QWEN3_MOE, "num_hidden_layers": 6}, "pp=3", "tp=1", 6),
-        ({**QWEN3_MOE, "num_experts": 40}, "ep=10,etp=1", "ep=20", 4),
-        ({**QWEN3_MOE, "num_hidden_layers": 48}, "pp=3,vpp=4", "pp=5", 12),
-        (published_configs.DEEPSEEK_V3, "tp=2,pp=8,ep=4,etp=1,first=5", "tp=4,ep=32", 12),
-        (published_configs.DEEPSEEK_V3, "pp=4,ep=8,layout=" + "E|t*31|t*30|mL", "tp=1,ep=8", 61),
-        (published_configs.DEEPSEEK_V3, "fsdp=8", "tp=8,ep=8", 4),
+        ({**QWEN3_MOE, "num_experts": 12}, 3, {"ep": 3}, {"ep": 3}, 4),
+        ({**QWEN3_MOE, "num_hidden_layers": 6}, 3, {"pp": 3}, {}, 6),
+        ({**QWEN3_MOE, "num_experts": 40}, 20, {"ep": 10, "etp": 1}, {"ep": 20}, 4),
+        ({**QWEN3_MOE, "num_hidden_layers": 48}, 15, {"pp": 3, "vpp": 4}, {"pp": 5}, 12),
+        (published_configs.DEEPSEEK_V3, 64, {"tp": 2, "pp": 8, "ep": 4, "etp": 1, "first": 5}, {"tp": 4, "ep": 32}, 12),
+        (published_configs.DEEPSEEK_V3, 32, {"pp": 4, "ep": 8, "layout": "E|t*31|t*30|mL"}, {"ep": 8}, 61),
+        (published_configs.DEEPSEEK_V3, 8, None, {"tp": 8, "ep": 8}, 4),
         ({**published_configs.QWEN3_8B, **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 20),
-          "intermediate_size": 1920, "vocab_size": 64000}, "tp=5", "tp=5,pp=2", 4),
+          "intermediate_size": 1920, "vocab_size": 64000}, 10, {"tp": 5}, {"tp": 5, "pp": 2}, 4),
     ],
 )  # fmt: skip
 def test_small_models_keep_what_the_layouts_need(
-    model: dict[str, Any], train: str, infer: str, num_layers: int, tmp_path: Path
+    model: dict[str, Any],
+    ranks: int,
+    train: dict[str, Any] | None,
+    infer: dict[str, int],
+    num_layers: int,
+    tmp_path: Path,
 ) -> None:
+    """Of a configuration for the published model; `train` None: FSDP2."""
+    sections = {
+        "actor_config": {"fsdp": {}} if train is None else {KEYS[name]: size for name, size in train.items()},
+        "generate_config": {INFER_KEYS[name]: size for name, size in infer.items()},
+    }
     published = write_config(tmp_path / "published", model)
-    training, inference = parse_job(train, infer, table_for(model))
-    case = case_of("case", published, tmp_path / "small", training, inference, None, "auto", "float32")
+    config = load_config({"model": str(published), **sections}, ranks, weights_only=True, own_weights=True)
+    case = case_of("case", published, tmp_path / "small", ranks, *values_to_verify(config))
     small = table_for(json.loads((Path(case.model) / "config.json").read_text()))
     assert small.dims.num_layers == num_layers
     assert sum(map(_numel, small.shapes.values())) < 8e7
-    for side in (training, inference):
-        if not isinstance(side, ShardedParallelism):
-            assert violations(side, small) == []
+    reduced = case.config(ranks)
+    sizes, own = reduced.train_sizes(ranks), config.train_sizes(ranks)
+    if isinstance(own, TrainParallelism):
+        own = replace(own, make_vocab_size_divisible_by=8)
+    assert (sizes, reduced.generate_config.sizes(ranks)) == (own, config.generate_config.sizes(ranks))
+
+
+def test_a_case_takes_over_what_decides_layouts_and_values(tmp_path: Path) -> None:
+    published = write_config(tmp_path, published_configs.QWEN3_8B)
+    values = {
+        "model": str(published),
+        "actor_config": {
+            **{"lora": {"rank": 4}, "seq_length": 8192, "optimizer": {"lr": 1e-6}, "make_vocab_size_divisible_by": 64},
+            **{"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 9},
+        },
+        "generate_config": {
+            **{"lora_delivery": "adapter", "max_model_len": 9000, "kv_cache_mb": 4000, "transport": "collective"},
+            **{"trace": "trace.json", "release_weights": False},
+        },
+    }
+    config = load_config(values, 2, weights_only=True, own_weights=True)
+    found = case_of("case", published, tmp_path / "small", 2, *values_to_verify(config)).config(2)
+    actor, generate = found.actor_config, found.generate_config
+    assert (actor.lora.rank, actor.make_vocab_size_divisible_by, actor.params_dtype) == (4, 64, "bfloat16")
+    assert (actor.seq_length, actor.optimizer.lr, actor.recompute_granularity) == (SEQ_LENGTH, 1e-2, None)
+    assert (generate.lora_delivery, generate.transport, generate.release_weights) == ("adapter", "collective", False)
+    assert (generate.max_model_len, generate.kv_cache_mb, generate.trace) == (2 * SEQ_LENGTH, None, None)
 
 
 def test_what_rank_0_is_doing_is_handed_on(tmp_path: Path) -> None:

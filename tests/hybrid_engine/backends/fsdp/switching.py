@@ -10,16 +10,13 @@ from typing import Any
 import torch
 
 from hybrid_engine.advisor.cluster_plan import Cluster, JobPlan, plan_job
-from hybrid_engine.advisor.trainers import Fsdp
 from hybrid_engine.assembly import build_inference_engine
 from hybrid_engine.backends.fsdp import ShardedModel
 from hybrid_engine.backends.fsdp.sharded_tensors import local_of
-from hybrid_engine.backends.fsdp.unbuilt_model import packed_model_of
 from hybrid_engine.backends.vllm.native_load import native_parameters
-from hybrid_engine.config import HybridConfig, load_config
+from hybrid_engine.config import ActorConfig, FsdpConfig, HybridConfig, load_config
 from hybrid_engine.hybrid_engine import HybridEngine
 from hybrid_engine.layouts.differences import differences
-from hybrid_engine.layouts.parallelism import ShardedParallelism
 from hybrid_engine.memory.elastic import exported_buffer_of
 from hybrid_engine.models import table_for
 from hybrid_engine.ranks.job import Job
@@ -146,10 +143,10 @@ def _run(job: Job, path: Path, case: Case) -> Switched:
 
 def _plan(config: HybridConfig, case: Case, job: Job) -> JobPlan:
     """What the command line would say of this job; ranks of one host."""
-    table = table_for(config.hf_config())
-    trainer = Fsdp(ShardedParallelism(job.world_size, case.replicas), packed_model_of(config.model, table))
-    infer, cluster = config.generate_config.sizes(job.world_size), Cluster(ranks_per_host=job.world_size)
-    return plan_job(table, trainer, infer, cluster, dtype=case.dtype, train_dtype="float32")
+    actor = ActorConfig(params_dtype="float32", fsdp=FsdpConfig(replicas=case.replicas))
+    return plan_job(
+        config.model_copy(update={"actor_config": actor}), job.world_size, Cluster(ranks_per_host=job.world_size)
+    )
 
 
 def _nbytes(trainer: ShardedModel, kind: str) -> int:
