@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
-from hybrid_engine.advisor.cluster_plan import GIB, Cluster, JobPlan, plan_job
-from hybrid_engine.advisor.sizes_text import parse_job
-from hybrid_engine.advisor.trainers import Fsdp
-from hybrid_engine.backends.fsdp.unbuilt_model import packed_model_of
-from hybrid_engine.layouts.parallelism import ShardedParallelism
-from hybrid_engine.models import table_for
+from hybrid_engine.advisor.cluster_plan import Cluster, JobPlan, plan_job
+from hybrid_engine.config import load_config
+from hybrid_engine.layouts.memory_plan import GIB
 from hybrid_engine.planning.plan import Link
 
 LLAMA_3_70B = {
@@ -28,7 +26,15 @@ LLAMA_3_70B = {
     "vocab_size": 128256,
     "tie_word_embeddings": False,
 }
-TRAIN, INFER = "fsdp=64", "tp=4,pp=2"
+RANKS = 64
+KEYS = {
+    "actor_config": {"fsdp": {}, "params_dtype": "float32"},
+    "generate_config": {
+        "compress_reshard": True,
+        "infer_tensor_parallel_size": 4,
+        "infer_pipeline_parallel_size": 2,
+    },
+}
 A100 = Cluster(device_gib=80.0, link_gbps={Link.SELF: 1000.0, Link.HOST: 250.0, Link.NETWORK: 22.0})
 PUBLISHED = {"weights": (120, 15), "optimizer state": (240, 30), "gradients": (60, 10)}
 """GB by a gather and after, as estimated for verl with a 70B model on eight nodes of A100."""
@@ -51,8 +57,8 @@ def page() -> str:
         rows="\n".join(rows),
         numel=f"{numel / 1e9:.1f}",
         model=_gb(model),
-        full_tensor=_gb(job.peers[0].nbytes or 0),
-        full_tensor_less=f"{1 - received / (job.peers[0].nbytes or 1):.1%}",
+        full_tensor=_gb(float(job.gathered.mean())),
+        full_tensor_less=f"{1 - received / float(job.gathered.mean()):.1%}",
         needed=_gb(needed),
         held=_gb(held),
         received=_gb(received),
@@ -68,19 +74,22 @@ def page() -> str:
         switch=_gib(memory.switch.max()),
         interleaved=_gib(memory.interleaved_switch.max()),
         host=_gib(job.host_nbytes.max()),
-        train=TRAIN,
-        infer=INFER,
+        keys=_options(KEYS),
+        ranks=RANKS,
     )
 
 
 def _job() -> JobPlan:
-    table = table_for(LLAMA_3_70B)
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(LLAMA_3_70B))
-        model = packed_model_of(Path(directory), table)
-    training, inference = parse_job(TRAIN, INFER, table)
-    assert isinstance(training, ShardedParallelism)
-    return plan_job(table, Fsdp(training, model), inference, A100, train_dtype="float32")
+        return plan_job(load_config({"model": directory, **KEYS}, RANKS, own_weights=True), RANKS, A100)
+
+
+def _options(sections: Mapping[str, Mapping[str, object]]) -> str:
+    keys = (
+        f"{name}.{key}={str(value).lower()}" for name, section in sections.items() for key, value in section.items()
+    )
+    return " \\\n        ".join(keys)
 
 
 def _gb(nbytes: float) -> str:
@@ -140,8 +149,8 @@ would leave at the end of the switch (`inelastic` in the plan).
 
 The same, and what each rank does:
 
-    hybrid-engine plan --model DIR --train {train} --infer {infer} --device-gib 80 \\
-        --link-gbps self=1000,host=250,network=22
+    hybrid-engine plan model=DIR {keys} \\
+        --ranks {ranks} --device-gib 80 --link-gbps self=1000,host=250,network=22
 """
 
 

@@ -121,9 +121,9 @@ def test_a_wheel_has_what_its_commands_need(installed: Path, tmp_path: Path) -> 
     copied = sorted(path.relative_to(tmp_path / "mine") for path in (tmp_path / "mine").rglob("*") if path.is_file())
     listed = subprocess.run(["git", "ls-files", "examples"], cwd=REPO_ROOT, capture_output=True, text=True).stdout
     assert {str(path) for path in copied} >= set(listed.split())
-    sizes = ["--train", "tp=2", "--infer", "tp=1,dp=2"]
-    model = str(tmp_path / "mine" / "examples" / "gpt_rl" / "model")
-    plan = ["-m", "hybrid_engine", "plan", "--model", model, *sizes, "--html", "page.html"]
+    model = tmp_path / "mine" / "examples" / "gpt_rl" / "model"
+    job = [f"model={model}", "actor_config.tensor_model_parallel_size=2", "--ranks", "2"]
+    plan = ["-m", "hybrid_engine", "plan", *job, "--html", "page.html"]
     assert "least" in run_installed(installed, tmp_path, *plan)
     assert "Who holds what" in (tmp_path / "page.html").read_text()
     folder, *sets = run_installed(installed, tmp_path, "-m", "megatron_patches", "sets").splitlines()

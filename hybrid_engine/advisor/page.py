@@ -35,6 +35,7 @@ from hybrid_engine.records.regions import Region, joined
 
 MOST_COLUMNS = 64
 _MOST_IN_A_MATRIX = 16
+_WIDEST_HEAD = 10  # letters
 _NUMBERED = re.compile(r"^.*\.\d+\.")
 
 
@@ -102,9 +103,10 @@ class Picture:
     texts: list[list[str]]
 
     @property
-    def heads(self) -> list[str]:
-        """The ranks of every column."""
-        return [ranges(ranks) for ranks in self.columns]
+    def heads(self) -> list[tuple[str, str]]:
+        """The ranks of every column: a short text, and most of them."""
+        texts = [(ranges(ranks), ranks) for ranks in self.columns]
+        return [(text if len(text) < _WIDEST_HEAD else f"{ranks[0]}, …", text) for text, ranks in texts]
 
     def cells(self) -> Iterator[tuple[str, list[tuple[str, str]]]]:
         """Of each row the label, and the style and text of its cells."""
@@ -123,7 +125,7 @@ def picture_of(table: ModelTable, source: Holdings, destination: Holdings, most_
     parts = np.stack([_parts(row, source, destination) for row in rows], axis=1)
     classes = rank_classes(source) * source.num_ranks + rank_classes(destination)
     if is_joined := len(np.unique(classes)) > most_columns:
-        _, classes = np.unique(parts.reshape(-1, source.num_ranks).round(6), axis=1, return_inverse=True)
+        _, classes = np.unique(parts.reshape(-1, source.num_ranks).round(2), axis=1, return_inverse=True)
     _, classes = np.unique(classes, return_inverse=True)
     firsts = np.sort(first_members(classes))
     shown = firsts[np.arange(min(most_columns, len(firsts))) * len(firsts) // min(most_columns, len(firsts))]

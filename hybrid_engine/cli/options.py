@@ -31,7 +31,7 @@ def integer_option(meaning: str) -> OptionInfo:
 def config_argument() -> ArgumentInfo:
     """Return the argument that names the configuration, and its overrides."""
     argument: ArgumentInfo = typer.Argument(
-        metavar="[CONFIG.yaml] [KEY=VALUE]...",
+        metavar="CONFIG.yaml|KEY=VALUE",
         help="The job's configuration, and keys that are set as if they stood in it, for example "
         "actor_config.tensor_model_parallel_size=4. Without a file keys alone, of which `model` is needed: a Hugging "
         "Face id (org/name) or a directory with a config.json. Needs no weights.",
@@ -46,7 +46,7 @@ def read_config(words: Sequence[str], ranks: int) -> HybridConfig:
     found = [Violation("CONFIG", f"more than one file: {shortened(each)}", "Name one") for each in files[1:]]
     if not 1 <= ranks <= MOST_RANKS:
         found.append(Violation("--ranks", f"{ranks} ranks", f"Use 1 to {MOST_RANKS}"))
-    values = (files and collect(found, read_yaml, files[0], "CONFIG")) or {}
+    values = (collect(found, read_yaml, files[0], "CONFIG") if files else None) or {}
     found += apply_overrides(values, [word for word in words if _OVERRIDE.match(word)])
     if found:
         raise ConfigError(found)

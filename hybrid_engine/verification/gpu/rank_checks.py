@@ -103,7 +103,7 @@ class LayoutCheck:
         """The case of `verify`; its models are written below `directory`. Raises ConfigError."""
         (directory / "model").mkdir()
         (directory / "model" / "config.json").write_text(json.dumps(self.model))
-        actor = {_TRAIN[key]: size for key, size in _sizes(self.train).items() if key != "dp"}
+        actor: dict[str, Any] = {_TRAIN[key]: size for key, size in _sizes(self.train).items() if key != "dp"}
         generate = {_INFER[key]: size for key, size in _sizes(self.infer).items()}
         model, small, actor = directory / "model", directory / "small", {**actor, "params_dtype": "bfloat16"}
         case = case_of(self.name, model, small, self.num_ranks, actor, generate, _LAYERS)

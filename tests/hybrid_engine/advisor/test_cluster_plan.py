@@ -191,7 +191,7 @@ def test_texts_say_which_slices_and_experts() -> None:
     destination = inference_side(table, InferenceParallelism(2)).holdings
     picture = picture_of(table, source, destination)
     assert [row.label for row in picture.rows] == ["embedding", "layers 0-3", "norm and head"]
-    assert picture.heads == ["0", "1"]
+    assert picture.heads == [("0", "0"), ("1", "1")]
     assert "\ntraining: self_attn.q_proj.weight [12:24, :]\n" in picture.texts[1][1]
     experts = table_for(EXPERTS)
     sides = (
@@ -210,9 +210,9 @@ def test_many_columns_are_joined_and_then_some_are_drawn() -> None:
     source = training_side(table, TrainParallelism(12, tensor=6, pipeline=2, make_vocab_size_divisible_by=1)).holdings
     assert len(picture_of(table, source, source, most_columns=12).columns) == 12
     joined = picture_of(table, source, source, most_columns=2)
-    assert (joined.heads, joined.num_hidden) == (["0-5", "6-11"], 0)
+    assert (joined.columns, joined.num_hidden) == ([[*range(6)], [*range(6, 12)]], 0)
     one = picture_of(table, source, source, most_columns=1)
-    assert (one.heads, one.num_hidden) == (["0-5"], 1)
+    assert (one.columns, one.num_hidden) == ([[*range(6)]], 1)
 
 
 def test_ranges_are_runs() -> None:
