@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from hybrid_engine.cli import app
 from hybrid_engine.config import load_config
 from hybrid_engine.layouts.parallelism import TrainParallelism
 from hybrid_engine.models import table_for
-from hybrid_engine.verification.cases import SEQ_LENGTH, case_of, values_to_verify
+from hybrid_engine.verification.cases import SEQ_LENGTH, Case, case_of, values_to_verify
 from hybrid_engine.verification.comparison import difference_of
 from hybrid_engine.verification.small_model import VOCABULARY, Divisors, reduced_config
 from hybrid_engine.verification.verdict import LOGITS_ATOL, NUM_SWITCHES, Verdict
@@ -215,6 +217,35 @@ def test_a_case_takes_over_what_decides_layouts_and_values(tmp_path: Path) -> No
     assert (actor.seq_length, actor.optimizer.lr, actor.recompute_granularity) == (SEQ_LENGTH, 1e-2, None)
     assert (generate.lora_delivery, generate.transport, generate.release_weights) == ("adapter", "collective", False)
     assert (generate.max_model_len, generate.kv_cache_mb, generate.trace) == (2 * SEQ_LENGTH, None, None)
+
+
+def test_the_command_runs_the_configurations_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file's keys, with those of the command line set in it; the ranks are pretended."""
+    write_config(tmp_path / "model", published_configs.QWEN3_8B)
+    file, started = tmp_path / "job.yaml", []
+    file.write_text("model: model\nactor_config: {tensor_model_parallel_size: 2, params_dtype: float32}\n")
+
+    def run(cases: list[Case], num_ranks: int, **_: Any) -> list[Verdict]:
+        config = cases[0].config(num_ranks)
+        started.append((config, config.hf_config()["num_hidden_layers"], num_ranks))
+        return [replace(GOOD, name=cases[0].name)]
+
+    monkeypatch.setattr("hybrid_engine.verification.verify.run_cases", run)
+    words = [
+        str(file),
+        "generate_config.infer_pipeline_parallel_size=2",
+        "generate_config.quantization=fp8_per_channel",
+    ]
+    ended = CliRunner().invoke(app, ["verify", *words, "--ranks", "2", "--layers", "6", "--json"])
+    assert ended.exit_code == 0, ended.output
+    ((config, num_layers, num_ranks),) = started
+    assert (num_ranks, num_layers) == (2, 6)
+    assert config.actor_config.tensor_model_parallel_size == 2
+    assert (config.actor_config.params_dtype, config.generate_config.infer_pipeline_parallel_size) == ("float32", 2)
+    said = json.loads(ended.stdout)
+    assert said["name"].endswith("quantization=fp8_per_channel on 2 ranks")
+    assert "without generate_config.quantization (fp8_per_channel)" in said["remarks"][-1]
+    assert said["faults"] == []
 
 
 def test_what_rank_0_is_doing_is_handed_on(tmp_path: Path) -> None:
