@@ -11,7 +11,7 @@ from tests.harness.interrupts import INTERRUPTED_IN
 from tests.harness.launch import REPO_ROOT
 
 INTERRUPTED = """
-sys.argv[1:] = ["verify", "--model", "none", "--train", "tp=1", "--infer", "tp=1"]
+sys.argv[1:] = ["verify", "model=none", "--ranks", "1"]
 from hybrid_engine.__main__ import main
 main()
 """
