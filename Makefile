@@ -47,8 +47,10 @@ PURE_TESTS := $(addprefix tests/hybrid_engine/,planning advisor config cli recor
 PURE_PACKAGES := jinja2 markupsafe numpy packaging pydantic pyyaml rich safetensors scipy typer setuptools hypothesis \
     pytest pytest-timeout
 PURE_REQUIREMENTS := build/pure/requirements-pure.txt
-# Runs leave a record (compatibility/), unless they are not whole.
-RECORDED = -p compatibility.recording $(if $(PYTEST_ARGS),,--record $(1))
+# The vLLM that is tested, and the copy in which another one is.
+VLLM_FILE := hybrid_engine/backends/vllm/version.py
+VLLM      := $(shell sed -n 's/^TESTED_VERSION = "\(.*\)"/\1/p' $(VLLM_FILE))
+VLLM_COPY = build/vllm-$(VERSION)
 TYPING_OVERRIDE := $(CURDIR)/tests/harness/typing_override
 CORE_REQUIREMENTS := build/core-$(MEGATRON)/requirements-cpu.txt
 
@@ -71,7 +73,7 @@ endif
 
 .DEFAULT_GOAL := help
 .PHONY: help env rl test test-fast test-faults lint format docs matrix bench lock clean clean-env force
-.PHONY: vllm-surface megatron-tests core-tests core-tests-all core-tests-here pure-tests pure-tests-here compat
+.PHONY: vllm-tests megatron-tests core-tests core-tests-all core-tests-here pure-tests pure-tests-here
 .PHONY: gpu-check offline-bundle docs-site docs-site-here
 
 help: ## Show this help
@@ -86,7 +88,7 @@ help: ## Show this help
 	@echo '  STOP_SECONDS  given to the iteration under way after Ctrl-C ($(STOP_SECONDS))'
 	@echo '  MEGATRON      megatron-core of make core-tests ($(MEGATRON)); all: $(CORE_VERSIONS)'
 	@echo '  MEGATRON_LM   checkout of Megatron-LM, of make megatron-tests'
-	@echo '  VERSION       vLLM of make vllm-surface; what is read of it stays in build/'
+	@echo '  VERSION       vLLM of make vllm-tests; copy and environment stay in build/'
 	@echo '  ARGS          options of make rl, for example "rl_config.iterations=5", and of make gpu-check: "--device cpu"'
 	@echo '  DIR, HAVE     of make offline-bundle: where it goes; what pip list prints on the other machine'
 	@echo '  PYTEST_ARGS   more arguments for pytest, for example "-k planner -x"'
@@ -102,7 +104,7 @@ rl: $(ENV_READY) ## Train a GPT by RL, Megatron or FSDP2 <-> vLLM (TRAINER, NPRO
 	    --shutdown-timeout $(STOP_SECONDS) -m examples.gpt_rl.train --config $(CONFIG) --out $(OUT) $(ARGS)
 
 test: lint ## Check style, formatting and types, then run the tests (but for test-faults)
-	$(PY) -m pytest $(BY_FILE) $(call RECORDED,test) $(PYTEST_ARGS)
+	$(PY) -m pytest $(BY_FILE) $(PYTEST_ARGS)
 
 test-fast: $(ENV_READY) ## Run the tests that start no ranks and take seconds: the loop while writing code
 	HYPOTHESIS_PROFILE=fast $(PY) -m pytest -q -m 'not ranks and not slow' $(BY_FILE) $(PYTEST_ARGS)
@@ -134,7 +136,7 @@ core-tests-all: ## core-tests with every supported megatron-core, one after the 
 # From 0.18 on the version ends with the commit of the repository that the environment lies in: 0.19.2+abc1234.
 core-tests-here: $(ENV_READY)
 	$(PY) -c 'import megatron.core as c; c.__version__.partition("+")[0] == "$(MEGATRON)" or exit(f"This is {c.__version__}, not $(MEGATRON).")'
-	$(PY) -m pytest $(call RECORDED,core-tests) $(PYTEST_ARGS) $(CORE_TESTS)
+	$(PY) -m pytest $(PYTEST_ARGS) $(CORE_TESTS)
 
 pure-tests: ## Run what needs neither torch nor an engine with PYTHON, in an environment of its own
 	@mkdir -p $(dir $(PURE_REQUIREMENTS))
@@ -143,14 +145,16 @@ pure-tests: ## Run what needs neither torch nor an engine with PYTHON, in an env
 	    VENV=.venv-pure-$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 pure-tests-here: $(ENV_READY)
-	HYPOTHESIS_PROFILE=fast $(PY) -m pytest $(call RECORDED,pure-tests) $(PYTEST_ARGS) $(PURE_TESTS)
+	HYPOTHESIS_PROFILE=fast $(PY) -m pytest $(PYTEST_ARGS) $(PURE_TESTS)
 
-compat: $(ENV_READY) ## Print which versions were run together, and write docs/compatibility.md
-	$(PY) -m compatibility
-
-vllm-surface: $(ENV_READY) ## Compare a vLLM of the package index with what is used of it, uninstalled (VERSION=0.33.0)
-	$(if $(VERSION),,$(error Name the version: make vllm-surface VERSION=0.33.0))
-	$(PY) -m compatibility.surface '$(VERSION)'
+# The copy takes that version for the tested one. What else it needs (another torch) is edited there, by hand.
+vllm-tests: ## Run the tests with another vLLM, in a copy of the last commit with an environment of its own (VERSION=0.33.0)
+	$(if $(VERSION),,$(error Name the version: make vllm-tests VERSION=0.33.0))
+	@if [ ! -d '$(VLLM_COPY)' ]; then \
+	    mkdir -p '$(VLLM_COPY)' && git archive HEAD | tar -x -C '$(VLLM_COPY)' && cd '$(VLLM_COPY)' && \
+	    sed -i 's/$(subst .,\.,$(VLLM))/$(VERSION)/' $(VLLM_FILE) pyproject.toml requirements.txt requirements-cpu.txt; \
+	fi
+	env -u PYTHONPATH $(MAKE) -C '$(VLLM_COPY)' test PYTHON_ENV= VENV=.venv PYTEST_ARGS='$(PYTEST_ARGS)'
 
 lint: $(ENV_READY) ## Check style, formatting and types
 	$(PY) -m ruff check .
@@ -165,7 +169,6 @@ docs: $(ENV_READY) ## Make the pages of docs/ that have a source
 	$(PY) docs/make_configuration.py
 	$(PY) docs/make_seventy_billion.py
 	$(PY) docs/make_pictures.py
-	$(PY) -m compatibility
 
 # The packages are read, not imported, so that this environment has neither them nor what they need.
 docs-site: ## Build the documentation site in site/, in an environment of its own; warnings are errors

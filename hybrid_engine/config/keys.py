@@ -216,7 +216,7 @@ class GenerateConfig(Section):
     from other keys, or that a switch does not go with; what may import, open or fetch something, only from a program.
     vLLM's names are checked when the engine is built."""
     allow_version: bool = False
-    """Take a vLLM that was neither tested nor read. What it lacks of what is used here is still refused, by name."""
+    """Take a vLLM that was not tested. What it lacks of what is used here is still refused, by name."""
     quantization: Name | None = None
     """vLLM's quantization method for its weights; what it can be is checked against the device."""
     transport: Literal["auto", "shared_memory", "collective"] = "auto"

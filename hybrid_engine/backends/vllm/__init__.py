@@ -10,9 +10,8 @@
     native_load.py      what vLLM itself loads from a checkpoint, for comparison
     fresh_engine.py     what a vLLM of its own answers, for comparison
     internals.py        every private name of vLLM and torch that is used or replaced here, with the reason
-    version.py          which vLLM was tested, and which were read
-    acceptance.py       whether the installed one is accepted
-    surface/            every name, call and piece of code of vLLM's that is used, compared with any version's source
+    version.py          which vLLM was tested
+    acceptance.py       whether the installed one is accepted, and has every name of internals.py
     generation/         prompts in any form, sampling, ranks that share the work
     process/            isolation from training in one process: environment, groups, shared memory, random state
     weights/            VllmAdaptor: vLLM's parameters as `InferenceWeights`

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.acceptance import require_vllm
+from hybrid_engine.backends.vllm.acceptance import require_names, require_vllm
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.feasibility import GENERATING_LAYOUT, cannot_generate, generation_problem
 from hybrid_engine.backends.vllm.process.group_placement import rank_in_instance
@@ -110,7 +110,7 @@ def check_before_building(settings: InferenceSettings, job: Job) -> None:
 
 
 def check_settings(settings: InferenceSettings, job: Job) -> str:
-    """Import vLLM, whose version must be accepted, and check world, model and settings; return its device type.
+    """Import vLLM, which must be accepted, and check world, model and settings; return its device type.
 
     Raises as `check_before_building`, and leaves the environment as vLLM wants it.
     """
@@ -121,6 +121,8 @@ def check_settings(settings: InferenceSettings, job: Job) -> str:
     from vllm.platforms import current_platform
 
     device_type: str = current_platform.device_type
+    with random_state_kept():
+        require_names(device_type)
     check_arguments(settings, job.rank, device_type)
     return device_type
 

@@ -41,7 +41,7 @@ class InferenceSettings:
         enable_sleep_mode: let weights and KV cache be given back on GPU; None means True on GPU. No effect on CPU.
         enable_prefix_caching: share KV cache among prompts with the same beginning.
         timeout_seconds: longest wait for a rank in vLLM's process groups; None takes torch's, half an hour.
-        allow_version: take a vLLM that was neither tested nor read, if it has all that is used (`require_vllm`).
+        allow_version: take a vLLM that was not tested, if it has every name that is used (acceptance.py).
         log_level: vLLM's own log messages below this level are not shown.
         extra: further arguments of vLLM's `EngineArgs`, none of which follows from these settings.
     """

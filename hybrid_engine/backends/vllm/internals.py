@@ -4,8 +4,8 @@
     READ                                attributes of their objects, which other files read by name
     with NEW_GROUP.replaced(build):     `Patch`: a name that is replaced, for a while
 
-This is the list to go through when vLLM is upgraded; tests look each name up in the installed versions, and `surface/`
-in other ones. What vLLM exports (in an `__all__`) is imported where it is needed.
+This is the list to go through when vLLM is upgraded; acceptance.py looks each name up before an engine is built. What
+vLLM exports (in an `__all__`) is imported where it is needed.
 """
 
 from __future__ import annotations
@@ -43,13 +43,10 @@ class Internal(PrivateName):
         module, _, path = self.target.partition(":")
         return _find(module, path.split("."))
 
-    def exists(self) -> bool:
-        """Whether this version has it; imports its module."""
-        try:
-            self.load()
-        except AttributeError:
-            return False
-        return True
+    @property
+    def is_for_cpu(self) -> bool:
+        """Whether its module is one that vLLM's CPU platform alone imports."""
+        return ".cpu_" in self.target.partition(":")[0]
 
     def is_type_of(self, instance: object) -> bool:
         """Whether this is the very class of an object, not one that it inherits from; imports nothing."""
@@ -179,8 +176,7 @@ LORA_MODEL = Internal(
 PEFT_HELPER = Internal("vllm.lora.peft_helper:PEFTHelper.from_dict", "carries a LoRA's rank, alpha and modules")
 MODULE_RANKS = Internal(
     "vllm.lora.peft_helper:PEFTHelper.get_rank_and_scaling",
-    "is there where single modules of a LoRA can have another rank and alpha",
-    since="0.32.0",
+    "heeds ranks and alphas of single modules; a vLLM without it drops them silently",
 )
 
 # -- how weights are processed after loading (weights/postload.py, weights/held.py) ------------------------------------
@@ -189,7 +185,7 @@ _DENSE = "computes with the very values that were loaded, so that they can be re
 DENSE_METHODS = (
     Internal(f"{_LAYERS}.linear:UnquantizedLinearMethod", _DENSE),
     Internal(f"{_LAYERS}.vocab_parallel_embedding:UnquantizedEmbeddingMethod", _DENSE),
-    Internal(f"{_LAYERS}.fused_moe.router.gate_linear:_GateLinearMethod", _DENSE, since="0.32.0"),
+    Internal(f"{_LAYERS}.fused_moe.router.gate_linear:_GateLinearMethod", _DENSE),
 )
 LINEAR_METHOD = Internal(f"{_LAYERS}.linear:LinearMethodBase", "multiplies by one matrix, in whatever form")
 EXPERTS_METHOD = Internal(

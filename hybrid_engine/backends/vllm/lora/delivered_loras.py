@@ -113,9 +113,6 @@ class DeliveredLoras:
         if settings.largest_rank > limit:
             problem = f"{settings.largest_rank} is more than max_lora_rank {limit}"
             violations.append(Violation("LoRA rank", problem, "Raise max_lora_rank"))
-        if (settings.ranks or settings.alphas) and not internals.MODULE_RANKS.exists():
-            problem = "modules have ranks or alphas of their own, which vLLM drops silently before 0.32"
-            violations.append(Violation("LoRA", problem, "Use one rank and one alpha, or install vLLM 0.32"))
         if not tensors:
             violations.append(Violation("LoRA", "it has no tensors", "Give its lora_A and lora_B weights"))
         for name, tensor in tensors.items():

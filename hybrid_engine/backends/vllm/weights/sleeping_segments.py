@@ -45,8 +45,7 @@ class SleepingSegments:
         if not internals.SLEEP_BACKEND.is_type_of(worker.sleep_mode_backend) or worker._sleep_saved_parameters:
             return SleepingSegments(())
         allocator = internals.MEM_ALLOCATOR.load()()
-        kept = allocator.allocator_and_pools.get("weights", [])
-        pools = [kept] if isinstance(kept, tuple) else kept  # 0.31 keeps the last one alone
+        pools = allocator.allocator_and_pools.get("weights", [])
         given = {segment["address"]: segment["requested_size"] for pool, _ in pools for segment in pool.snapshot()}
         asleep = SleepingSegments(data for data in allocator.pointer_to_data.values() if data.is_asleep)
         taken: Counter[int] = Counter()

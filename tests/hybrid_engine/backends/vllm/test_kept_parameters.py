@@ -33,8 +33,8 @@ Processing = Callable[[Any, Any], None]
 
 
 def keep_parameter(layer: torch.nn.Module, name: str, new: torch.Tensor) -> None:
-    """What `surface/behaviours.py` says of 0.33's `replace_parameter`: the Parameter stays, and so does its memory
-    where new values have its shape, strides and dtype."""
+    """As 0.33's `replace_parameter`: the Parameter stays, and so does its memory where new values have its shape,
+    strides and dtype."""
     old = getattr(layer, name, None)
     if not isinstance(old, torch.nn.Parameter):
         setattr(layer, name, torch.nn.Parameter(new, requires_grad=False))

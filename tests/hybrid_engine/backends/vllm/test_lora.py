@@ -5,17 +5,8 @@ Cut over two ranks; whole ones are in the matrix.
 
 from __future__ import annotations
 
-import contextlib
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
-from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.internals import Internal
-from hybrid_engine.backends.vllm.lora.delivered_loras import DeliveredLoras
-from hybrid_engine.errors import ConfigError
-from hybrid_engine.models.lora_tensors import LoraSettings
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.vllm.scenarios import lora
 from tests.hybrid_engine.backends.vllm.scenarios.lora import Loras
@@ -82,20 +73,3 @@ def test_what_cannot_be_is_refused(by_rank: list[Loras], call: str, kind: str, m
         refusal = getattr(result.refused, call)
         assert refusal.kind == kind
         assert message in refusal.message
-
-
-def test_ranks_of_single_modules_are_refused_where_vllm_drops_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As 0.31 does."""
-
-    class Manager:
-        lora_config = SimpleNamespace(max_lora_rank=8, target_modules=["q_proj"])
-
-        def _load_adapter(self, request: Any) -> None: ...
-
-    monkeypatch.setattr(internals, "MODULE_RANKS", Internal("string:Template.get_rank_and_scaling", "tests"))
-    monkeypatch.setattr(internals, "model_runner_of", lambda llm: SimpleNamespace(lora_manager=Manager()))
-    with contextlib.ExitStack() as undo:
-        loras = DeliveredLoras(None, undo)
-        settings = LoraSettings(rank=4, alpha=8, target_modules=("q_proj",), ranks={"q_proj": 2})
-        with pytest.raises(ConfigError, match="modules have ranks or alphas of their own, which vLLM drops silently"):
-            loras.deliver("policy", settings, {})

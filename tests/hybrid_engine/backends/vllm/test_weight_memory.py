@@ -267,15 +267,6 @@ def test_weights_wake_group_by_group(segmented: Segmented) -> None:
 
 
 @pytest.mark.slow
-def test_the_one_pool_that_vllm_0_31_keeps_is_found(segmented: Segmented) -> None:
-    segmented.allocator.allocator_and_pools["weights"] = (SimpleNamespace(snapshot=segmented.snapshot), None)
-    memory = SleepMode(lambda: segmented)
-    memory.free(segmented.live)
-    memory.restore(segmented.live, [])
-    assert segmented.asleep() == ["second", "third", "kv"]
-
-
-@pytest.mark.slow
 def test_a_segment_with_a_tensor_that_nobody_knows_wakes_at_once(segmented: Segmented) -> None:
     memory = SleepMode(lambda: segmented)
     segmented.requested["third"] += 16
