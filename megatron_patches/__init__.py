@@ -1,4 +1,4 @@
-"""Patches for Megatron (megatron-core 0.15 to 0.19): hooks to build on, and what it takes to run without CUDA.
+"""Patches for Megatron (megatron-core 0.16 and 0.19): hooks to build on, and what it takes to run without CUDA.
 
     apply() ──> applying ──> registry: versions, targets and conflicts are checked, then all targets swapped
                    ^            └── revert() restores every original

@@ -136,17 +136,17 @@ _CUDA_SPELLED = (
     "utils:check_param_hashes_across_dp_replicas",
 )
 
-_COMPILED = {
-    "activations:quick_gelu": "",
-    "activations:squared_relu": "",
-    "activations:fast_gelu": "",
-    "transformer.attention:Attention._apply_output_gate": "0.16.0",
-    "transformer.moe.router:TopKRouter._apply_expert_bias": "0.16.0",
-    "transformer.torch_norm:L2Norm._norm": "",
-    "transformer.utils:erf_gelu": "",
-    "transformer.utils:gelu_impl": "",
-}
-"""Compiled functions -> the megatron-core that brought them; empty where all supported ones have them."""
+_COMPILED = (
+    "activations:quick_gelu",
+    "activations:squared_relu",
+    "activations:fast_gelu",
+    "transformer.attention:Attention._apply_output_gate",
+    "transformer.moe.router:TopKRouter._apply_expert_bias",
+    "transformer.torch_norm:L2Norm._norm",
+    "transformer.utils:erf_gelu",
+    "transformer.utils:gelu_impl",
+)
+"""Functions that are compiled on import."""
 
 
 def _spelling_patch(target: str) -> Patch:
@@ -159,14 +159,13 @@ def _spelling_patch(target: str) -> Patch:
     )
 
 
-def _eager_patch(target: str, since: str) -> Patch:
+def _eager_patch(target: str) -> Patch:
     return _cpu_patch(
         f"eager.{target.replace(':', '.').rsplit('.', 1)[-1].lstrip('_')}",
         f"{_CORE}.{target}",
         "is compiled for speed on import; compiling on CPU costs minutes and a C++ compiler",
         _build_eager,
         remove_when="megatron-core decides on call, not on import, whether to compile",
-        since=since,
     )
 
 
@@ -231,5 +230,5 @@ PATCHES: tuple[Patch, ...] = (
         remove_when="interleaved schedules wait for a send before they free the output",
     ),
     *(_spelling_patch(target) for target in _CUDA_SPELLED),
-    *(_eager_patch(target, since) for target, since in _COMPILED.items()),
+    *(_eager_patch(target) for target in _COMPILED),
 )

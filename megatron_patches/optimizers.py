@@ -235,7 +235,7 @@ def _build_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _step_patch(module: str, owner: str, since: str = "") -> Patch:
+def _step_patch(module: str, owner: str) -> Patch:
     return Patch(
         name=f"hooks.step.{owner}",
         group="hooks",
@@ -244,7 +244,6 @@ def _step_patch(module: str, owner: str, since: str = "") -> Patch:
         versions=CORE_VERSIONS,
         remove_when="megatron-core's optimizers offer post-step hooks",
         build=_build_step,
-        since=since,
     )
 
 
@@ -252,5 +251,5 @@ PATCHES: tuple[Patch, ...] = (
     _step_patch("optimizer", "MixedPrecisionOptimizer"),
     _step_patch("optimizer", "FP32Optimizer"),
     _step_patch("optimizer", "ChainedOptimizer"),
-    _step_patch("layer_wise_optimizer", "LayerWiseDistributedOptimizer", since="0.16.0"),
+    _step_patch("layer_wise_optimizer", "LayerWiseDistributedOptimizer"),
 )

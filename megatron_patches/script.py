@@ -35,7 +35,7 @@ from megatron_patches.applying import apply, check_version
 from megatron_patches.arguments import ALLOW_VERSION_FLAG, ENABLE_FLAG, ReshardingOptions, add_arguments
 from megatron_patches.engines import MegatronScript, ReshardingEngine, find_engine
 from megatron_patches.errors import MegatronPatchError, ScriptError
-from megatron_patches.patch import SCRIPT_VERSIONS, Patch
+from megatron_patches.patch import CORE_VERSIONS, Patch
 
 logger = logging.getLogger(__name__)
 
@@ -287,7 +287,7 @@ def _patch(
         group="script",
         target=f"megatron.training.{target}",
         reason=reason,
-        versions=SCRIPT_VERSIONS,
+        versions=CORE_VERSIONS,
         remove_when="megatron.training calls such hooks itself, or the source tree is patched",
         build=decorator,
         since=since,
@@ -323,7 +323,7 @@ PATCHES: tuple[Patch, ...] = (
         group="script",
         target="megatron.core.datasets.utils:compile_helpers",
         reason="calls make, which ends scripts beside the wheel alone: it has the compiled helpers, but no Makefile",
-        versions=SCRIPT_VERSIONS,
+        versions=CORE_VERSIONS,
         remove_when="the wheel has a Makefile, or megatron.training does not compile what is compiled",
         build=_compiling_where_possible,
         since="0.17.0",

@@ -185,8 +185,7 @@ def expert_settings(experts: Experts, sparse: Sequence[bool]) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
         "moe_shared_expert_intermediate_size": experts.shared_width or None,
-        # set only where needed: megatron-core 0.15 does not have it
-        **({"moe_shared_expert_gate": True} if experts.shared_gate else {}),
+        "moe_shared_expert_gate": bool(experts.shared_gate),
     }
 
 

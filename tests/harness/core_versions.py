@@ -12,12 +12,8 @@ T = TypeVar("T")
 
 INSTALLED: Final = Version(importlib.metadata.version("megatron-core"))
 
-IS_0_16: Final = Version("0.16.0") <= INSTALLED
-"""Has fewer query groups than TP ranks, gated shared experts, routers that can be told what to choose, and the
-layer-wise optimizer."""
 
-
-def without(cases: Mapping[str, T], *later: str, since: str = "0.16.0") -> dict[str, T]:
+def without(cases: Mapping[str, T], *later: str, since: str) -> dict[str, T]:
     """`cases` that this megatron-core can run; `later` names those that need one `since` then."""
     assert cases.keys() >= set(later), f"no such cases: {sorted(set(later) - cases.keys())}"
     return {name: case for name, case in cases.items() if Version(since) <= INSTALLED or name not in later}

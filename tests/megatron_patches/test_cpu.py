@@ -14,7 +14,7 @@ from packaging.version import Version
 
 import megatron_patches
 from megatron_patches import cpu, cpu_torch, errors, gloo
-from tests.harness.core_versions import INSTALLED, IS_0_16
+from tests.harness.core_versions import INSTALLED
 from tests.harness.launch import Ranks
 
 
@@ -124,15 +124,10 @@ def test_graph_safe_rng_is_refused() -> None:
         random._get_cuda_rng_state(graph_safe=True)
 
 
-def here() -> list[str]:
-    """Those of this megatron-core."""
-    return [target for target, since in cpu._COMPILED.items() if IS_0_16 or not since]
-
-
 def compiled_targets() -> set[str]:
     """Functions whose code is not megatron's own but that of a wrapper, read without torch's private names."""
     found = set()
-    for target in here():
+    for target in cpu._COMPILED:
         module, _, path = f"megatron.core.{target}".partition(":")
         function = functools.reduce(getattr, path.split("."), importlib.import_module(module))
         if f"{os.sep}megatron{os.sep}core{os.sep}" not in function.__code__.co_filename:
@@ -141,7 +136,7 @@ def compiled_targets() -> set[str]:
 
 
 def test_what_megatron_compiles_runs_eagerly() -> None:
-    assert compiled_targets() == set(here())
+    assert compiled_targets() == set(cpu._COMPILED)
     megatron_patches.apply(["cpu"])
     assert compiled_targets() == set()
 

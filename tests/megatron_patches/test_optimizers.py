@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 import megatron_patches
 from megatron_patches import OptimizerTensor, errors
-from tests.harness.core_versions import IS_0_16
 from tests.harness.launch import Ranks
 from tests.megatron_patches.gpt import Gpt, GptSpec, running
 
@@ -246,8 +245,7 @@ def check_failing_step() -> None:
 def run_rank() -> dict[str, Inventory]:
     inventories = {name: take_inventory(spec) for name, spec in SPECS.items()}
     check_nested_chain()
-    if IS_0_16:
-        check_layer_wise()
+    check_layer_wise()
     overlapped = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
     for spec in (*SPECS.values(), replace(PLAIN, **overlapped)):
         check_versions(spec)

@@ -150,7 +150,7 @@ def test_a_newer_megatron_goes_without_what_it_no_longer_has(
 
 
 @pytest.mark.parametrize(
-    ("version", "release"), [("0.16.1", "0.16.1"), ("0.18.2+571370c82", "0.18.2"), ("0.19.1+5be962670", "0.19.2")]
+    ("version", "release"), [("0.16.1", "0.16.1"), ("0.19.2+571370c82", "0.19.2"), ("0.19.1+5be962670", "0.19.2")]
 )
 def test_a_checkout_counts_as_the_release_that_it_is(version: str, release: str) -> None:
     assert release_of(version) == release

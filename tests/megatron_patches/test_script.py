@@ -23,7 +23,7 @@ import megatron_patches
 from megatron_patches import arguments, engines, script
 from megatron_patches.arguments import ReshardingOptions, add_arguments
 from megatron_patches.launcher import run_script
-from megatron_patches.patch import SCRIPT_VERSIONS, release_of
+from megatron_patches.patch import release_of
 from megatron_patches.patch_sets import folder
 from tests.megatron_patches.script_tree import last_line, python, write_tree
 
@@ -33,14 +33,9 @@ Capture = pytest.CaptureFixture[str]
 
 ENGINE = ("--enable-resharding", "--resharding-engine", "engine_that_notes:Engine")
 
-pytestmark = [
-    pytest.mark.skipif(
-        torch.cuda.is_available(), reason="the imitated tree calls .cuda(), which only the CPU patches let pass"
-    ),
-    pytest.mark.skipif(
-        INSTALLED not in SCRIPT_VERSIONS, reason="the patches for Megatron's own scripts do not name megatron-core 0.15"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the imitated tree calls .cuda(), which only the CPU patches let pass"
+)
 
 
 @pytest.fixture

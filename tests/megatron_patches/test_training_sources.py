@@ -17,7 +17,7 @@ import pytest
 from packaging.version import Version
 
 from megatron_patches import cpu_training, script
-from megatron_patches.patch import SCRIPT_VERSIONS, Patch, release_of
+from megatron_patches.patch import CORE_VERSIONS, Patch, release_of
 
 PATCHES = (*script.PATCHES, *cpu_training.PATCHES)
 PARAMETERS = {
@@ -103,7 +103,7 @@ def names(function: ast.FunctionDef) -> list[str]:
 
 
 def test_every_target_is_there_with_its_parameters(tree: Path) -> None:
-    assert release(tree) in SCRIPT_VERSIONS
+    assert release(tree) in CORE_VERSIONS
     for patch in needed(tree):
         if patch.name in INHERITED:
             assert patch.attr_path.partition(".")[0] in definitions(tree, patch.module_name), patch.target

@@ -10,7 +10,6 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import megatron.core
 import torch
 from megatron.core import parallel_state
 from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
@@ -20,7 +19,6 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 
-from hybrid_engine.errors import ModelError
 from hybrid_engine.ranks.torch_internals import PrivateName
 
 _EMBEDDINGS = "megatron.core.models.common.embeddings"
@@ -53,7 +51,6 @@ PRIVATE_NAMES = (
     PrivateName(
         "megatron.core.transformer.moe.router:TopKRouter.router_replay",
         "chooses the experts where it is set: the only way to rank groups of experts by another score",
-        since="0.16.0",
     ),
     PrivateName(
         "megatron.core.transformer.multi_latent_attention:MLASelfAttention._resolve_qk_norm_config",
@@ -67,7 +64,6 @@ PRIVATE_NAMES = (
     PrivateName(
         "megatron.core.transformer.moe.router_replay:RouterReplay.get_replay_topk",
         "is what the router calls of it",
-        since="0.16.0",
     ),
 )
 
@@ -133,12 +129,7 @@ def restore_float32_bias(router: TopKRouter) -> None:
 
 
 def choose_experts(router: TopKRouter, choose: ExpertChoice) -> None:
-    """Have `choose` choose the router's experts. Raises ModelError on a megatron-core before 0.16."""
-    if not hasattr(router, "router_replay"):
-        raise ModelError(
-            f"megatron-core {megatron.core.__version__} cannot rank groups of experts as this model does; install a "
-            "later one"
-        )
+    """Have `choose` choose the router's experts."""
     router.router_replay = _InPlaceOfReplay(choose)
 
 

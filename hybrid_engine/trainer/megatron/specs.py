@@ -124,7 +124,7 @@ _CHOSEN_BY_MEGATRON = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj",
 
 
 class LatentDotProductAttention(DotProductAttention):
-    """megatron-core's own attention as latent attention needs it, with two defects of 0.15 to 0.19 worked around.
+    """megatron-core's own attention as latent attention needs it, with two defects of 0.16 to 0.19 worked around.
 
     Queries and keys have one head size, values another. megatron-core's class does not accept these sizes, and does not
     need them where `config.kv_channels` is the size of a value.

@@ -20,7 +20,6 @@ from hybrid_engine.layouts.stages import Chunk, chunks_of, parse_layout, split_v
 from hybrid_engine.layouts.training import training_side
 from hybrid_engine.models import table_for
 from hybrid_engine.records.regions import Region
-from tests.harness.core_versions import IS_0_16
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.layouts.cases import regions_by_tensor
 from tests.zoo.families import served_config
@@ -87,7 +86,6 @@ def live_regions(cases: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> lis
     return found
 
 
-@pytest.mark.skipif(not IS_0_16, reason="0.15 has neither fewer query groups than TP ranks nor DeepSeek-V3's routers")
 def test_every_rank_holds_what_the_live_model_does(engines: Ranks) -> None:
     by_rank = engines.launch(live_regions, 4, LIVE)
     for number, (family, changes, settings) in enumerate(LIVE):
@@ -195,7 +193,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.skipif(not IS_0_16, reason="0.15 wants MTP layers beside the loss")
 @pytest.mark.parametrize(("text", "pipeline"), LAYOUTS)
 def test_written_layouts_are_read_as_megatron_does(text: str, pipeline: int) -> None:
     from megatron.core import parallel_state

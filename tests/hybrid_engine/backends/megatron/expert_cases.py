@@ -10,7 +10,7 @@ import torch
 from packaging.version import Version
 
 from hybrid_engine.config import ActorConfig
-from tests.harness.core_versions import INSTALLED, without
+from tests.harness.core_versions import INSTALLED
 from tests.zoo.families import YARN
 from tests.zoo.megatron_models import DENSE_FLOAT32
 from tests.zoo.tiny_models import build_hf_model, save_model, token_batch
@@ -67,7 +67,7 @@ FIRST1, LAST1 = {"num_layers_in_first_pipeline_stage": 1}, {"num_layers_in_last_
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 PLAIN = {"use_distributed_optimizer": False}
 
-_ALL: dict[int, dict[str, Case]] = {
+CASES: dict[int, dict[str, Case]] = {
     2: {
         "qwen3_moe ep2": Case("qwen3_moe", EP2),
         "qwen3_moe tp2 etp2": Case("qwen3_moe", TP2),
@@ -120,22 +120,13 @@ _ALL: dict[int, dict[str, Case]] = {
     },
 }
 if Version("0.18.0") <= INSTALLED:
-    _ALL[2] |= {
+    CASES[2] |= {
         "qwen3 HybridModel pp2": Case("qwen3, three layers", {**PP2, "hybrid_layer_pattern": "*-*|-*-"}),
         "qwen3 HybridModel pp2 vpp2": Case("qwen3, four layers, tied", {**PP2, "hybrid_layer_pattern": "*-|*|-*-|*-"}),
         "qwen3_moe HybridModel tp2 ep2 etp1": Case("qwen3_moe", {**TP2, **EP2, **ETP1, "hybrid_layer_pattern": "*E*E"}),
     }
 if Version("0.19.0") <= INSTALLED:
-    _ALL[2]["deepseek_v2 HybridModel tp2"] = Case("deepseek_v2", {**TP2, "hybrid_layer_pattern": "+-+E+E"})
-_NEED_0_16 = ("qwen2_moe", "deepseek_v3")
-"""Gated shared experts; groups of experts."""
-CASES = {
-    num_ranks: without(
-        cases,
-        *(name for name, case in cases.items() if case.model.startswith(_NEED_0_16) or "groups" in case.model),
-    )
-    for num_ranks, cases in _ALL.items()
-}
+    CASES[2]["deepseek_v2 HybridModel tp2"] = Case("deepseek_v2", {**TP2, "hybrid_layer_pattern": "+-+E+E"})
 """Number of ranks -> what this megatron-core can run there."""
 BATCH, LENGTH = 4, 12
 

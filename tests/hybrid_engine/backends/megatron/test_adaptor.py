@@ -15,7 +15,6 @@ from hybrid_engine.config import ActorConfig
 from hybrid_engine.models import ModelTable, table_for
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.validation import layout_faults
-from tests.harness.core_versions import without
 from tests.harness.launch import Outcomes, Ranks
 from tests.hybrid_engine.backends.megatron.unpacking import MegatronTensor, megatron_tensors, unpacked, whole_tensors
 from tests.zoo.families import read_config
@@ -66,12 +65,6 @@ CASES: dict[int, dict[str, Case]] = {
         "experts tp2 pp2 ep2 etp1": Case("mixtral", {}, {**SP2, **PP2, **EP2, **ETP1}),
     },
 }
-LATER = {
-    2: ("tp2, one kv head", "experts tp2, shared and gated", "experts tp2 ep2 etp1, latent attention, mtp"),
-    4: ("tp4, two kv heads", "experts tp2 ep2 etp2"),
-}
-NOW = {num_ranks: without(cases, *LATER[num_ranks]) for num_ranks, cases in CASES.items()}
-"""That this megatron-core can run."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +106,7 @@ class Seen:
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         name: save_model(tmp_path_factory.mktemp("model"), case.family, **case.model)
-        for cases in NOW.values()
+        for cases in CASES.values()
         for name, case in cases.items()
     }
 
@@ -123,13 +116,15 @@ def launched(engines: Ranks, paths: dict[str, Path]) -> Callable[[int], Outcomes
     """Number of ranks -> what its cases brought back; each number is launched once."""
 
     def launch_on(num_ranks: int) -> Outcomes:
-        calls = {name: (view_of_rank, (case, paths[name])) for name, case in NOW[num_ranks].items()}
+        calls = {name: (view_of_rank, (case, paths[name])) for name, case in CASES[num_ranks].items()}
         return engines.launch_in_turn(num_ranks, calls)
 
     return functools.cache(launch_on)
 
 
-@pytest.fixture(params=[pytest.param((num_ranks, name), id=name) for num_ranks, cases in NOW.items() for name in cases])
+@pytest.fixture(
+    params=[pytest.param((num_ranks, name), id=name) for num_ranks, cases in CASES.items() for name in cases]
+)
 def seen(request: pytest.FixtureRequest, launched: Callable[[int], Outcomes], paths: dict[str, Path]) -> Seen:
     num_ranks, name = request.param
     return Seen(table_for(read_config(paths[name])), launched(num_ranks)[name])

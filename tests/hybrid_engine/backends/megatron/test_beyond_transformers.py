@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import BatchError
-from tests.harness.core_versions import INSTALLED, IS_0_16
+from tests.harness.core_versions import INSTALLED
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.hybrid_engine.backends.megatron.expert_cases import (
     BATCH,
@@ -40,8 +40,6 @@ from tests.zoo.megatron_models import (
 )
 from tests.zoo.shares import share_of
 from tests.zoo.tiny_models import mtp_losses, read_canonical
-
-pytestmark = pytest.mark.skipif(not IS_0_16, reason="routers of 0.15 cannot rank groups as DeepSeek-V3's do")
 
 BIASED = {
     num_ranks: {name: case for name, case in cases.items() if case.model.startswith("deepseek_v3")}

@@ -16,7 +16,6 @@ from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import ConfigError, HybridEngineError
 from hybrid_engine.models import table_for
 from hybrid_engine.models.variants import RotaryScaling
-from tests.harness.core_versions import without
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.zoo import padded_batches
 from tests.zoo.families import SIZES, read_config
@@ -86,7 +85,6 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, untied, exact gelu tp2": ("gpt2, untied, exact gelu", TP2),
 }
 """Name -> model, actor settings; data parallel ranks are what remains."""
-LAYOUTS = without(LAYOUTS, "gemma2, four layers tp2 sp")
 PADDED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 3.1 dp2, padded": ("llama 3.1", {"micro_batch_size": 2}),
     "qwen2 with windows tp2, padded": ("qwen2 with windows", {**TP2, "micro_batch_size": 4}),

@@ -27,15 +27,12 @@ from hybrid_engine.models import TABLES, ModelTable, table_for
 from hybrid_engine.records.layout import Layout
 from hybrid_engine.records.validation import layout_faults
 from hybrid_engine.trainer.batches.arrangement import Rows
-from tests.harness.core_versions import IS_0_16
 from tests.harness.launch import Ranks
 from tests.hybrid_engine.backends.megatron import mock_transformer_engine
 from tests.hybrid_engine.ranks.fake_ranks import fake_rank
 from tests.zoo.families import FAMILIES, read_config
 from tests.zoo.megatron_models import DENSE_FLOAT32
 from tests.zoo.tiny_models import save_model
-
-pytestmark = pytest.mark.skipif(not IS_0_16, reason="0.15 does not have all that the families need")
 
 TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EP2 = {"expert_model_parallel_size": 2}

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.ports import Batch
-from tests.harness.core_versions import without
 from tests.harness.launch import Call, Outcomes, Ranks
 from tests.zoo.megatron_models import DENSE_FLOAT32, load_canonical, negative_log_likelihood, reference_of, running
 from tests.zoo.shares import share_of
@@ -69,7 +68,6 @@ LAYOUTS: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
         "llama pp2 dp2, overlap": ("llama, biases, other rotary base", {**PP2, **OVERLAP}),
     },
 }
-LAYOUTS[2] = without(LAYOUTS[2], "qwen3 tp2, one kv head")
 NUM_STEPS = 3
 
 
