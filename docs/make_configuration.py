@@ -1,5 +1,5 @@
 """Makes docs/configuration.md from the configuration models, docs/constraints.md from the rules, and
-docs/megatron_fields.md from the list of reviewed fields.
+docs/megatron_fields.md from the list of fields.
 
 Run `make docs` after a change; a test compares.
 """
@@ -25,8 +25,7 @@ from hybrid_engine.config import (
     ScheduleConfig,
 )
 from hybrid_engine.config.constraints import CONSTRAINTS
-from megatron_patches.review import function_fields
-from megatron_patches.review.verdicts import FieldReview, review_of, reviewed_versions
+from megatron_patches.review import FUNCTION_FIELDS, READ_OFF_THE_MODEL, REFUSED
 
 
 def page() -> str:
@@ -57,76 +56,51 @@ def constraints_page() -> str:
 
 
 def fields_page() -> str:
-    """What of Megatron's configuration is refused, and how the next version is reviewed."""
-    refusals: dict[tuple[str, str], dict[str, FieldReview]] = {}
-    for version in reviewed_versions():
-        for section, fields in review_of(version).sections.items():
-            for field, found in fields.items():
-                if found.verdict == "refused":
-                    refusals.setdefault((section, field), {})[version] = found
-    rows = ["| field | in | may be | because |", "|---|---|---|---|"]
-    for (section, field), by_version in refusals.items():
-        found = next(iter(by_version.values()))
-        may_be = ", ".join(f"`{value}`" for value in found.accepted)
-        rows.append(f"| `{section}.{field}` | {_span(list(by_version))} | {may_be} | {found.reason} |")
-    function = textwrap.fill(", ".join(f"`{name}`" for name in _function_fields()), 119)
-    return _FIELDS.format(versions=", ".join(reviewed_versions()), function=function, table="\n".join(rows))
+    """What of Megatron's configuration is refused, compared or read."""
+    rows = ["| field | may be | because |", "|---|---|---|"]
+    for section, fields in REFUSED.items():
+        for field, found in fields.items():
+            may_be = ", ".join(f"`{value}`" for value in found.accepted)
+            until = f" (before {found.until.removesuffix('.0')})" if found.until else ""
+            rows.append(f"| `{section}.{field}`{until} | {may_be} | {found.reason} |")
+    function, read = (_wrapped(names) for names in (FUNCTION_FIELDS, READ_OFF_THE_MODEL))
+    return _FIELDS.format(function=function, read=read, table="\n".join(rows))
 
 
-def _function_fields() -> dict[str, None]:
-    """Collect the entries of all versions, each once."""
-    sections = ("TransformerConfig", "GPTModel")
-    return {name: None for one in sections for version in reviewed_versions() for name in function_fields(one, version)}
-
-
-def _span(versions: list[str]) -> str:
-    """Of consecutive reviewed versions."""
-    if versions[-1] == reviewed_versions()[-1]:
-        return f"{versions[0]} on"
-    return versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
+def _wrapped(names: tuple[str, ...]) -> str:
+    return textwrap.fill(", ".join(f"`{name}`" for name in names), 119)
 
 
 _FIELDS = """# Megatron's configuration fields
 
-Every version of megatron-core brings fields that may lay weights out otherwise, keep them elsewhere, or change them at
-other times. They were read in the sources of {versions}: each is harmless, handled,
-refused, or part of what a model computes, with the reason, in
-[reviewed.yaml](../megatron_patches/review/reviewed.yaml). It covers TransformerConfig and its subclasses, the
-configurations of DDP and the optimizer, and the arguments of GPTModel and HybridModel.
-
-A field that is refused, or that is in no review and not at Megatron's default, is an error on every rank, all of them
-at once, before the first collective of a switch. With `--enable-resharding` it comes with Megatron's arguments, before
-anything is built; otherwise when a `LiveModel` or `TrainEngine` is made. For a field that is in no review
-`generate_config.allow_unreviewed: [name]`, or the argument of that name, goes on and logs a warning: do that if you
-know that the field leaves weights where they are. Refused fields cannot be allowed.
-
-A field that is part of what a model computes goes with any switch; but vLLM computes what config.json asks for. With
-`--enable-resharding` and `attach` each of them must have the value that megatron-core itself derives from the model,
-which is its default where the model says nothing. Rotary frequencies are read off the model once it is built.
-
-{function}.
+Some fields of megatron-core's configuration lay weights out otherwise, keep them elsewhere, or change what is computed.
+They are listed in [fields.py](../megatron_patches/review/fields.py), as found in the sources of the tested versions.
+Every other field passes, known or not: the addresses of the weights are compared in every switch, and vLLM's
+log-probabilities with the trainer's at the first one (`check_compute`, [failures](failures.md)). Such fields
+that are not at Megatron's default are named in a debug line.
 
 ## Refused
 
+These are errors on every rank, all of them at once, before the first collective of a switch. With
+`--enable-resharding` they come with Megatron's arguments, before anything is built; otherwise when a `LiveModel` or
+`TrainEngine` is made. In `actor_config.overrides` they are refused with the configuration.
+
 {table}
 
-## Reviewing a new version
+## Part of what a model computes
 
-1. Get its wheel, without installing it, and print what is new, gone or of another default:
+They go with any switch; but vLLM computes what config.json asks for. With `--enable-resharding` and `attach` each of
+them must have the value that megatron-core itself derives from the model, which is its default where the model says
+nothing. Rotary frequencies are read off the model once it is built.
 
-       pip download --no-deps --ignore-requires-python --python-version 3.12 --only-binary :all: megatron-core==VERSION
-       python -m megatron_patches review megatron_core-VERSION-*.whl
+{function}.
 
-   A folder with `megatron/core` and the number of the installed version will do, too. The command exits with 1 as long
-   as something is left to review.
-2. Read each new field where it is used; the files and lines are printed. Ask: does a weight get another name, shape,
-   order of rows or dtype? Does it lie elsewhere than in DDP's buffers, twice, or for some time only? Does anything but
-   an optimizer step write to it? Is an address kept that a switch gives back? Then: does the model compute something
-   else? Of a new default: does the old verdict still hold?
-3. Add the version to reviewed.yaml: `python -m megatron_patches review --yaml …` prints what to fill in. A verdict that
-   is no longer right is given again under the new version, and so is that of a refused field with another default.
-4. The tests in `tests/megatron_patches/review` compare the list with the installed version;
-   `make core-tests MEGATRON=VERSION` does so for another one. Run `make docs`.
+## Read off the model
+
+They lay weights out otherwise, as the live model itself says; in `actor_config.overrides` they are refused, since a
+plan would not know:
+
+{read}.
 """
 
 

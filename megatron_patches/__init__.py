@@ -16,7 +16,7 @@
              └── engines            the protocol of an engine, and how one is found
 
     patch_sets   the same entry points as patches for source trees: ``python -m megatron_patches patch-source CHECKOUT``
-    review/      which configurations a switch was reviewed for; ``python -m megatron_patches review`` for new versions
+    review/      configuration fields that move weights or memory, and what of them is refused
 
 A patch is a record (`patch.Patch`); ``python -m megatron_patches list`` prints them all. errors.py has the exceptions.
 Only attributes of ``megatron.*`` are ever replaced, never torch's. Knows nothing of hybrid_engine.

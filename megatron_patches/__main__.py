@@ -3,7 +3,6 @@
 python -m megatron_patches list                            every patch and whether it is applied here
 python -m megatron_patches sets                            patch sets for Megatron-LM checkouts, and where they are
 python -m megatron_patches patch-source CHECKOUT           put the set of its version on a checkout (--reverse: off)
-python -m megatron_patches review 0.19.2                   configuration fields that nobody has reviewed yet
 python -m megatron_patches pretrain_gpt.py [arguments]     a Megatron-LM script, which then knows --enable-resharding
 """
 
@@ -19,16 +18,13 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_patches.applying import apply, default_groups, states
-from megatron_patches.errors import MegatronPatchError, ReviewError
+from megatron_patches.errors import MegatronPatchError
 from megatron_patches.launcher import run_script
 from megatron_patches.patch_sets import folder, patch_checkout, patch_sets
 from megatron_patches.registry import PatchState
-from megatron_patches.review.comparison import compare, report, skeleton
-from megatron_patches.review.sources import find_sources
 
 app = typer.Typer(
-    help="The patches that this package applies to Megatron, and which of Megatron's configuration fields it knows. "
-    "With a script in place of a command: run that script of "
+    help="The patches that this package applies to Megatron. With a script in place of a command: run that script of "
     "Megatron-LM, which then knows --enable-resharding.",
     no_args_is_help=True,
 )
@@ -75,27 +71,6 @@ def patch_source(
     Exits with 1, and changes nothing, when there is no set for the version or a hunk does not fit.
     """
     raise typer.Exit(patch_checkout(checkout, reverse=reverse, force=force))
-
-
-@app.command("review")
-def review_version(
-    source: Annotated[str, typer.Argument(help="The installed version, a wheel, or a folder with megatron/core.")],
-    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print what to add to reviewed.yaml.")] = False,
-) -> None:
-    """Print the configuration fields of a megatron-core that are new, gone or of another default since its last review.
-
-    Exits with 1 when there are any.
-    """
-    try:
-        sources = find_sources(source)
-    except ReviewError as error:
-        _fail(error)
-    comparison = compare(sources)
-    if as_yaml:
-        print(skeleton(comparison), end="")
-    else:
-        print(*report(comparison, sources), sep="\n")
-    raise typer.Exit(0 if comparison.is_reviewed else 1)
 
 
 def _fail(error: MegatronPatchError) -> NoReturn:

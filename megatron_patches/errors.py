@@ -11,7 +11,6 @@
     ├── UnsupportedOptimizerError       an optimizer of an unsupported type
     ├── BufferAllocationError           a buffer allocator cannot be used here, or returned a wrong tensor
     ├── CpuUnsupportedError             a CUDA-only feature was used on CPU
-    ├── ReviewError                     a megatron-core's configuration fields cannot be read
     └── ScriptError                     --enable-resharding is not possible here; lists every reason
 
 Violations of several kinds are raised together as `PatchSetError` itself.
@@ -72,10 +71,6 @@ class BufferAllocationError(MegatronPatchError):
 
 class CpuUnsupportedError(MegatronPatchError, NotImplementedError):
     """A CUDA-only feature was used while the CPU patches are applied."""
-
-
-class ReviewError(MegatronPatchError):
-    """There is no megatron-core where its configuration fields were to be read."""
 
 
 class ScriptError(MegatronPatchError):

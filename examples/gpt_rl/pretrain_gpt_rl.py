@@ -140,7 +140,6 @@ class Reference:
         self._args = args
         content = yaml.safe_load(config.read_text())
         self._model = Path(content["model"])
-        self._allow_unreviewed = (content.get("generate_config") or {}).get("allow_unreviewed", ())
         self._engine: TrainEngine | None = None
 
     @torch.no_grad()
@@ -164,7 +163,7 @@ class Reference:
         table = table_for(json.loads((self._model / "config.json").read_text()))
         actor = Actor(chunks, None, unwrap_model(chunks)[0].config)
         size = self._args.micro_batch_size
-        return TrainEngine(actor, table, size, allow_unreviewed=self._allow_unreviewed)
+        return TrainEngine(actor, table, size)
 
     def _weights(self, policy: Sequence[torch.nn.Module]) -> list[dict[str, torch.Tensor]]:
         """Of an earlier start, or of the policy, which has learnt nothing yet; by chunk and name. Collective."""

@@ -111,7 +111,6 @@ def _live_model(
         table,
         num_steps=num_steps,
         noop_layers=config.actor_config.noop_layers,
-        allow_unreviewed=config.generate_config.allow_unreviewed,
     )
     owner.callback(live.close)
     _warn_of_ordinary_memory(live, job, in_ddp=in_ddp(chunks))

@@ -15,7 +15,7 @@ from hybrid_engine.errors import ConfigError, Violation, shortened
 from hybrid_engine.files.documents import read_yaml
 from hybrid_engine.models.families import read_model
 from hybrid_engine.models.table import ModelTable
-from megatron_patches.review import live_settings, refusals
+from megatron_patches.review import live_refusals
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -72,7 +72,7 @@ def live_config(
     except ConfigError as error:
         raise ConfigError([*found, *error.findings]) from None
     table, _ = read_model(config.model)
-    found += _guarded(chunks, optimizer, config.generate_config.allow_unreviewed)
+    found += _guarded(chunks, optimizer)
     found += model_findings(table, chunks)
     if found:
         raise ConfigError(found)
@@ -89,9 +89,9 @@ def _contradictions(given: Mapping[str, Any], live: Mapping[str, Any]) -> Iterat
             yield Violation(f"actor_config.{key}", problem, "Leave it out, or make them agree")
 
 
-def _guarded(chunks: Sequence[torch.nn.Module], optimizer: Any, allowed: Sequence[str]) -> list[Violation]:
-    """What of Megatron's configuration does not go with a switch, or was not reviewed."""
-    found = refusals(live_settings(chunks, optimizer), allowed)
+def _guarded(chunks: Sequence[torch.nn.Module], optimizer: Any) -> list[Violation]:
+    """What of Megatron's configuration does not go with a switch."""
+    found = live_refusals(chunks, optimizer)
     return [Violation(f"{one.section}.{one.field}", one.problem, one.remedy) for one in found]
 
 

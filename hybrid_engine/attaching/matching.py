@@ -1,8 +1,8 @@
 """Is the model that Megatron's arguments or objects describe the one of a Hugging Face config?
 
 vLLM computes what the config says, Megatron what its settings say: every difference is reported under the flag, or the
-field, that would remove it. Which fields of megatron-core change what is computed is in the list of reviewed fields,
-under "function". Each has to be what megatron-core itself makes of the architecture's table: at its default where the
+field, that would remove it. FUNCTION_FIELDS of `megatron_patches.review` lists the fields of megatron-core that change
+what is computed. Each has to be what megatron-core itself makes of the architecture's table: at its default where the
 table is silent. The other fields are training's own.
 """
 
@@ -20,7 +20,7 @@ from torch.nn.functional import gelu, silu
 from hybrid_engine.errors import Violation
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.models.variants import Extras, RotaryScaling
-from megatron_patches.review import function_fields
+from megatron_patches.review import FUNCTION_FIELDS
 
 _FLAGS = {
     "activation_func": "--swiglu, --squared-relu, --quick-geglu, --no-bias-gelu-fusion",
@@ -137,14 +137,13 @@ def _layers(table: ModelTable, config: Any, has_pattern: bool, names: Names) -> 
 
 def _computed(config: Any) -> dict[str, Any]:
     """Fields that decide what Megatron computes, without those that it does not read in this configuration."""
-    fields = function_fields("TransformerConfig")
-    found = {name: getattr(config, name) for name in fields if hasattr(config, name)}
+    found = {name: getattr(config, name) for name in FUNCTION_FIELDS if hasattr(config, name)}
     found["activation_func"] = _activation(config)
     found["add_qkv_bias"] |= config.add_bias_linear  # biases everywhere are biases there, too
     found["softmax_scale"] = config.softmax_scale or config.kv_channels**-0.5  # as attention does by itself
     unread = set() if found.get("rope_type") == "yarn" or found.get("mscale_all_dim") else set(_YARN)
     if config.num_moe_experts is None:
-        unread |= {name for name in fields if name.startswith("moe_")}
+        unread |= {name for name in FUNCTION_FIELDS if name.startswith("moe_")}
     else:
         found |= _routing(config)
     if config.moe_router_score_function != "softmax":

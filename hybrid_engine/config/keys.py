@@ -238,9 +238,6 @@ class GenerateConfig(Section):
     prefetch_mb: Annotated[int, Number, Field(ge=1, le=2**24)] | None = None
     """With prefetch, most MiB that come back to a rank during a rollout, whatever the peak of the switches; on GPU no
     more than is free there beside gpu_memory_utilization."""
-    allow_unreviewed: Names = ()
-    """Where Megatron trains, fields of its configuration that may have any value though nobody has reviewed what they
-    mean for a switch. Others are refused unless they have Megatron's default; see megatron_fields.md."""
     check_nan: bool = True
     """Read every weight once before a switch and refuse NaN, infinities, and what would be infinite in
     compression_dtype."""

@@ -2,14 +2,14 @@
 
     field              known to the installed megatron-core              config/override_types.py: of its type
                        neither a key of ours, nor one that the model, the layout or TrainEngine decides
-                       reviewed (megatron_patches/review), or in generate_config.allow_unreviewed
+                       not refused (megatron_patches/review)
 
 What decides where weights lie is no override: `plan`, the other rules and the live model would say different things.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -20,14 +20,13 @@ import pydantic
 from hybrid_engine.config.keys import ActorConfig
 from hybrid_engine.config.optimizer_keys import OptimizerConfig
 from hybrid_engine.config.override_types import type_problem
-from hybrid_engine.config.rules import Constraint, Finding, JobContext, TrainingContext
+from hybrid_engine.config.rules import Constraint, Finding, TrainingContext
 from hybrid_engine.config.step_rules import RECOMPUTATION
 from hybrid_engine.config.training_rules import MEGATRON
 from hybrid_engine.errors import Violation, nearest, shortened
 
 if TYPE_CHECKING:
-    from megatron_patches.review.sources import CoreSources, DeclaredField
-    from megatron_patches.review.verdicts import Review
+    from megatron_patches.review.fields import DeclaredFields
 
 CLASSES: Final = {
     "transformer": "TransformerConfig",
@@ -56,11 +55,6 @@ _SET_HERE: Final = {
 }
 """Fields that TrainEngine builds on."""
 
-_READ_AS_BUILT: Final = frozenset(
-    {"align_param_gather", "bucket_size", "num_buckets", "pad_buckets_for_high_nccl_busbw"}
-)
-"""Of the fields that a switch reads off the live model, those of which neither a plan nor another rule knows."""
-
 
 @dataclass(frozen=True)
 class Override:
@@ -84,51 +78,22 @@ class Override:
         return Violation(self.key, problem, remedy)
 
 
-@dataclass(frozen=True)
-class _Core:
-    """What is known of the megatron-core that is installed; without one, of the last that was reviewed.
-
-    Attributes:
-        review: what was found about its fields.
-        version: its release.
-        declared: field by class and name; empty without one.
-        sources: None without one.
-    """
-
-    review: Review
-    version: str
-    declared: Mapping[tuple[str, str], DeclaredField]
-    sources: CoreSources | None
-
-    def names(self, part: str) -> list[str]:
-        """Fields of a class."""
-        section = CLASSES[part]
-        declared = [field for name, field in self.declared if name == section]
-        return declared or list(self.review.sections[section])
-
-
 @cache
-def _core() -> _Core | None:
-    """None where there is no torch: nothing can be trained there, and the list of reviewed fields does not load."""
+def _declared() -> DeclaredFields | None:
+    """Fields of the installed megatron-core; None without one, or without torch: nothing can be trained there."""
     if find_spec("torch") is None:
         return None
-    from megatron_patches.patch import release_of
-    from megatron_patches.review.sources import installed_sources
-    from megatron_patches.review.verdicts import review_of, reviewed_versions
+    from megatron_patches.review import declared_fields
 
-    sources = installed_sources()
-    version = reviewed_versions()[-1] if sources is None else release_of(sources.version)
-    fields = [] if sources is None else sources.fields()
-    declared = {(field.section, field.name): field for field in fields}
-    return _Core(review_of(version), version, declared, sources)
+    return declared_fields() or None
 
 
-def _given(context: TrainingContext) -> Iterator[tuple[Override, _Core]]:
-    """Every override, with the megatron-core that it is for."""
+def _given(context: TrainingContext) -> Iterator[tuple[Override, DeclaredFields]]:
+    """Every override, with the fields of the megatron-core that it is for."""
     overrides = context.actor.overrides
     given = [Override(part, field, value) for part in CLASSES for field, value in getattr(overrides, part).items()]
-    if given and (core := _core()) is not None:
-        yield from ((override, core) for override in given)
+    if given and (declared := _declared()) is not None:
+        yield from ((override, declared) for override in given)
 
 
 def _own_key(part: str, field: str) -> str | None:
@@ -138,32 +103,35 @@ def _own_key(part: str, field: str) -> str | None:
     return f"actor_config.{field}" if field in ActorConfig.model_fields else _KEYS.get(field)
 
 
-def _decided_elsewhere(override: Override, context: TrainingContext, core: _Core) -> Finding | None:
+def _decided_elsewhere(override: Override) -> Finding | None:
     """What decides a field instead, and what to do about it; None where an override may."""
+    from megatron_patches.review import FUNCTION_FIELDS, READ_OFF_THE_MODEL
+
     field = override.field
     if field in _SET_HERE:
         return _SET_HERE[field], "Leave it out"
     if key := _own_key(override.part, field):
         return "a key of its own decides it", f"Use {key}"
-    found = core.review.of(CLASSES[override.part], field)
-    if found is not None and found.verdict == "function":
+    if override.part != "transformer":
+        return None
+    if field in FUNCTION_FIELDS:
         return "it follows from the model, whose config.json vLLM goes by, too", "Leave it out, or change config.json"
-    if found is not None and found.verdict == "handled" and field not in _READ_AS_BUILT:
+    if field in READ_OFF_THE_MODEL:
         return "it decides how weights are laid out, which follows from the model and from other keys", "Leave it out"
     return None
 
 
 def _known(context: TrainingContext) -> Iterator[Violation]:
     """Unknown fields, and values of another type than the field's."""
-    for override, core in _given(context):
-        names = core.names(override.part)
-        if override.field not in names:
-            close = nearest(override.field, names)
-            problem = f"{CLASSES[override.part]} of megatron-core {core.version} has no such field"
+    for override, declared in _given(context):
+        section = CLASSES[override.part]
+        field = declared.get((section, override.field))
+        if field is None:
+            close = nearest(override.field, [name for owner, name in declared if owner == section])
+            problem = f"{section} of the installed megatron-core has no such field"
             yield override.violation(problem, f"Did you mean {close}" if close else "Leave it out")
-        elif core.sources is not None and _decided_elsewhere(override, context, core) is None:
-            declared = core.declared[CLASSES[override.part], override.field]
-            wrong = type_problem(override.value, declared.annotation, declared.default, core.sources.members)
+        elif _decided_elsewhere(override) is None:
+            wrong = type_problem(override.value, field.type, field.default)
             if wrong is not None:
                 yield override.violation(f"{shortened(override.value)}: {wrong}", _remedy(override.value))
 
@@ -179,27 +147,21 @@ def _remedy(value: pydantic.JsonValue) -> str:
 
 
 def _left_alone(context: TrainingContext) -> Iterator[Violation]:
-    for override, core in _given(context):
-        is_known = override.field in core.names(override.part)
-        if is_known and (found := _decided_elsewhere(override, context, core)):
+    for override, declared in _given(context):
+        is_known = (CLASSES[override.part], override.field) in declared
+        if is_known and (found := _decided_elsewhere(override)):
             yield override.violation(*found)
 
 
-def _reviewed(context: TrainingContext) -> Iterator[Violation]:
-    """What a switch was found not to go with, or was not reviewed for. Who may allow that is known of a whole job."""
-    for override, core in _given(context):
-        section, field = CLASSES[override.part], override.field
-        if field not in core.names(override.part) or _decided_elsewhere(override, context, core):
+def _accepted(context: TrainingContext) -> Iterator[Violation]:
+    for override, declared in _given(context):
+        section = CLASSES[override.part]
+        if (section, override.field) not in declared or _decided_elsewhere(override):
             continue
-        if not isinstance(context, JobContext) and core.review.of(section, field) is None:
-            continue
-        from megatron_patches.review import Setting, refusals
+        from megatron_patches.review import refusal
 
-        allowed = context.generate.allow_unreviewed if isinstance(context, JobContext) else ()
-        default = core.declared[section, field].default if core.declared else None
-        setting = Setting(section, field, override.value, default)
-        for refusal in refusals([setting], [name for name in allowed if name == field], core.version):
-            yield override.violation(refusal.problem, refusal.remedy)
+        if found := refusal(section, override.field, override.value):
+            yield override.violation(found.problem, found.remedy)
 
 
 def _dispatched(context: TrainingContext) -> Iterator[Violation]:
@@ -222,8 +184,8 @@ OVERRIDES: list[Constraint[TrainingContext]] = [
     ),
     Constraint(
         "actor_config.overrides",
-        "overrides are fields that go with a switch, by megatron_fields.md, or that allow_unreviewed names.",
-        _reviewed,
+        "overrides are fields that go with a switch, by megatron_fields.md.",
+        _accepted,
     ),
     Constraint(
         "actor_config.overrides",

@@ -98,8 +98,7 @@ class ScriptEngine:
     def _live_model(self, model_chunks: Sequence[Any], optimizer: Any, num_steps: int) -> LiveModel:
         from hybrid_engine.backends.megatron.live_model import live_model
 
-        allowed = self.settings.config.generate_config.allow_unreviewed
-        return live_model(model_chunks, optimizer, self.settings.table, num_steps=num_steps, allow_unreviewed=allowed)
+        return live_model(model_chunks, optimizer, self.settings.table, num_steps=num_steps)
 
     def _read_prompts(self) -> None:
         self._tokens = [self._tokenize(prompt) for prompt in self.settings.prompts]

@@ -31,7 +31,7 @@ from hybrid_engine.models.families import read_model
 from hybrid_engine.models.table import ModelTable
 from megatron_patches.arguments import ReshardingOptions
 from megatron_patches.engines import MegatronScript
-from megatron_patches.review import ALLOW, argument_settings, refusals
+from megatron_patches.review import argument_refusals
 
 _Value = TypeVar("_Value")
 Prompt = str | tuple[int, ...]
@@ -104,7 +104,7 @@ def read_settings(script: MegatronScript) -> ScriptSettings:
     config = values.of(lambda: _read_config(content, options, args), None)
     table = _table_of(content or {}, options)
     transformer_config = script.transformer_config()
-    found += _refused_by_core(args, transformer_config, config)
+    found += _refused_by_core(args, transformer_config)
     if config is not None and prompts:
         found += _cannot_generate(config, args.world_size)
     if table is not None:
@@ -152,16 +152,11 @@ def _refused(args: Namespace) -> Iterator[Violation]:
             yield Violation(_flag(name), reason, "Leave it out, or leave out --enable-resharding")
 
 
-def _refused_by_core(args: Namespace, transformer_config: Any, config: HybridConfig | None) -> list[Violation]:
-    """What of megatron-core's configuration does not go with a switch, or was not reviewed."""
-    allowed = () if config is None else config.generate_config.allow_unreviewed
+def _refused_by_core(args: Namespace, transformer_config: Any) -> list[Violation]:
+    """What of megatron-core's configuration does not go with a switch."""
     violations = [
-        Violation(
-            "generate_config.allow_unreviewed" if found.section == ALLOW else _flag(found.field),
-            found.problem,
-            f"{found.remedy}, or leave out --enable-resharding",
-        )
-        for found in refusals(argument_settings(args, transformer_config), allowed)
+        Violation(_flag(found.field), found.problem, f"{found.remedy}, or leave out --enable-resharding")
+        for found in argument_refusals(args, transformer_config)
     ]
     return list(dict.fromkeys(violations))  # one flag can set fields of several configurations
 

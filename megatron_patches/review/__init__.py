@@ -1,16 +1,22 @@
-"""Which configurations of Megatron a switch was reviewed for, and what becomes of those that nobody has looked at.
+"""Fields of Megatron's configuration that move weights or memory, or change what is computed; every other field passes.
 
-    reviewed.yaml ──> verdicts ──> guard: what of a live configuration is refused, and why
-                          │          └── settings: every field of the live objects, with value and default
-                          └─────> comparison: what a version has that the list lacks
-                                     └── sources: the fields that a version declares; it need not be importable
+    fields.py   the list: REFUSED, FUNCTION_FIELDS, READ_OFF_THE_MODEL; and `declared_fields` of the imported version
+    guard.py    what of live objects, or of a script's arguments, is refused, and why
 
-A field that is not in the list is refused unless it has Megatron's own default. Fields of the verdict "function" are
-accepted here; who knows what the model should compute compares them (`function_fields`).
-`python -m megatron_patches review` prints what has to be added for a new version.
+Fields of FUNCTION_FIELDS are accepted here; who knows what the model should compute compares them.
 """
 
-from megatron_patches.review.guard import ALLOW, Refusal, function_fields, refusals
-from megatron_patches.review.settings import Setting, argument_settings, live_settings
+from megatron_patches.review.fields import FUNCTION_FIELDS, READ_OFF_THE_MODEL, REFUSED, Refused, declared_fields
+from megatron_patches.review.guard import Refusal, argument_refusals, live_refusals, refusal
 
-__all__ = ["ALLOW", "Refusal", "Setting", "argument_settings", "function_fields", "live_settings", "refusals"]
+__all__ = [
+    "FUNCTION_FIELDS",
+    "READ_OFF_THE_MODEL",
+    "REFUSED",
+    "Refusal",
+    "Refused",
+    "argument_refusals",
+    "declared_fields",
+    "live_refusals",
+    "refusal",
+]

@@ -1,23 +1,22 @@
-"""Refuses configurations of Megatron that were found not to go with a switch, or that nobody has looked at."""
+"""Refuses configurations of Megatron that do not go with a switch."""
 
 from __future__ import annotations
 
-import difflib
+import dataclasses
 import importlib
 import logging
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from typing import Any
+
+from packaging.version import Version
 
 from megatron_patches.patch import release_of
-from megatron_patches.review.settings import NO_DEFAULT, NOT_KEPT, Setting
-from megatron_patches.review.sources import installed_sources
-from megatron_patches.review.verdicts import FieldReview, Review, review_of
+from megatron_patches.review.fields import FUNCTION_FIELDS, READ_OFF_THE_MODEL, REFUSED
 
 logger = logging.getLogger(__name__)
-
-ALLOW = "allow_unreviewed"
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Refusal:
     """A field that keeps a switch from being possible.
 
     Attributes:
-        section: its configuration class, or `ALLOW` for a name that was allowed and does not exist.
+        section: its configuration class, of `REFUSED`.
         field: its name.
         problem: the value, and what is wrong with it.
         remedy: what to do.
@@ -36,86 +35,88 @@ class Refusal:
     problem: str
     remedy: str
 
-    def __str__(self) -> str:
-        return f"{self.section}.{self.field}: {self.problem}. {self.remedy}"
+
+def refusal(section: str, field: str, value: object, version: str = "") -> Refusal | None:
+    """What is wrong with a value; None if nothing is. `version`: of megatron-core; default: the imported one's."""
+    found = REFUSED[section].get(field)
+    if found is None or found.accepts(value):
+        return None
+    if found.until and Version(version or _imported()) >= Version(found.until):
+        return None
+    shown = "" if value is True else f"{textwrap.shorten(str(value), 80)}: "
+    choices = " or ".join(map(str, found.accepted))
+    remedy = f"Leave it at {choices}" if len(found.accepted) == 1 else f"Use {choices}"
+    return Refusal(section, field, f"{shown}{found.reason}", remedy)
 
 
-def refusals(
-    settings: Sequence[Setting], allow_unreviewed: Collection[str] = (), version: str | None = None
-) -> list[Refusal]:
-    """Everything that is refused, empty when a switch may go on. Logs what was allowed unreviewed.
+def live_refusals(model_chunks: Sequence[Any], optimizer: Any) -> list[Refusal]:
+    """What of live model chunks, their DDP and their optimizer (None for a model that is only read) is refused."""
+    from megatron.core.utils import unwrap_model
 
-    Args:
-        settings: `live_settings` or `argument_settings`.
-        allow_unreviewed: names of fields that were not reviewed and may have any value all the same.
-        version: of megatron-core; default: of the one that is imported.
+    found: list[tuple[str, Any]] = []
+    for chunk in model_chunks:
+        found += [*_configured(getattr(unwrap_model(chunk), "config", None))]
+        found += [*_configured(getattr(chunk, "ddp_config", None))]
+    for one in _optimizers(optimizer):
+        found += [*_configured(getattr(one, "config", None))]
+        if _is_layer_wise(one):
+            found.append(("OptimizerConfig", Namespace(optimizer="dist_muon")))
+    return _refusals(found)
+
+
+def argument_refusals(args: Namespace, transformer_config: Any) -> list[Refusal]:
+    """What of Megatron-LM's validated arguments is refused, before anything is built.
+
+    Megatron derives `transformer_config` from them, and fills the configurations of DDP and optimizer by name.
     """
-    version = version or _imported()
-    review = review_of(version)
-    return [
-        *_refused(settings, review, allow_unreviewed),
-        *_unreviewed(settings, review, version, allow_unreviewed),
-        *_unknown(settings, version, allow_unreviewed),
+    own = ("DistributedDataParallelConfig", "OptimizerConfig")
+    return _refusals([*_configured(transformer_config), *((section, args) for section in own)])
+
+
+def _refusals(objects: Iterable[tuple[str, Any]]) -> list[Refusal]:
+    """Each once, in order."""
+    found = (
+        refusal(section, field, getattr(one, field))
+        for section, one in objects
+        for field in REFUSED[section]
+        if hasattr(one, field)
+    )
+    return list(dict.fromkeys(each for each in found if each is not None))
+
+
+def _configured(config: Any) -> Iterator[tuple[str, Any]]:
+    """A configuration with the class of Megatron's that it is of; nothing for anything else."""
+    names = [base.__name__ for base in type(config).__mro__]
+    for section in (section for section in REFUSED if section in names):
+        _log_others(section, config)
+        yield section, config
+
+
+def _log_others(section: str, config: Any) -> None:
+    """Fields that are in no list pass; log those that are not at their default, for whoever looks for what they do."""
+    listed = {*REFUSED[section], *FUNCTION_FIELDS, *READ_OFF_THE_MODEL}
+    others = [
+        field.name
+        for field in (dataclasses.fields(config) if dataclasses.is_dataclass(config) else ())
+        if field.name not in listed and field.default_factory is dataclasses.MISSING
+        if getattr(config, field.name, field.default) != field.default
     ]
+    if others:
+        logger.debug("%s: in no list, and not at their default: %s", section, ", ".join(others))
 
 
-def function_fields(section: str, version: str | None = None) -> list[str]:
-    """Fields of a configuration class that change what a model computes; `version` as in `refusals`."""
-    found = review_of(version or _imported()).sections[section]
-    return [field for field, review in found.items() if review.verdict == "function"]
+def _optimizers(optimizer: Any) -> Iterator[Any]:
+    yield optimizer
+    for member in getattr(optimizer, "chained_optimizers", ()):
+        yield from _optimizers(member)
+
+
+def _is_layer_wise(optimizer: Any) -> bool:
+    """Whether its configuration conceals that it is layer-wise: 0.16 overwrites the name with that of a member."""
+    config = getattr(optimizer, "config", None)
+    is_layer_wise = any(base.__name__ == "LayerWiseDistributedOptimizer" for base in type(optimizer).__mro__)
+    return is_layer_wise and not getattr(config, "use_layer_wise_distributed_optimizer", False)
 
 
 def _imported() -> str:
     return release_of(importlib.import_module("megatron.core").__version__)
-
-
-def _refused(settings: Sequence[Setting], review: Review, allowed: Collection[str]) -> Iterator[Refusal]:
-    for setting in settings:
-        found = review.of(setting.section, setting.field)
-        if found is not None and not found.accepts(setting.value):
-            value = "" if setting.value is True else f"{_shown(setting)}: "
-            in_vain = f"; {ALLOW} does not help, since the field was reviewed" if setting.field in allowed else ""
-            yield Refusal(setting.section, setting.field, f"{value}{found.reason}", _use(found) + in_vain)
-
-
-def _use(found: FieldReview) -> str:
-    if len(found.accepted) == 1:
-        return f"Leave it at {found.default}"
-    return f"Use {' or '.join(str(value) for value in found.accepted)}"
-
-
-def _shown(setting: Setting) -> str:
-    return setting.value.value if setting.value is NOT_KEPT else textwrap.shorten(str(setting.value), 80)
-
-
-def _unreviewed(
-    settings: Sequence[Setting], review: Review, version: str, allowed: Collection[str]
-) -> Iterator[Refusal]:
-    for setting in settings:
-        if setting.is_default or review.of(setting.section, setting.field) is not None:
-            continue
-        problem = (
-            f"{_shown(setting)}: what this field of megatron-core {version} means for a switch was not reviewed "
-            f"(last reviewed: {review.version})"
-        )
-        if setting.field in allowed:
-            logger.warning("%s.%s: %s. Continuing, since it is allowed", setting.section, setting.field, problem)
-            continue
-        leave = "If you know, " if setting.default is NO_DEFAULT else f"Leave it at {setting.default}, or "
-        yield Refusal(setting.section, setting.field, problem, f"{leave}name it in {ALLOW}")
-
-
-def _unknown(settings: Sequence[Setting], version: str, allowed: Collection[str]) -> Iterator[Refusal]:
-    present = {setting.field for setting in settings}
-    known = present | _declared() if set(allowed) - present else present
-    for name in sorted(set(allowed) - known):
-        close = difflib.get_close_matches(name, known, n=1)
-        remedy = f"Did you mean {close[0]}" if close else "Remove it"
-        yield Refusal(ALLOW, name, f"megatron-core {version} has no configuration field of this name", remedy)
-
-
-@cache
-def _declared() -> frozenset[str]:
-    """Fields of the imported version, also of configurations that a model which is only read does not have."""
-    sources = installed_sources()
-    return frozenset() if sources is None else frozenset(field.name for field in sources.fields())

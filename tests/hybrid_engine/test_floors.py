@@ -96,7 +96,7 @@ ENGINES = {
     "megatron": ("hybrid_engine.backends.megatron", "hybrid_engine.trainer.megatron"),
     "vllm": ("hybrid_engine.backends.vllm",),
 }
-# Beside Megatron's backend and the top floor: its list of reviewed fields says what a configuration may set.
+# Beside Megatron's backend and the top floor: its list of fields says what a configuration may set.
 READS_THE_REVIEW = "hybrid_engine.config.override_rules"
 # Who may ask torch.distributed for this rank or their number: who makes a job or starts its ranks, and what reads
 # Megatron's parallel state, which is as global. The `Job` tells all others.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from hybrid_engine.models.table import ModelTable
 from hybrid_engine.probes import ProbeAnswer, ProbeLimits
 from megatron_patches.applying import hooks_applied, require_supported_version
 from megatron_patches.optimizers import optimizer_members, set_weight_version, weight_version
-from megatron_patches.review import live_settings, refusals
+from megatron_patches.review import live_refusals
 
 
 class LiveModel(GuardedState):
@@ -39,15 +39,13 @@ class LiveModel(GuardedState):
         table: the model's name table.
         noop_layers: positions of layers that pass their input on.
         separate_lora: reshard LoRA beside the weights instead of added to them.
-        allow_unreviewed: configuration fields of Megatron that may have any value though they were not reviewed.
 
     Attributes:
         weights: what is resharded.
 
     Raises:
         StateError: for a trained model while the hooks of `megatron_patches` are not applied.
-        ConfigError: for every field of Megatron's configuration that does not go with a switch, or that was not
-            reviewed and is not at its default.
+        ConfigError: for every field of Megatron's configuration that does not go with a switch.
         UnsupportedVersionError: for a megatron-core that was not tested.
     """
 
@@ -58,12 +56,11 @@ class LiveModel(GuardedState):
         table: ModelTable,
         noop_layers: Sequence[int] = (),
         separate_lora: bool = False,
-        allow_unreviewed: Collection[str] = (),
     ) -> None:
         if optimizer is not None and not hooks_applied():
             raise StateError("call megatron_patches.apply() first: without its hooks no optimizer steps are counted")
         require_supported_version()
-        found = refusals(live_settings(chunks, optimizer), allow_unreviewed)
+        found = live_refusals(chunks, optimizer)
         if found:
             raise ConfigError([Violation(f"{one.section}.{one.field}", one.problem, one.remedy) for one in found])
         super().__init__()
@@ -133,7 +130,6 @@ def live_model(
     *,
     num_steps: int = 0,
     noop_layers: Sequence[int] = (),
-    allow_unreviewed: Collection[str] = (),
 ) -> LiveModel:
     """A `LiveModel` of what somebody else has built. Its weights outside of DDP's buffers move, with their values.
 
@@ -144,4 +140,4 @@ def live_model(
     move_published_buffers(chunks, table)
     if optimizer is not None:
         set_weight_version(optimizer, num_steps)
-    return LiveModel(chunks, optimizer, table, noop_layers, allow_unreviewed=allow_unreviewed)
+    return LiveModel(chunks, optimizer, table, noop_layers)

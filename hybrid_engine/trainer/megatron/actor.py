@@ -48,11 +48,8 @@ class MegatronActor(GlobalBatches, _Resumable, TrainEngine):
 
     def __init__(self, actor: build.Actor, config: HybridConfig, table: ModelTable, job: Job) -> None:
         separate_lora = config.generate_config.lora_delivery == "adapter"
-        allowed = config.generate_config.allow_unreviewed
         actor_config = config.actor_config
-        super().__init__(
-            actor, table, actor_config.micro_batch_size, separate_lora, allowed, seq_length=actor_config.seq_length
-        )
+        super().__init__(actor, table, actor_config.micro_batch_size, separate_lora, seq_length=actor_config.seq_length)
         self.conclude = job.agreement.conclude
         self.actor = actor
         self._config, self._table, self._job = config, table, job
@@ -61,12 +58,10 @@ class MegatronActor(GlobalBatches, _Resumable, TrainEngine):
         """A copy of the present weights, adapters added, that is only read. Collective."""
         actor_config = self._config.actor_config
         model = build.build_reference(actor_config, self._table, self._config.hf_config(), self._job.world_size)
-        allowed = self._config.generate_config.allow_unreviewed
         copy = TrainEngine(
             model,
             self._table,
             actor_config.micro_batch_size,
-            allow_unreviewed=allowed,
             seq_length=actor_config.seq_length,
         )
         copy.copy_weights_from(self)
@@ -77,12 +72,10 @@ class MegatronCritic(_Resumable, ValueEngine):
     """A `ValueEngine` built from a configuration ; args as of `MegatronActor`."""
 
     def __init__(self, actor: build.Actor, config: HybridConfig, critic: CriticContext, job: Job) -> None:
-        allowed = config.generate_config.allow_unreviewed
         super().__init__(
             actor,
             critic.table,
             critic.actor.micro_batch_size,
-            allow_unreviewed=allowed,
             seq_length=critic.actor.seq_length,
         )
         self.conclude = job.agreement.conclude

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ class PipelineEngine(LiveModel, ABC):
         table: the model's name table.
         micro_batch_size: sequences per micro batch.
         separate_lora: reshard LoRA beside the weights instead of added to them.
-        allow_unreviewed: as in `LiveModel`.
         seq_length: the most tokens of a row; None: not known here.
 
     Attributes:
@@ -54,10 +53,9 @@ class PipelineEngine(LiveModel, ABC):
         table: ModelTable,
         micro_batch_size: int,
         separate_lora: bool = False,
-        allow_unreviewed: Collection[str] = (),
         seq_length: int | None = None,
     ) -> None:
-        super().__init__(actor.chunks, actor.optimizer, table, actor.noop_layers, separate_lora, allow_unreviewed)
+        super().__init__(actor.chunks, actor.optimizer, table, actor.noop_layers, separate_lora)
         self.transformer_config, self.scheduler = actor.transformer_config, actor.scheduler
         self.micro_batch_size = micro_batch_size
         self.vocab_size = table.dims.vocab_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -27,7 +27,6 @@ class TrainEngine(PipelineEngine):
         table: the model's name table.
         micro_batch_size: sequences per micro batch.
         separate_lora: reshard LoRA beside the weights instead of added to them.
-        allow_unreviewed: as in `LiveModel`.
         seq_length: the most tokens of a row; None: not known here.
 
     A batch is this data parallel rank's share; see `batches.Batch`.
@@ -48,10 +47,9 @@ class TrainEngine(PipelineEngine):
         table: ModelTable,
         micro_batch_size: int,
         separate_lora: bool = False,
-        allow_unreviewed: Collection[str] = (),
         seq_length: int | None = None,
     ) -> None:
-        super().__init__(actor, table, micro_batch_size, separate_lora, allow_unreviewed, seq_length)
+        super().__init__(actor, table, micro_batch_size, separate_lora, seq_length)
         self._reader = OutputReader()
         for model in unwrap_model(actor.chunks):
             if model.post_process:

@@ -108,10 +108,7 @@ def test_the_file_names_no_code(files: dict[str, Path]) -> None:
         read_settings(script_of(ReshardingOptions(enabled=True, config=files["config"])))
 
 
-def test_megatron_cores_own_configuration_is_refused_and_allowed_by_name(files: dict[str, Path]) -> None:
-    files["config"].write_text(
-        f"model: {files['model']}\ngenerate_config: {{allow_unreviewed: [fp9_param, rope_scaling]}}\n"
-    )
+def test_megatron_cores_own_configuration_is_refused(files: dict[str, Path]) -> None:
     core = TransformerConfig(num_layers=2, hidden_size=16, num_attention_heads=4)
     core.fp8, core.fp8_param = "hybrid", True
     with pytest.raises(ConfigError) as caught:
@@ -121,8 +118,6 @@ def test_megatron_cores_own_configuration_is_refused_and_allowed_by_name(files: 
     message = "--fp8-param-gather: weights are switched in 16 or 32 bits. Leave it at False"
     assert found.count(f"{message}, or leave out --enable-resharding") == 1
     assert sum(one.startswith("--fp8-format: hybrid: Transformer Engine keeps 8-bit copies") for one in found) == 1
-    (unknown,) = [one for one in found if one.startswith("generate_config.allow_unreviewed")]
-    assert "Did you mean fp8_param" in unknown
 
 
 @pytest.mark.parametrize(

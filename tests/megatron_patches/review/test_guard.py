@@ -1,172 +1,163 @@
-"""Configurations of Megatron that do not go with a switch are refused, and so is what nobody has looked at."""
+"""Configurations of Megatron that do not go with a switch are refused; what is in no list passes."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import runpy
+from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
-import megatron.core
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from megatron_patches.patch import release_of
-from megatron_patches.review import ALLOW, Setting, live_settings, refusals
-from megatron_patches.review.verdicts import FieldReview, review_of, reviewed_versions
+from megatron_patches.review import (
+    FUNCTION_FIELDS,
+    READ_OFF_THE_MODEL,
+    REFUSED,
+    Refusal,
+    argument_refusals,
+    declared_fields,
+    live_refusals,
+    refusal,
+)
+from tests.harness.launch import REPO_ROOT
 
-INSTALLED = release_of(megatron.core.__version__)
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4}
-OTHER_VALUE = "a value that was not reviewed"
+OTHER_VALUE = "another value"
 
 
-def live(transformer: Any = None, ddp: Any = None, optimizer: Any = None) -> list[Setting]:
-    """The settings of objects as a live model has them, of Megatron's own classes where none are given."""
+def refused(transformer: Any = None, ddp: Any = None, optimizer: Any = None) -> list[Refusal]:
+    """Refusals of objects as a live model has them, of Megatron's own classes where none are given."""
     chunk = torch.nn.Module()
     chunk.config = transformer or TransformerConfig(**SIZES)
     chunk.ddp_config = ddp or DistributedDataParallelConfig()
     member = SimpleNamespace(config=optimizer or OptimizerConfig())
-    return live_settings([chunk, chunk], SimpleNamespace(chained_optimizers=[member, member]))
+    return live_refusals([chunk, chunk], SimpleNamespace(chained_optimizers=[member, member]))
+
+
+def test_megatrons_own_defaults_are_accepted() -> None:
+    assert refused() == []
+    assert refused(MLATransformerConfig(**SIZES)) == []
+
+
+OF_OTHERS = {
+    # of heterogeneous models, whose class is another
+    *("heterogeneous_block_specs", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+    *("per_block_parameters", "moe_use_legacy_grouped_gemm"),  # the last is gone since 0.17
+    # since 0.17 to 0.19
+    *("use_mup", "mla_down_proj_fusion", "mtp_use_repeated_layer", "mtp_hybrid_override_pattern", "fp4_param_gather"),
+    *("moe_router_force_biased", "moe_single_grouped_bias", "moe_single_grouped_weight", "moe_mlp_glu_interleave_size"),
+    *("moe_shared_expert_glu_interleave_size", "use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"),
+    *("gtp_weight_remat_size", "expert_gtp_weight_remat_size", "optimizer_cuda_graph"),
+    *("tensor_parallel_num_weight_shards", "expert_tensor_parallel_num_weight_shards"),
+    "use_layer_wise_distributed_optimizer",
+}
+
+
+def test_the_list_names_fields_of_the_installed_version_but_for_some_of_others() -> None:
+    listed = {(section, field) for section, fields in REFUSED.items() for field in fields}
+    listed |= {("TransformerConfig", field) for field in (*FUNCTION_FIELDS, *READ_OFF_THE_MODEL)}
+    of_others = {field for section, field in listed - declared_fields().keys()}
+    assert of_others <= OF_OTHERS
+    assert len(listed) > 100
+
+
+@pytest.mark.parametrize("section", REFUSED)
+def test_everything_that_is_refused_is_said_at_once_with_a_remedy(section: str) -> None:
+    """By live objects, also where the field is one of another version."""
+    objects = {
+        "TransformerConfig": MLATransformerConfig(**SIZES),
+        "DistributedDataParallelConfig": DistributedDataParallelConfig(),
+        "OptimizerConfig": OptimizerConfig(),
+    }
+    expected = {}
+    for field, rule in REFUSED[section].items():
+        setattr(objects[section], field, OTHER_VALUE)
+        expected[field] = None if refusal(section, field, OTHER_VALUE) is None else f"{OTHER_VALUE}: {rule.reason}"
+    found = {one.field: one for one in refused(*objects.values())}
+    assert {field: one.problem for field, one in found.items()} == {k: v for k, v in expected.items() if v}
+    assert all(str(REFUSED[section][field].accepted[0]) in one.remedy for field, one in found.items())
+    for field, rule in REFUSED[section].items():
+        for value in rule.accepted:
+            assert refusal(section, field, value) is None
+
+
+def test_what_a_later_version_reads_off_the_model_is_refused_before() -> None:
+    found = [
+        refusal("TransformerConfig", "moe_single_grouped_weight", True, version) for version in ("0.18.2", "0.19.2")
+    ]
+    assert found == [
+        Refusal(
+            "TransformerConfig",
+            "moe_single_grouped_weight",
+            "DDP does not move these weights into its flat buffers",
+            "Leave it at False",
+        ),
+        None,
+    ]
+
+
+def test_a_list_of_values_is_accepted_where_each_of_them_is() -> None:
+    name = "moe_router_load_balancing_type"
+    assert refusal("TransformerConfig", name, ["aux_loss", "seq_aux_loss"]) is None
+    found = refusal("TransformerConfig", name, ["aux_loss", "quantile_balancing"])
+    assert found is not None
+    assert found.remedy == "Use aux_loss or seq_aux_loss or global_aux_loss or none"
 
 
 def test_a_layer_wise_optimizer_is_refused_whatever_its_configuration_says() -> None:
-    """0.16 and 0.17 overwrite `dist_muon` with the name of a member while they build it."""
+    """0.16 overwrites `dist_muon` with the name of a member while it builds it."""
     layer_wise = pytest.importorskip("megatron.core.optimizer.layer_wise_optimizer").LayerWiseDistributedOptimizer
     member = SimpleNamespace(config=OptimizerConfig(optimizer="adam"))
     optimizer = layer_wise.__new__(layer_wise)  # its constructor takes optimizers of a model
     optimizer.config, optimizer.chained_optimizers = member.config, [member]
-    for found in (optimizer, SimpleNamespace(chained_optimizers=[optimizer])):
-        (refusal,) = refusals(live_settings([], found))
-        assert str(refusal).startswith("OptimizerConfig.optimizer: dist_muon: ")
-    assert refusals(live_settings([], SimpleNamespace(chained_optimizers=[member]))) == []
+    for given in (optimizer, SimpleNamespace(chained_optimizers=[optimizer])):
+        (found,) = live_refusals([], given)
+        assert (found.section, found.field) == ("OptimizerConfig", "optimizer")
+        assert found.problem.startswith("dist_muon: ")
+    assert live_refusals([], SimpleNamespace(chained_optimizers=[member])) == []
 
 
-def refused_fields(version: str) -> list[tuple[str, str, FieldReview]]:
-    sections = review_of(version).sections
-    return [
-        (section, field, found)
-        for section, fields in sections.items()
-        for field, found in fields.items()
-        if found.verdict == "refused"
-    ]
-
-
-def test_megatrons_own_defaults_are_accepted() -> None:
-    assert refusals(live()) == []
-    assert refusals(live(MLATransformerConfig(**SIZES))) == []
-
-
-def test_each_refused_field_of_a_live_object_is_one_message() -> None:
-    for section, field, reviewed in refused_fields(INSTALLED):
-        if section.endswith("Model"):
-            continue  # its arguments are not attributes of a configuration
-        objects = {
-            "TransformerConfig": MLATransformerConfig(**SIZES),  # which has all of TransformerConfig's fields
-            "DistributedDataParallelConfig": DistributedDataParallelConfig(),
-            "OptimizerConfig": OptimizerConfig(),
-        }
-        setattr(objects[section], field, OTHER_VALUE)
-        (found,) = refusals(live(*objects.values()))
-        assert (found.section, found.field) == (section, field)
-        assert found.problem == f"{OTHER_VALUE}: {reviewed.reason}"
-        assert str(reviewed.default) in found.remedy
-
-
-@pytest.mark.parametrize("version", reviewed_versions())
-def test_each_refused_field_of_each_version_is_one_message(version: str) -> None:
-    """Of versions that are not installed, too: all at once, as one configuration with everything wrong."""
-    fields = refused_fields(version)
-    settings = [Setting(section, field, OTHER_VALUE, found.default) for section, field, found in fields]
-    found = refusals(settings, version=version)
-    assert [(one.section, one.field) for one in found] == [(section, field) for section, field, _ in fields]
-    accepted = [Setting(section, field, value, None) for section, field, one in fields for value in one.accepted]
-    assert refusals(accepted, version=version) == []
-
-
-def test_the_newest_version_refuses_by_name_what_lays_weights_out_otherwise() -> None:
-    refused = {field for _, field, _ in refused_fields("0.19.2")}
-    assert refused >= {
-        *("moe_shared_expert_glu_interleave_size", "use_grouped_gemm_for_dense_mlp", "fp8_param", "fp4_param"),
-        *("gtp_weight_remat_size", "expert_gtp_weight_remat_size", "mtp_hybrid_override_pattern"),
-    }
-
-
-def test_a_list_of_values_is_accepted_where_each_of_them_is() -> None:
-    def found(value: object) -> list[Any]:
-        return refusals([Setting("TransformerConfig", "moe_router_load_balancing_type", value, None)], version="0.19.2")
-
-    assert found(["aux_loss", "seq_aux_loss"]) == []
-    assert found(["aux_loss", "quantile_balancing"]) != []
-
-
-def later_config(value: object) -> Any:
+def test_a_field_that_is_in_no_list_passes_with_a_debug_line(caplog: pytest.LogCaptureFixture) -> None:
     """As a later megatron-core would declare its TransformerConfig."""
     fields = [("weight_folding", Any, None), ("weight_lists", list[int], dataclasses.field(default_factory=list))]
     later = dataclasses.make_dataclass("TransformerConfig", fields, bases=(TransformerConfig,))
-    later.__module__ = TransformerConfig.__module__
-    return later(**SIZES, weight_folding=value)
+    with caplog.at_level(logging.DEBUG, "megatron_patches"):
+        config = later(**SIZES, weight_folding=3, bias_dropout_fusion=True)
+        config.fp8_param = True
+        assert [found.field for found in refused(config)] == ["fp8_param"]
+    (line,) = {message for message in caplog.messages if message.startswith("TransformerConfig")}
+    names = set(line.rpartition("not at their default: ")[2].split(", "))
+    assert {"bias_dropout_fusion", "weight_folding"} <= names
+    assert not names & {"fp8_param", "hidden_size"}
 
 
-def test_a_field_that_nobody_has_seen_is_refused_unless_it_has_its_default(caplog: pytest.LogCaptureFixture) -> None:
-    assert refusals(live(later_config(None))) == []
-    settings = live(later_config(3))
-    (found,) = refusals(settings)
-    assert (found.section, found.field) == ("TransformerConfig", "weight_folding")
-    assert found.problem.startswith("3: ")
-    assert INSTALLED in found.problem
-    assert found.remedy == f"Leave it at None, or name it in {ALLOW}"
-    with caplog.at_level(logging.WARNING):
-        assert refusals(settings, ["weight_folding"]) == []
-    assert "weight_folding" in caplog.text
-
-
-def test_an_unseen_version_is_held_against_the_last_review_before_it() -> None:
-    setting = Setting("TransformerConfig", "use_grouped_gemm_for_dense_mlp", True, False)
-    assert "was not reviewed (last reviewed: 0.17.1)" in refusals([setting], version="0.17.3")[0].problem
-    assert "interleaved" in refusals([setting], version="9.0.0")[0].problem
-
-
-def test_allowing_a_name_needs_a_field_that_was_not_reviewed() -> None:
-    config = TransformerConfig(**SIZES)
-    config.fp8_param = True
-    refused, unknown = refusals(live(config), ["fp8_param", "hidden_sizes"])
-    assert "does not help" in refused.remedy
-    assert (unknown.section, unknown.field, unknown.remedy) == (ALLOW, "hidden_sizes", "Did you mean hidden_size")
-
-
-def test_a_name_can_be_allowed_where_its_configuration_is_not_there() -> None:
-    """A reference model has neither DDP nor an optimizer, and gets the names that its actor gets."""
-    reference = torch.nn.Module()
-    reference.config = TransformerConfig(**SIZES)
-    settings = live_settings([reference], None)
-    assert {setting.section for setting in settings} == {"TransformerConfig"}
-    assert refusals(settings, ["lr", "bucket_size", "rope_scaling"]) == []
-    (unknown,) = refusals(settings, ["bucket_sizes"])
-    assert unknown.remedy == "Did you mean bucket_size"
-
-
-def test_fields_that_a_class_of_ones_own_adds_are_its_own() -> None:
+def test_the_default_of_a_class_of_ones_own_does_not_count() -> None:
     @dataclasses.dataclass
     class Provider(TransformerConfig):
         checkpoint: str = ""
-        quant_recipe: Any = "recipe"  # the default of Megatron's class is what counts
+        quant_recipe: Any = "recipe"
 
-    (found,) = refusals(live(Provider(**SIZES, checkpoint="here")))
+    (found,) = refused(Provider(**SIZES, checkpoint="here"))
     assert found.field == "quant_recipe"
 
 
-def test_a_models_argument_that_cannot_be_seen_is_refused() -> None:
-    class GPTModel(torch.nn.Module):
-        def __init__(self, vocab_size: int, folded: bool = False, twisted: bool = False) -> None:
-            super().__init__()
-            self.vocab_size, self.folded = vocab_size, folded
+def test_arguments_of_a_script_are_those_of_ddp_and_optimizer_too() -> None:
+    core = TransformerConfig(**SIZES)
+    core.fp8_param = True
+    found = argument_refusals(Namespace(nccl_ub=True, optimizer="adamw", lr=1.0), core)
+    assert [(one.section, one.field) for one in found] == [
+        ("TransformerConfig", "fp8_param"),
+        ("DistributedDataParallelConfig", "nccl_ub"),
+        ("OptimizerConfig", "optimizer"),
+    ]
 
-    GPTModel.__module__ = "megatron.core.models.gpt.gpt_model"
-    (found,) = refusals(live_settings([GPTModel(8)], None))
-    assert (found.section, found.field) == ("GPTModel", "twisted")
-    assert found.problem.startswith("a value that the model does not keep: ")
-    folded, _ = refusals(live_settings([GPTModel(8, folded=True)], None))
-    assert folded.field == "folded"
+
+def test_the_page_of_fields_is_up_to_date() -> None:
+    made = runpy.run_path(str(REPO_ROOT / "docs" / "make_configuration.py"))["fields_page"]()
+    assert (REPO_ROOT / "docs" / "megatron_fields.md").read_text() == made, "run: make docs"

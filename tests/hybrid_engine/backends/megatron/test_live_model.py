@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import megatron.core
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -11,7 +10,6 @@ from megatron.core.transformer import TransformerConfig
 from hybrid_engine.backends.megatron.live_model import LiveModel
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models import table_for
-from megatron_patches.patch import release_of
 from tests.zoo.families import served_config
 
 
@@ -21,12 +19,8 @@ def test_every_setting_that_does_not_go_with_a_switch_is_named_at_once() -> None
     chunk.config.fp8_param = True
     chunk.ddp_config = DistributedDataParallelConfig(use_megatron_fsdp=True)
     with pytest.raises(ConfigError) as caught:
-        LiveModel([chunk], None, table_for(served_config("llama")), allow_unreviewed=["weight_folding"])
+        LiveModel([chunk], None, table_for(served_config("llama")))
     assert [(finding.key, finding.problem) for finding in caught.value.findings] == [
         ("TransformerConfig.fp8_param", "weights are switched in 16 or 32 bits"),
         ("DistributedDataParallelConfig.use_megatron_fsdp", "there are no flat buffers to read"),
-        (
-            "allow_unreviewed.weight_folding",
-            f"megatron-core {release_of(megatron.core.__version__)} has no configuration field of this name",
-        ),
     ]
