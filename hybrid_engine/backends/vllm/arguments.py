@@ -106,14 +106,23 @@ def check_before_building(settings: InferenceSettings, job: Job) -> None:
     The order of ranks need not be known. Raises DependencyError, ConfigError or UnknownModelError.
     """
     with process_settings_kept(), random_state_kept():
-        check_settings(settings, job)
+        _check(settings, job)
 
 
 def check_settings(settings: InferenceSettings, job: Job) -> str:
-    """Import vLLM, which must be accepted, and check world, model and settings; return its device type.
+    """Check the same, and look for every name of vLLM's that is used; return its device type.
 
-    Raises as `check_before_building`, and leaves the environment as vLLM wants it.
+    Its modules are imported for that, of which the worker's on CPU replaces names of `torch.cuda`. Raises as
+    `check_before_building`, and leaves the environment as vLLM wants it.
     """
+    device_type = _check(settings, job)
+    with random_state_kept():
+        require_names(device_type)
+    return device_type
+
+
+def _check(settings: InferenceSettings, job: Job) -> str:
+    """Import vLLM, which must be accepted, and check world, model and settings."""
     check_world(settings, job)
     require_vllm(allow_version=settings.allow_version)
     set_environment(settings, job.rank)
@@ -121,8 +130,6 @@ def check_settings(settings: InferenceSettings, job: Job) -> str:
     from vllm.platforms import current_platform
 
     device_type: str = current_platform.device_type
-    with random_state_kept():
-        require_names(device_type)
     check_arguments(settings, job.rank, device_type)
     return device_type
 

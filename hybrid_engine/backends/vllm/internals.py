@@ -45,7 +45,7 @@ class Internal(PrivateName):
 
     @property
     def is_for_cpu(self) -> bool:
-        """Whether its module is one that vLLM's CPU platform alone imports."""
+        """Whether its module is for vLLM's CPU platform alone; the worker's disables parts of `torch.cuda`."""
         return ".cpu_" in self.target.partition(":")[0]
 
     def is_type_of(self, instance: object) -> bool:
@@ -110,6 +110,7 @@ _LAYERS, _LOADING, _V1 = "vllm.model_executor.layers", "vllm.model_executor.mode
 
 # -- names to import ---------------------------------------------------------------------------------------------------
 
+# the first that is looked up: its module replaces names that others import
 CPU_WORKER = Internal(f"{_V1}.worker.cpu_worker:CPUWorker", "is the base of the worker that leaves the process alone")
 ROPES = Internal(f"{_LAYERS}.rotary_embedding:_ROPE_DICT", "may hold another engine's rotary embeddings; see ROTATE")
 MISSING_LAYERS = Internal(
