@@ -114,7 +114,7 @@ class ActorConfig(Section):
     noop_layers: Positions = ()
     """Positions (from 0) of no-op layers; they count for the pipeline split, not for the checkpoint."""
     hybrid_layer_pattern: StageLayout | None = None
-    """Build a HybridModel (megatron-core 0.18) of this pattern, e.g. `*-*-|*E*E`: attention and MLP are layers each."""
+    """Build a HybridModel (megatron-core 0.19) of this pattern, e.g. `*-*-|*E*E`: attention and MLP are layers each."""
     context_parallel_size: Count = 1
     """Ranks that split the sequence; replicas for a switch. Training with more than 1 needs Transformer Engine."""
     expert_model_parallel_size: Count = 1

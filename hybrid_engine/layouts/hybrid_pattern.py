@@ -3,7 +3,7 @@
 `*-*E|*-*-` is four layers of a checkpoint on two stages: each is an attention (`*`, latent `+`) and the MLP (`-`) or
 experts (`E`) after it, with a position each. A stage may end between the two.
 
-Source: megatron-core 0.19.2, `models/hybrid/hybrid_layer_allocation.py`; 0.18 has the same pattern, without `+`.
+Source: megatron-core 0.19.2, `models/hybrid/hybrid_layer_allocation.py`.
 """
 
 from __future__ import annotations
@@ -57,11 +57,6 @@ def hybrid_shares(pattern: str, pipeline: int) -> list[Share]:
 def num_hybrid_chunks(pattern: str, pipeline: int) -> int:
     """Chunks of each stage."""
     return max(1, (pattern.count(_PIPE) + 1) // pipeline)
-
-
-def is_latent(pattern: str) -> bool:
-    """Whether any attention is latent."""
-    return _LATENT in pattern
 
 
 def has_experts(pattern: str) -> list[bool]:

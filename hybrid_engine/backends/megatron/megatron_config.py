@@ -23,7 +23,7 @@ from hybrid_engine.backends.megatron.fusions import fusion_settings
 from hybrid_engine.config import ActorConfig
 from hybrid_engine.config import OptimizerConfig as OurOptimizerConfig
 from hybrid_engine.errors import ConfigError, Violation
-from hybrid_engine.layouts.hybrid_pattern import has_experts, is_latent, num_hybrid_chunks
+from hybrid_engine.layouts.hybrid_pattern import has_experts, num_hybrid_chunks
 from hybrid_engine.layouts.parallelism import TrainParallelism, named
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.models.variants import RotaryScaling
@@ -93,7 +93,7 @@ def megatron_configs(actor: ActorConfig, sizes: TrainParallelism, table: ModelTa
 def transformer_config(actor: ActorConfig, sizes: TrainParallelism, table: ModelTable) -> TransformerConfig:
     """Of the model in this layout. Raises ConfigError for what the model needs and this megatron-core lacks."""
     if sizes.hybrid_layer_pattern is not None:
-        _require_hybrid_model(sizes.hybrid_layer_pattern)
+        _require_hybrid_model()
     dtype = getattr(torch, actor.params_dtype)
     settings = {**table.transformer, **_size_settings(sizes, table), **_expert_settings(sizes, table)}
     settings["activation_func"] = ACTIVATIONS[settings["activation_func"]]
@@ -233,12 +233,11 @@ def _recomputation(actor: ActorConfig) -> dict[str, Any]:
     }
 
 
-def _require_hybrid_model(pattern: str) -> None:
-    since, what = ("0.19", "HybridModel with latent attention") if is_latent(pattern) else ("0.18", "HybridModel")
+def _require_hybrid_model() -> None:
     installed = megatron.core.__version__
-    if Version(installed) < Version(since):
-        problem = f"megatron-core {installed} has no {what}"
-        raise ConfigError([Violation("actor_config.hybrid_layer_pattern", problem, f"Install {since} or later")])
+    if Version(installed) < Version("0.19"):
+        problem = f"megatron-core {installed} has no HybridModel of all these layers"
+        raise ConfigError([Violation("actor_config.hybrid_layer_pattern", problem, "Install 0.19 or later")])
 
 
 def _require_known(settings: Mapping[str, Any], config_class: type[TransformerConfig]) -> None:

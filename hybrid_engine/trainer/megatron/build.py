@@ -213,7 +213,7 @@ def _build_chunk(
             **settings,
         )
     else:
-        # here, because megatron-core has it since 0.18 only
+        # here, because megatron-core 0.16 does not have it
         from hybrid_engine.trainer.megatron.hybrid_layers import HybridModel, stack_spec_for
 
         stack_spec = stack_spec_for(config, with_te)

@@ -1,4 +1,4 @@
-"""Megatron's HybridModel: the layers of a GPT, taken apart into attention and MLP (megatron-core 0.18 and later).
+"""Megatron's HybridModel: the layers of a GPT, taken apart into attention and MLP (megatron-core 0.19).
 
 Imported only where a pattern is given: earlier versions have no such model.
 """

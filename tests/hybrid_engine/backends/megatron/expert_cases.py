@@ -119,14 +119,13 @@ CASES: dict[int, dict[str, Case]] = {
         ),
     },
 }
-if Version("0.18.0") <= INSTALLED:
+if Version("0.19.0") <= INSTALLED:
     CASES[2] |= {
         "qwen3 HybridModel pp2": Case("qwen3, three layers", {**PP2, "hybrid_layer_pattern": "*-*|-*-"}),
         "qwen3 HybridModel pp2 vpp2": Case("qwen3, four layers, tied", {**PP2, "hybrid_layer_pattern": "*-|*|-*-|*-"}),
         "qwen3_moe HybridModel tp2 ep2 etp1": Case("qwen3_moe", {**TP2, **EP2, **ETP1, "hybrid_layer_pattern": "*E*E"}),
+        "deepseek_v2 HybridModel tp2": Case("deepseek_v2", {**TP2, "hybrid_layer_pattern": "+-+E+E"}),
     }
-if Version("0.19.0") <= INSTALLED:
-    CASES[2]["deepseek_v2 HybridModel tp2"] = Case("deepseek_v2", {**TP2, "hybrid_layer_pattern": "+-+E+E"})
 """Number of ranks -> what this megatron-core can run there."""
 BATCH, LENGTH = 4, 12
 

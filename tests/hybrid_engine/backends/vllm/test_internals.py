@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybrid_engine.backends.vllm import internals
+from hybrid_engine.backends.vllm import arguments, internals
 from hybrid_engine.backends.vllm.acceptance import _has, internal_names, missing_names, require_names
 from hybrid_engine.backends.vllm.internals import READ, READ_FROM_LLM, Internal, Patch
 from hybrid_engine.errors import DependencyError
@@ -56,6 +56,13 @@ def test_all_names_that_are_missing_are_said_at_once_with_the_versions(monkeypat
     assert "LoRAModel.from_lora_tensors takes no colour" in lines[1]
     assert f"{__name__}:Thing.read is missing" in lines[3]
     assert remedy == "Install vLLM 0.32.0"
+
+
+def test_no_engine_is_built_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internals, "GONE", Internal("vllm:Thing", "is gone"), raising=False)
+    monkeypatch.setattr(arguments, "_check", lambda settings, job: "cpu")
+    with pytest.raises(DependencyError, match="lack 1 of the private names"):
+        arguments.check_settings(None, None)
 
 
 def test_what_lacks_a_package_of_somebody_else_is_passed_over(
