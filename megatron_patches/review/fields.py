@@ -34,7 +34,6 @@ class Refused:
 
 
 _BITS = Refused("weights are switched in 16 or 32 bits")
-_COPIES = "Transformer Engine keeps {}-bit copies of the weights, which a switch does not offload"
 _GRAPHS = "captured graphs hold addresses of caches that a switch frees"
 _INTERLEAVED = "whether rows of gates and units lie interleaved is up to Transformer Engine"
 _ONE_BUFFER = Refused("parameters and gradients share one buffer")
