@@ -1,11 +1,9 @@
 """Patches for Megatron (megatron-core 0.16 and 0.19): hooks to build on, and what it takes to run without CUDA.
 
     apply() ──> applying ──> registry: versions, targets and conflicts are checked, then all targets swapped
-                   ^            └── revert() restores every original
-    catalog ───────┘ registers on import the patches of
+                   │            └── revert() restores every original
+                   │ imports, when they are asked for, the patches of
        ├── buffers          group "hooks": who allocates the flat buffers; `iter_buffers` reads them
-       ├── optimizers       group "hooks": counts weight versions; `optimizer_tensors` lists state
-       │     └── optimizer_state    `gather_state`: that state in flat tensors of one's own allocator
        ├── cpu              group "cpu" (by default without CUDA): megatron-core on CPU tensors and gloo
        │     ├── cpu_torch          the `torch` that megatron's modules see
        │     └── gloo               the few collectives that gloo lacks
@@ -15,6 +13,8 @@
              ├── arguments          the command line, which is kept out of Megatron's Namespace
              └── engines            the protocol of an engine, and how one is found
 
+    optimizers   `optimizer_tensors` lists an optimizer's state; `weight_version` counts its steps
+       └── optimizer_state    `gather_state`: that state in flat tensors of one's own allocator
     patch_sets   the same entry points as patches for source trees: ``python -m megatron_patches patch-source CHECKOUT``
     review/      configuration fields that move weights or memory, and what of them is refused
 
@@ -22,7 +22,6 @@ A patch is a record (`patch.Patch`); ``python -m megatron_patches list`` prints 
 Only attributes of ``megatron.*`` are ever replaced, never torch's. Knows nothing of hybrid_engine.
 """
 
-from megatron_patches import catalog as catalog  # registers every patch
 from megatron_patches.applying import (
     apply,
     check_version,

@@ -17,11 +17,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from megatron_patches.applying import apply, default_groups, states
+from megatron_patches.applying import PatchState, apply, default_groups, states
 from megatron_patches.errors import MegatronPatchError
 from megatron_patches.launcher import run_script
 from megatron_patches.patch_sets import folder, patch_checkout, patch_sets
-from megatron_patches.registry import PatchState
 
 app = typer.Typer(
     help="The patches that this package applies to Megatron. With a script in place of a command: run that script of "
@@ -83,8 +82,8 @@ def _describe(state: PatchState) -> str:
         patch = state.patch
         spans = (("before", patch.since), ("from", patch.until))
         return "not needed " + " and ".join(f"{word} megatron-core {version}" for word, version in spans if version)
-    if state.num_sites:
-        return f"applied at {state.num_sites} places" if state.num_sites > 1 else "applied"
+    if state.is_applied:
+        return "applied"
     return "not applied" if state.patch.group in default_groups() else "not applied (not a default group here)"
 
 

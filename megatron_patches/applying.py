@@ -1,28 +1,48 @@
-"""Applies and reverts the patches of this process. One registry; `catalog.py` fills it when the package is imported.
-
-Apart from the catalog, so that a module whose patches are in it can apply others, or ask whether its own are applied.
-"""
+"""Applies and reverts the patches of this process, by groups."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import importlib
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
-from megatron_patches.patch import Patch
-from megatron_patches.registry import PatchRegistry, PatchState
+from megatron_patches import registry
+from megatron_patches.errors import UnknownGroupError
+from megatron_patches.patch import GROUPS, Patch, release_of
 
-_registry = PatchRegistry()
+_registry = registry.PatchRegistry()
 
 
-def register(patches: Sequence[Patch]) -> None:
-    """Add patches to those that can be applied."""
-    _registry.register(patches)
+@dataclass(frozen=True)
+class PatchState:
+    """A patch and where it stands.
+
+    Attributes:
+        is_applied: now.
+        is_needed: False if the imported megatron-core does without it: its target came later, or is gone.
+    """
+
+    patch: Patch
+    is_applied: bool
+    is_needed: bool
 
 
 def default_groups() -> tuple[str, ...]:
     """The hooks, and without a CUDA device the CPU patches. Those of megatron.training are applied on request only."""
     return ("hooks",) if torch.cuda.is_available() else ("hooks", "cpu")
+
+
+def patches_of(groups: Iterable[str] = GROUPS) -> list[Patch]:
+    """The patches of some groups, whose modules are imported. Raises UnknownGroupError."""
+    groups = list(dict.fromkeys(groups))
+    unknown = sorted(set(groups) - set(GROUPS))
+    if unknown:
+        raise UnknownGroupError(f"unknown patch groups {unknown}; the groups are {list(GROUPS)}")
+    modules = [importlib.import_module(GROUPS[group]) for group in groups]
+    return [patch for module in modules for patch in module.PATCHES]
 
 
 def apply(groups: Iterable[str] | None = None, *, allow_version: bool = False) -> None:
@@ -36,26 +56,26 @@ def apply(groups: Iterable[str] | None = None, *, allow_version: bool = False) -
         UnknownGroupError: for a group that does not exist.
         PatchSetError: with every unsupported version, missing target and conflict, before anything changes.
     """
-    _registry.apply(default_groups() if groups is None else groups, allow_version=allow_version)
+    _registry.apply(patches_of(default_groups() if groups is None else groups), allow_version=allow_version)
 
 
 def check_version(groups: Iterable[str], *, allow_version: bool = False) -> None:
     """Raise UnsupportedVersionError unless all patches of `groups` were tested with this megatron-core."""
-    _registry.check_version(groups, allow_version=allow_version)
+    registry.check_version(patches_of(groups), allow_version=allow_version)
 
 
 def revert() -> None:
     """Restore every original attribute of megatron. Idempotent.
 
     Raises:
-        TargetConflictError: if an attribute was replaced by somebody else since, before anything changes.
+        PatchSetError: if an attribute was replaced by somebody else since, before anything changes.
     """
     _registry.revert()
 
 
 def hooks_applied() -> bool:
-    """Whether group "hooks" is applied: Megatron asks for buffers, and weight versions are counted."""
-    return all(state.num_sites > 0 for state in states() if state.patch.group == "hooks" and state.is_needed)
+    """Whether group "hooks" is applied: Megatron asks for buffers."""
+    return all(map(_registry.has, patches_of(["hooks"])))
 
 
 def require_supported_version() -> None:
@@ -65,5 +85,9 @@ def require_supported_version() -> None:
 
 
 def states() -> list[PatchState]:
-    """Every patch with the number of places where it is applied now."""
-    return _registry.states()
+    """Every patch of every group."""
+    core = sys.modules.get("megatron.core")
+    return [
+        PatchState(patch, _registry.has(patch), core is None or patch.is_needed_by(release_of(core.__version__)))
+        for patch in patches_of()
+    ]

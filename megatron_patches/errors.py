@@ -1,19 +1,14 @@
 """Errors raised by `megatron_patches`.
 
-    MegatronPatchError                  everything below
-    ├── PatchSetError                   the patches do not fit what is installed; nothing was changed
-    │   ├── MissingMegatronError        megatron-core cannot be imported
-    │   ├── UnsupportedVersionError     the patches were not tested with this megatron-core
-    │   ├── MissingTargetError          a patched attribute does not exist
-    │   └── TargetConflictError         two patches, or a patch and somebody else, replace one attribute
-    ├── UnknownGroupError               apply() was called with a group that does not exist
-    ├── UnsupportedModelError           a model chunk without Megatron's flat buffers
-    ├── UnsupportedOptimizerError       an optimizer of an unsupported type
-    ├── BufferAllocationError           a buffer allocator cannot be used here, or returned a wrong tensor
-    ├── CpuUnsupportedError             a CUDA-only feature was used on CPU
-    └── ScriptError                     --enable-resharding is not possible here; lists every reason
-
-Violations of several kinds are raised together as `PatchSetError` itself.
+MegatronPatchError                  everything below
+├── PatchSetError                   the patches do not fit what is installed, or one another; nothing was changed
+│   └── UnsupportedVersionError     the patches were not tested with this megatron-core
+├── UnknownGroupError               apply() was called with a group that does not exist
+├── UnsupportedModelError           a model chunk without Megatron's flat buffers
+├── UnsupportedOptimizerError       an optimizer of an unsupported type
+├── BufferAllocationError           a buffer allocator cannot be used here, or returned a wrong tensor
+├── CpuUnsupportedError             a CUDA-only feature was used on CPU
+└── ScriptError                     --enable-resharding is not possible here; lists every reason
 """
 
 from __future__ import annotations
@@ -37,20 +32,8 @@ class PatchSetError(MegatronPatchError):
         super().__init__("nothing was changed:\n" + "\n".join(f"- {violation}" for violation in self.violations))
 
 
-class MissingMegatronError(PatchSetError):
-    """megatron-core is not installed."""
-
-
 class UnsupportedVersionError(PatchSetError):
     """The installed megatron-core is not one of the tested versions."""
-
-
-class MissingTargetError(PatchSetError):
-    """A module, class or attribute named by a patch does not exist."""
-
-
-class TargetConflictError(PatchSetError):
-    """One attribute is claimed twice."""
 
 
 class UnknownGroupError(MegatronPatchError, ValueError):

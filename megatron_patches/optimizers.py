@@ -1,4 +1,4 @@
-"""Megatron's optimizers: which tensors they hold, and which version of the weights they have made.
+"""Megatron's optimizers: which tensors they hold, and how many steps they have taken.
 
 Megatron optimizer            parameters of the torch optimizer  `optimizer_tensors` lists
 DistributedOptimizer, bf16    fp32 copies of this rank's shards  main_param + moments
@@ -10,21 +10,18 @@ ChainedOptimizer              those of its members (may nest)    all of theirs
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
-import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron_patches.buffers import data_of
 from megatron_patches.errors import UnsupportedOptimizerError
-from megatron_patches.patch import CORE_VERSIONS, Patch
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -186,18 +183,27 @@ def _storage(tensor: torch.Tensor) -> int:
     return data_of(tensor).untyped_storage().data_ptr()
 
 
-_versions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-_step_depth = threading.local()
+_num_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+"""torch's optimizer, inside Megatron's -> steps it has taken."""
+_first_versions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""Megatron's optimizer -> its version before the first of these steps."""
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    _num_steps[optimizer] = _num_steps.get(optimizer, 0) + 1
+
+
+register_optimizer_step_post_hook(_count_step)
 
 
 def weight_version(optimizer: MegatronOptimizer) -> int:
-    """Number of successful outermost steps of `optimizer`, on top of `set_weight_version`; 0 for one never seen.
+    """Number of steps that the weights of `optimizer` have taken, on top of `set_weight_version`; 0 without any.
 
-    Counted while the "hooks" patches are applied (`hooks_applied`), on the optimizer whose `step` was called: of a
-    ChainedOptimizer the chain, not its members. Skipped steps (inf or nan gradients under a grad scaler) do not count.
-    With overlap_param_gather a step returns, and counts, before the shards of other ranks have arrived.
+    Counted since this package was imported, by torch's own post-step hook. Skipped steps (inf or nan gradients under a
+    grad scaler) do not count, for Megatron does not call torch's optimizer then. A rank that trains no weights takes no
+    steps. With overlap_param_gather a step returns, and counts, before the shards of other ranks have arrived.
     """
-    return _versions.get(optimizer, 0)
+    return _first_versions.get(optimizer, 0) + _steps_of(optimizer)
 
 
 def set_weight_version(optimizer: MegatronOptimizer, version: int) -> None:
@@ -208,48 +214,10 @@ def set_weight_version(optimizer: MegatronOptimizer, version: int) -> None:
     """
     if version < 0:
         raise ValueError(f"weight version must be >= 0, got {version}")
-    _versions[optimizer] = version
+    _first_versions[optimizer] = version - _steps_of(optimizer)
 
 
-@contextlib.contextmanager
-def _outermost_step() -> Iterator[bool]:
-    """True unless another step of this thread is running: a chain's step calls its members'."""
-    depth = getattr(_step_depth, "value", 0)
-    _step_depth.value = depth + 1
-    try:
-        yield depth == 0
-    finally:
-        _step_depth.value = depth
-
-
-def _build_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _outermost_step() as outermost:
-            result = original(self, *args, **kwargs)
-        update_successful = result[0]
-        if outermost and update_successful:
-            _versions[self] = weight_version(self) + 1
-        return result
-
-    return step
-
-
-def _step_patch(module: str, owner: str) -> Patch:
-    return Patch(
-        name=f"hooks.step.{owner}",
-        group="hooks",
-        target=f"megatron.core.optimizer.{module}:{owner}.step",
-        reason="counts the versions of the weights",
-        versions=CORE_VERSIONS,
-        remove_when="megatron-core's optimizers offer post-step hooks",
-        build=_build_step,
-    )
-
-
-PATCHES: tuple[Patch, ...] = (
-    _step_patch("optimizer", "MixedPrecisionOptimizer"),
-    _step_patch("optimizer", "FP32Optimizer"),
-    _step_patch("optimizer", "ChainedOptimizer"),
-    _step_patch("layer_wise_optimizer", "LayerWiseDistributedOptimizer"),
-)
+def _steps_of(optimizer: MegatronOptimizer) -> int:
+    """Steps of all members at once count as one."""
+    inner = (getattr(member, "optimizer", None) for _, member in _members(optimizer, ""))
+    return max((_num_steps.get(each, 0) for each in inner if each is not None), default=0)

@@ -1,23 +1,25 @@
-"""What a patch is: a record of one replaced attribute of megatron.
+"""A patch: a record of one replaced attribute of megatron, and the versions that patches are for.
 
-A target is ``module:attr.path``. The module may end in ``.*`` (``megatron.*:torch``): then the target is that attribute
-of every module below the package that has it, including modules imported later.
+A target is ``module:attr.path``. ``megatron.*:name`` is the module `name` wherever megatron's modules have it as a
+global, in those imported later, too.
 """
 
 from __future__ import annotations
 
 import enum
-import importlib
-import inspect
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Final
 
 from packaging.version import Version
 
-GROUPS: Final = ("hooks", "cpu", "cpu_training", "script")
+GROUPS: Final = {
+    "hooks": "megatron_patches.buffers",
+    "cpu": "megatron_patches.cpu",
+    "cpu_training": "megatron_patches.cpu_training",
+    "script": "megatron_patches.script",
+}
+"""Patches that are applied together -> the module that has them as PATCHES, imported when they are asked for."""
 CORE_VERSIONS: Final = ("0.16.1", "0.19.2")
 """The megatron-core versions that the core tests pass with (`make core-tests-all`), and whose scripts were run."""
 SAME_AS: Final = {"0.19.1": "0.19.2"}
@@ -47,8 +49,8 @@ class Patch:
 
     Attributes:
         name: unique, dotted lower case.
-        group: one of `GROUPS`; groups are applied separately.
-        target: ``module:attr.path`` or ``package.*:attr``.
+        group: one of `GROUPS`.
+        target: ``module:attr.path`` or ``megatron.*:module``.
         reason: what is wrong with the original, one sentence with the target as its subject.
         versions: the megatron-core versions that it was tested with (before `since` and from `until` on: that they
             work without it).
@@ -75,112 +77,31 @@ class Patch:
 
     def __post_init__(self) -> None:
         if self.group not in GROUPS:
-            raise ValueError(f"patch {self.name!r}: group {self.group!r} is not one of {GROUPS}")
-        module_name, separator, attr_path = self.target.partition(":")
-        if not (module_name and separator and attr_path):
-            raise ValueError(f"patch {self.name!r}: target {self.target!r} is not 'module:attr.path'")
-        if self.covers_package and "." in attr_path:
-            raise ValueError(f"patch {self.name!r}: a package-wide target takes a plain attribute, not {attr_path!r}")
+            raise ValueError(f"patch {self.name!r}: group {self.group!r} is not one of {tuple(GROUPS)}")
+        if not (self.module_name and self.attr_path) or (self.covers_megatron and "." in self.attr_path):
+            raise ValueError(
+                f"patch {self.name!r}: target {self.target!r} is not 'module:attr.path' or 'megatron.*:name'"
+            )
         for field in ("name", "reason", "versions", "remove_when"):
             if not getattr(self, field):
                 raise ValueError(f"patch {self.name!r}: {field} is empty")
 
     @property
     def module_name(self) -> str:
-        """The module, or the package without its ``.*``."""
-        return self.target.partition(":")[0].removesuffix(".*")
+        """The module that has the original."""
+        return self.attr_path if self.covers_megatron else self.target.partition(":")[0]
 
     @property
     def attr_path(self) -> str:
         return self.target.partition(":")[2]
 
     @property
-    def covers_package(self) -> bool:
-        """True for ``package.*:attr``."""
-        return self.target.partition(":")[0].endswith(".*")
+    def covers_megatron(self) -> bool:
+        """True for ``megatron.*:name``."""
+        return self.target.startswith("megatron.*:")
 
     def is_needed_by(self, core_version: str) -> bool:
         """Whether this megatron-core has the target, and needs the patch."""
         version = Version(core_version)
         is_early, is_late = self.since and version < Version(self.since), self.until and version >= Version(self.until)
         return not (is_early or is_late)
-
-    def covers_module(self, name: str) -> bool:
-        """Whether a module of this name is inside the package of a package-wide target."""
-        return self.covers_package and name.startswith(f"{self.module_name}.")
-
-
-@dataclass(frozen=True)
-class Site:
-    """One place where an attribute is: `attr` of `owner`, a module or a class.
-
-    Attributes:
-        original: the raw entry of the owner's own ``__dict__`` (descriptors included), or `MISSING` if the attribute
-            is inherited or does not exist.
-        value: what a look-up on the owner finds, descriptors unresolved; differs from `original` only for an inherited
-            attribute.
-    """
-
-    owner: Any
-    attr: str
-    original: Any
-    value: Any
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """Identifies the place, whatever name it was reached by."""
-        return (id(self.owner), self.attr)
-
-    @property
-    def label(self) -> str:
-        if isinstance(self.owner, ModuleType):
-            return f"{self.owner.__name__}:{self.attr}"
-        return f"{self.owner.__module__}:{self.owner.__qualname__}.{self.attr}"
-
-    def current(self) -> Any:
-        """The raw entry there now, or `MISSING`."""
-        return vars(self.owner).get(self.attr, MISSING)
-
-    def put(self, replacement: Any) -> None:
-        """Set the attribute to `replacement`."""
-        setattr(self.owner, self.attr, replacement)
-
-    def restore(self) -> None:
-        """Set the original; delete the attribute if the owner had none of its own."""
-        if self.original is MISSING:
-            delattr(self.owner, self.attr)
-        else:
-            setattr(self.owner, self.attr, self.original)
-
-
-def locate(owner: Any, attr: str) -> Site:
-    """The site of `attr` on `owner`; its value is `MISSING` when nothing is found."""
-    return Site(owner, attr, vars(owner).get(attr, MISSING), inspect.getattr_static(owner, attr, MISSING))
-
-
-def sites(patch: Patch) -> Iterator[Site]:
-    """The sites of `patch` in the modules loaded now; imports the module of a plain target.
-
-    The last attribute of the path may be missing: its value is then `MISSING`.
-
-    Raises:
-        ImportError: if the module cannot be imported.
-        AttributeError: if a class on the path does not exist.
-    """
-    if patch.covers_package:
-        for name, module in sorted(sys.modules.items()):
-            if patch.covers_module(name) and isinstance(module, ModuleType) and patch.attr_path in vars(module):
-                yield locate(module, patch.attr_path)
-        return
-    owner: Any = importlib.import_module(patch.module_name)
-    *path, attr = patch.attr_path.split(".")
-    for name in path:
-        owner = getattr(owner, name)
-    yield locate(owner, attr)
-
-
-def build_replacement(patch: Patch, value: Any) -> Any:
-    """The replacement for `value`, inside the same kind of descriptor (static or class method)."""
-    if isinstance(value, (staticmethod, classmethod)):
-        return type(value)(patch.build(value.__func__))
-    return patch.build(value)

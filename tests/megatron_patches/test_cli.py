@@ -7,9 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_patches.__main__ import app, main
-from megatron_patches.applying import default_groups
-from megatron_patches.catalog import PATCHES
+from megatron_patches.applying import default_groups, patches_of
 from megatron_patches.patch import Patch
+
+PATCHES = patches_of()
 
 
 def unneeded_patches() -> list[Patch]:

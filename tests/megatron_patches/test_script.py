@@ -150,7 +150,7 @@ def test_a_patched_source_without_the_flag_is_as_megatron_has_it(
     patch_source(tree)
     with pytest.raises(AssertionError, match="allow_no_cuda"):  # Megatron's own, which the CPU patches would remove
         run(capsys, tree, "--train-iters", "2", launcher=False)
-    assert not [state.patch.name for state in megatron_patches.states() if state.num_sites]
+    assert not [state.patch.name for state in megatron_patches.states() if state.is_applied]
     assert notes(tree) == []
 
 
@@ -335,7 +335,7 @@ def test_untested_versions_are_refused_or_allowed_and_logged(
     tree: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(megatron.core, "__version__", "0.99.0")
-    message = r"megatron-core 0\.99\.0 is installed.*tested only with 0\.16\.1, .*0\.19\.2"
+    message = r"megatron-core 0\.99\.0 is imported.*tested only with 0\.16\.1, .*0\.19\.2"
     with pytest.raises(SystemExit, match=message):
         run_script(str(tree), ["--enable-resharding"])
     sys.path[0] = ""
@@ -344,7 +344,7 @@ def test_untested_versions_are_refused_or_allowed_and_logged(
     assert "the script runs as it is" in caplog.text
     sys.path[0] = ""
     assert run(capsys, tree, "--resharding-allow-version", "--train-iters", "1")["loss"] == {"loss": 1.0}
-    assert "megatron-core 0.99.0 is installed" in caplog.text
+    assert "megatron-core 0.99.0 is imported" in caplog.text
 
 
 @pytest.mark.skipif(Version(INSTALLED) >= Version("0.17"), reason="the wheel has megatron.training since 0.17")

@@ -21,11 +21,11 @@ from hybrid_engine.backends.megatron.elastic_weights import (
 )
 from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 from hybrid_engine.backends.megatron.training_state import TrainingState
-from hybrid_engine.errors import ConfigError, StateError, Violation
+from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.memory.offload_items import KINDS, OffloadItem, Reached
 from hybrid_engine.models.table import ModelTable
 from hybrid_engine.probes import ProbeAnswer, ProbeLimits
-from megatron_patches.applying import hooks_applied, require_supported_version
+from megatron_patches.applying import require_supported_version
 from megatron_patches.optimizers import optimizer_members, set_weight_version, weight_version
 from megatron_patches.review import live_refusals
 
@@ -44,7 +44,6 @@ class LiveModel(GuardedState):
         weights: what is resharded.
 
     Raises:
-        StateError: for a trained model while the hooks of `megatron_patches` are not applied.
         ConfigError: for every field of Megatron's configuration that does not go with a switch.
         UnsupportedVersionError: for a megatron-core that was not tested.
     """
@@ -57,8 +56,6 @@ class LiveModel(GuardedState):
         noop_layers: Sequence[int] = (),
         separate_lora: bool = False,
     ) -> None:
-        if optimizer is not None and not hooks_applied():
-            raise StateError("call megatron_patches.apply() first: without its hooks no optimizer steps are counted")
         require_supported_version()
         found = live_refusals(chunks, optimizer)
         if found:
