@@ -4,10 +4,7 @@
                    │            └── revert() restores every original
                    │ imports, when they are asked for, the patches of
        ├── buffers          group "hooks": who allocates the flat buffers; `iter_buffers` reads them
-       ├── cpu              group "cpu" (by default without CUDA): megatron-core on CPU tensors and gloo
-       │     ├── cpu_torch          the `torch` that megatron's modules see
-       │     └── gloo               the few collectives that gloo lacks
-       ├── cpu_training     group "cpu_training": the same for megatron.training
+       ├── cpu/             groups "cpu" (by default without CUDA) and "cpu_training"; never imported where CUDA is
        └── script           group "script": --enable-resharding on Megatron-LM's own scripts
              ├── launcher           python -m megatron_patches SCRIPT
              ├── arguments          the command line, which is kept out of Megatron's Namespace

@@ -15,8 +15,8 @@ from packaging.version import Version
 
 GROUPS: Final = {
     "hooks": "megatron_patches.buffers",
-    "cpu": "megatron_patches.cpu",
-    "cpu_training": "megatron_patches.cpu_training",
+    "cpu": "megatron_patches.cpu.core",
+    "cpu_training": "megatron_patches.cpu.training",
     "script": "megatron_patches.script",
 }
 """Patches that are applied together -> the module that has them as PATCHES, imported when they are asked for."""

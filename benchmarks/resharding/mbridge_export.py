@@ -23,7 +23,7 @@ from transformers import AutoConfig
 
 from benchmarks.resharding.loading import Export
 from hybrid_engine.trainer.worker import ActorHybridWorker
-from megatron_patches.cpu_torch import torch_on_cpu
+from megatron_patches.cpu.cuda_names import torch_on_cpu
 
 _EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 

@@ -11,8 +11,7 @@
       growing_pages.py     its pages: they grow in place, forks do not inherit them, a GPU can read them
       residual.py          what is still on the device after an offload
       spans.py             sets of byte ranges
-    staging_pool.py      host pages that successive buckets reuse
-    heap.py, libc.py     hints about the C library's heap; the C library
+    libc.py              the C library
 
 Called by the trainer (buffers, items to offload), by switch/ (offloads, onloads, releases) and by transports/ (peers'
 buffers).

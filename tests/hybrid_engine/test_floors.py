@@ -98,6 +98,8 @@ ENGINES = {
 }
 # Beside Megatron's backend and the top floor: its list of fields says what a configuration may set.
 READS_THE_REVIEW = "hybrid_engine.config.override_rules"
+# What runs in place of a GPU: never imported where one is.
+STAND_INS = ("megatron_patches.cpu", "hybrid_engine.backends.vllm.cpu")
 # Who may ask torch.distributed for this rank or their number: who makes a job or starts its ranks, and what reads
 # Megatron's parallel state, which is as global. The `Job` tells all others.
 ASK_FOR_THEIR_RANK = (
@@ -272,6 +274,19 @@ def test_backends_do_not_know_each_other() -> None:
         if below(found.module, own) and below(found.target, other)
     ]
     assert crossing == []
+
+
+def test_stand_ins_for_gpus_are_imported_when_they_are_needed() -> None:
+    """By each other, or inside a function; `megatron_patches.patch` names a module to import, as text."""
+    at_once = [
+        f"{module_name(path)} imports {target}"
+        for path in (*sources(ENGINE), *sources(PATCHES))
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ImportFrom) and node.module
+        for target in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        if any(below(target, home) and not below(module_name(path), home) for home in STAND_INS)
+    ]
+    assert at_once == []
 
 
 def test_patches_do_not_know_the_engine() -> None:

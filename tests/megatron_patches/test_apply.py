@@ -192,6 +192,18 @@ def test_importing_the_package_needs_neither_megatron_nor_hybrid_engine() -> Non
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow  # imports Megatron
+def test_with_a_gpu_the_stand_ins_for_it_are_not_imported() -> None:
+    code = (
+        "import sys, torch, megatron_patches.script, megatron.core.distributed.param_and_grad_buffer\n"
+        "torch.cuda.is_available = lambda: True\n"
+        "megatron_patches.apply(); megatron_patches.script.run_without_cuda()\n"
+        "assert megatron_patches.hooks_applied()\n"
+        "sys.exit(str([m for m in sys.modules if m.startswith('megatron_patches.cpu')]).strip('[]') or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=REPO_ROOT, check=True)
+
+
 def test_public_names() -> None:
     assert sorted(megatron_patches.__all__) == megatron_patches.__all__
     assert all(hasattr(megatron_patches, name) for name in megatron_patches.__all__)

@@ -13,14 +13,15 @@ import torch.distributed as dist
 from packaging.version import Version
 
 import megatron_patches
-from megatron_patches import cpu, cpu_torch, errors, gloo
+from megatron_patches import errors
+from megatron_patches.cpu import core, cuda_names, gloo
 from tests.harness.core_versions import INSTALLED
 from tests.harness.launch import Ranks
 
 
 @pytest.fixture
-def namespace() -> cpu_torch.Namespace:
-    return cpu_torch.torch_on_cpu(torch)
+def namespace() -> cuda_names.Namespace:
+    return cuda_names.torch_on_cpu(torch)
 
 
 def test_an_output_that_is_freed_keeps_its_memory_while_it_may_be_sent() -> None:
@@ -30,7 +31,7 @@ def test_an_output_that_is_freed_keeps_its_memory_while_it_may_be_sent() -> None
 
     output = torch.arange(4.0)
     address = output.data_ptr()
-    free = cpu._build_keeping_outputs_while_sent(deallocate_output_tensor)
+    free = core._build_keeping_outputs_while_sent(deallocate_output_tensor)
     free(output, deallocate_pipeline_outputs=False)
     assert output.numel() == 4
     free(output, deallocate_pipeline_outputs=True)
@@ -54,7 +55,7 @@ def test_outputs_in_containers_keep_their_memory_too() -> None:
 def test_a_namespace_hands_reads_and_writes_to_its_base() -> None:
     base = types.ModuleType("base")
     base.kept, base.hidden = 1, 2
-    view = cpu_torch.Namespace(base, {"hidden": "override"})
+    view = cuda_names.Namespace(base, {"hidden": "override"})
     assert (view.kept, view.hidden) == (1, "override")
     base.kept = 3
     view.added = 4
@@ -63,7 +64,7 @@ def test_a_namespace_hands_reads_and_writes_to_its_base() -> None:
         _ = view.no_such_name
 
 
-def test_streams_and_events_do_nothing(namespace: cpu_torch.Namespace) -> None:
+def test_streams_and_events_do_nothing(namespace: cuda_names.Namespace) -> None:
     stream = namespace.cuda.Stream(device="cuda")
     stream.wait_stream(namespace.cuda.current_stream())
     with namespace.cuda.stream(stream):
@@ -79,17 +80,17 @@ def test_streams_and_events_do_nothing(namespace: cpu_torch.Namespace) -> None:
     namespace.cuda.nvtx.range_pop()
 
 
-def test_cuda_stays_unavailable(namespace: cpu_torch.Namespace) -> None:
+def test_cuda_stays_unavailable(namespace: cuda_names.Namespace) -> None:
     assert namespace.cuda.is_available is torch.cuda.is_available
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", 0, torch.device("cuda", 2)])
-def test_factories_put_cuda_on_cpu(namespace: cpu_torch.Namespace, device: object) -> None:
-    assert namespace.empty(3, device=device).device == cpu_torch.CPU
-    assert namespace.tensor([1.0], device=device, pin_memory=True).device == cpu_torch.CPU
+def test_factories_put_cuda_on_cpu(namespace: cuda_names.Namespace, device: object) -> None:
+    assert namespace.empty(3, device=device).device == cuda_names.CPU
+    assert namespace.tensor([1.0], device=device, pin_memory=True).device == cuda_names.CPU
 
 
-def test_rng_calls_reach_the_cpu_generator(namespace: cpu_torch.Namespace) -> None:
+def test_rng_calls_reach_the_cpu_generator(namespace: cuda_names.Namespace) -> None:
     before = torch.get_rng_state()
     namespace.cuda.manual_seed(7)
     state = namespace.cuda.get_rng_state()
@@ -103,7 +104,7 @@ def test_rng_calls_reach_the_cpu_generator(namespace: cpu_torch.Namespace) -> No
 def test_cuda_spelling_holds_only_inside() -> None:
     tensor = torch.zeros(2, dtype=torch.bfloat16)
     module = torch.nn.Linear(2, 2)
-    with cpu_torch.CudaSpelling():
+    with cuda_names.CudaSpelling():
         assert tensor.cuda(non_blocking=True) is tensor
         assert tensor.type() == "torch.cuda.BFloat16Tensor"
         assert tensor.type(torch.float32).dtype == torch.float32
@@ -112,7 +113,7 @@ def test_cuda_spelling_holds_only_inside() -> None:
 
 
 def test_cuda_spelling_within_itself_is_the_same() -> None:
-    with cpu_torch.CudaSpelling(), cpu_torch.CudaSpelling():
+    with cuda_names.CudaSpelling(), cuda_names.CudaSpelling():
         assert torch.zeros(2).type() == "torch.cuda.FloatTensor"
 
 

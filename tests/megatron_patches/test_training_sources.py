@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
-from megatron_patches import cpu_training, script
+from megatron_patches import script
+from megatron_patches.cpu import training
 from megatron_patches.patch import CORE_VERSIONS, Patch, release_of
 
-PATCHES = (*script.PATCHES, *cpu_training.PATCHES)
+PATCHES = (*script.PATCHES, *training.PATCHES)
 PARAMETERS = {
     "script.with_arguments": ["extra_args_provider"],
     "script.with_validation": ["args"],

@@ -13,7 +13,8 @@
     version.py          which vLLM was tested
     acceptance.py       whether the installed one is accepted, and has every name of internals.py
     generation/         prompts in any form, sampling, ranks that share the work
-    process/            isolation from training in one process: environment, groups, shared memory, random state
+    process/            isolation from training in one process: environment, groups, random state
+    cpu/                what only vLLM on a CPU needs: its worker, shared memory, memory of weights
     weights/            VllmAdaptor: vLLM's parameters as `InferenceWeights`
     lora/               LoRA from memory, and LoRA that arrives with a switch
 

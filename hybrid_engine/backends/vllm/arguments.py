@@ -25,7 +25,7 @@ from hybrid_engine.errors import ConfigError, StateError, Violation, nearest
 from hybrid_engine.layouts.parallelism import InferenceParallelism, named
 from hybrid_engine.ranks.job import Job
 
-CPU_WORKER = "hybrid_engine.backends.vllm.process.cpu_worker.IsolatedCPUWorker"
+CPU_WORKER = "hybrid_engine.backends.vllm.cpu.cpu_worker.IsolatedCPUWorker"
 
 _DEFAULT_CPU_KV_CACHE = 256 << 20
 _REMEDY = "vLLM itself refuses these inference settings for this model: change the inference layout or the model"

@@ -50,7 +50,6 @@ from hybrid_engine.backends.vllm.process.group_placement import building_groups
 from hybrid_engine.backends.vllm.process.isolation import destroy_groups, forget_import_frames, require_no_groups
 from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings, process_settings_kept
 from hybrid_engine.backends.vllm.process.random_state import get_state, random_state_kept, seeded_state, set_state
-from hybrid_engine.backends.vllm.process.shm_cleanup import check_room
 from hybrid_engine.backends.vllm.requests import (
     abandon,
     calling_near_end,
@@ -67,12 +66,7 @@ from hybrid_engine.backends.vllm.weights.collective_processing import Processing
 from hybrid_engine.backends.vllm.weights.loader import capturing
 from hybrid_engine.backends.vllm.weights.looking import look
 from hybrid_engine.backends.vllm.weights.traced_model import Context, ProcessedModel, TracedModel, trace_model
-from hybrid_engine.backends.vllm.weights.weight_memory import (
-    HostMemory,
-    SleepMode,
-    WeightMemory,
-    require_unused_allocator,
-)
+from hybrid_engine.backends.vllm.weights.weight_memory import SleepMode, WeightMemory, require_unused_allocator
 from hybrid_engine.errors import ModelError, StateError
 from hybrid_engine.memory.cuda_driver import taken_nbytes
 from hybrid_engine.models.lora_tensors import LoraSettings
@@ -127,14 +121,21 @@ class InferenceEngine(ProbedEngine):
                 require_no_groups()
                 self._device_type = check_settings(settings, job)
                 self._place = settings.sizes.place_of(job.rank)
-            check_room(settings, self._device_type, job)
+            memory = WeightMemory()
+            sharing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if self._device_type == "cpu":
+                from hybrid_engine.backends.vllm.cpu import host_memory, shm_cleanup
+
+                shm_cleanup.check_room(settings, job)
+                memory = host_memory.HostMemory()
+                sharing = shm_cleanup.unnamed_shared_memory(job.agreement)
             sleeps = is_sleepy(settings, self._device_type)
             with self._agreement.phase("looking for memory of an earlier vLLM"):
                 if sleeps:
                     require_unused_allocator()
             undo.callback(destroy_groups)
             self.taken_before = taken_nbytes(job.device)
-            with random_state_kept():
+            with sharing, random_state_kept():
                 self._llm, model = self._build(tensors, dtypes, undo)
                 # At collection or exit vLLM would end the default process group, which is the caller's; see `shutdown`.
                 self._llm.llm_engine.engine_core._finalizer.detach()
@@ -144,7 +145,7 @@ class InferenceEngine(ProbedEngine):
                 self._process_settings = ProcessSettings.now()
             self._loras: DeliveredLoras | None = DeliveredLoras(self._llm, undo) if settings.max_loras else None
             self._sleep_mode = SleepMode(lambda: self.llm) if sleeps else None
-            memory = self._sleep_mode or (HostMemory() if self._device_type == "cpu" else WeightMemory())
+            memory = self._sleep_mode or memory
             # as weights were processed at first, but for the caller's stream, on which they arrive, and its threads
             own = replace(self._process_settings, stream=None, num_threads=None)
             self._adaptor: VllmAdaptor | None = VllmAdaptor(model, memory, not settings.release_weights, own)

@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import megatron_patches
-from megatron_patches import cpu_torch
+from megatron_patches.cpu import cuda_names
 
 SECONDS_FOR_A_PEER = 40
 
@@ -39,7 +39,7 @@ _NUM_MADE_OF: Counter[tuple[int, ...]] = Counter()
 """Ranks -> process groups made of them since torch.distributed was initialized."""
 
 
-class CudaIsCpu(cpu_torch.CudaSpelling):
+class CudaIsCpu(cuda_names.CudaSpelling):
     """While active, each call of torch that names a CUDA device means the CPU."""
 
     def __torch_function__(
@@ -132,7 +132,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def _device(value: Any) -> Any:
-    return cpu_torch.CPU if isinstance(value, (str, torch.device)) and str(value).startswith("cuda") else value
+    return cuda_names.CPU if isinstance(value, (str, torch.device)) and str(value).startswith("cuda") else value
 
 
 def _allocate(numel: int, dtype: torch.dtype, device: torch.device, kind: str) -> torch.Tensor:
@@ -171,12 +171,12 @@ def _replace_adam() -> None:
     import megatron.core.optimizer
 
     namespace = megatron.core.optimizer.torch  # that of group "cpu", which is applied
-    vars(namespace)["optim"] = cpu_torch.Namespace(torch.optim, {"AdamW": AdamW})
+    vars(namespace)["optim"] = cuda_names.Namespace(torch.optim, {"AdamW": AdamW})
 
 
 def _torch_of_tests() -> ModuleType:
     """What Megatron's modules see, with as many devices as ranks and with gloo for NCCL."""
-    namespace = cpu_torch.torch_on_cpu(torch)
+    namespace = cuda_names.torch_on_cpu(torch)
     vars(namespace.cuda)["device_count"] = lambda: NUM_RANKS
     vars(namespace.distributed).update(
         init_process_group=_init_process_group, new_group=_new_group, init_device_mesh=_init_device_mesh

@@ -2,12 +2,10 @@
 
     isolation.py         the environment before vLLM's first import, checks of the world, the model class, ending groups
     group_placement.py   which place in vLLM's groups each rank takes
-    shm_cleanup.py       unnamed shared memory, and whether there is room for it
-    cpu_worker.py        vLLM's CPU worker; imported by vLLM, by name
     process_settings.py  keeps the environment and torch's settings (precision, threads, stream) as training has them
     random_state.py      keeps training's random state unaffected by vLLM's
 
-`InferenceEngine` calls isolation.py and shm_cleanup.py, then builds vLLM inside `building_groups`. Wherever vLLM only
-makes a configuration (arguments.py, native_load.py), `rank_in_instance` is enough. No module here but cpu_worker.py
-imports vLLM when it is imported.
+`InferenceEngine` calls isolation.py, then builds vLLM inside `building_groups`. Wherever vLLM only
+makes a configuration (arguments.py, native_load.py), `rank_in_instance` is enough. No module
+here imports vLLM when it is imported.
 """

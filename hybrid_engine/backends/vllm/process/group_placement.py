@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.backends.vllm.process.shm_cleanup import unnamed_shared_memory
 from hybrid_engine.errors import StateError
 from hybrid_engine.ranks.job import Job
 
@@ -51,8 +50,8 @@ def _in_environment(**values: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def building_groups(settings: InferenceSettings, job: Job) -> Iterator[None]:
-    """Within this context vLLM's groups are those of this rank's place, and keep their order afterwards; what they
-    share in memory has no name; its device is the job's. Collective."""
+    """Within this context vLLM's groups are those of this rank's place, and keep their order afterwards; its
+    device is the job's."""
     # vLLM takes the GPU of this number, which need not be torchrun's: a process may see its own GPU only
     device = {} if job.device.index is None else {"LOCAL_RANK": str(job.device.index)}
     order = settings.sizes.ranks.ravel().tolist()
@@ -60,7 +59,7 @@ def building_groups(settings: InferenceSettings, job: Job) -> Iterator[None]:
     def build(make_group: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(make_group)
         def make_ordered_group(group_ranks: list[list[int]], *args: Any, **kwargs: Any) -> Any:
-            kwargs["use_message_queue_broadcaster"] = False  # see shm_cleanup.py
+            kwargs["use_message_queue_broadcaster"] = False  # 24 MiB of shared memory each; see cpu/shm_cleanup.py
             with internals.NEW_GROUP.replaced(lambda new_group: functools.partial(new_group, sort_ranks=False)):
                 group = make_group([[order[position] for position in group] for group in group_ranks], *args, **kwargs)
             if group.rank_in_group != dist.get_rank(group.device_group):
@@ -73,7 +72,6 @@ def building_groups(settings: InferenceSettings, job: Job) -> Iterator[None]:
         return make_ordered_group
 
     with (
-        unnamed_shared_memory(job.agreement),
         rank_in_instance(settings, job.rank),
         _in_environment(**device),
         internals.MAKE_GROUP.replaced(build),

@@ -17,8 +17,6 @@ from hybrid_engine.backends.vllm import internals
 from hybrid_engine.backends.vllm.weights.sleeping_segments import SleepingSegments
 from hybrid_engine.backends.vllm.weights.storages import WeightStorage
 from hybrid_engine.errors import StateError
-from hybrid_engine.memory import heap
-from hybrid_engine.memory.staging_pool import StagingPool
 
 logger = logging.getLogger(__name__)
 
@@ -69,38 +67,6 @@ class WeightMemory:
         """Bytes taken now: those behind live weights, and those kept for weights that will pass through."""
         storages = (tensor.untyped_storage() for tensor in live.values())
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-class HostMemory(WeightMemory):
-    """On a CPU: storages are resized, and what passes through goes through the same pages, group after group."""
-
-    def __init__(self) -> None:
-        self._pool = StagingPool()
-
-    def new(self, storages: Sequence[WeightStorage], stay: Collection[str] = ()) -> list[torch.Tensor]:
-        # What nobody foresaw to stay is safe too: the pool lends no page over which a tensor lives.
-        passing = [storage for storage in storages if storage.name not in stay]
-        lent = iter(self._pool.lend([(storage.numel, storage.dtype) for storage in passing]))
-        own = iter(super().new([storage for storage in storages if storage.name in stay]))
-        return [next(own if storage.name in stay else lent) for storage in storages]
-
-    def trim(self) -> None:
-        self._pool.trim()
-        heap.trim()  # the C library keeps freed blocks otherwise
-
-    def free(self, live: Live) -> None:
-        for tensor in live.values():
-            tensor.untyped_storage().resize_(0)
-
-    def restore(self, live: Live, storages: Sequence[WeightStorage], beside: Iterable[str] = ()) -> None:
-        for storage in storages:
-            memory = live[storage.name].untyped_storage() if storage.name in live else None
-            if memory is not None and not memory.nbytes():
-                memory.resize_(storage.nbytes)
-                heap.prefer_huge_pages(memory)
-
-    def nbytes(self, live: Live) -> int:
-        return super().nbytes(live) + self._pool.free_nbytes
 
 
 class SleepMode(WeightMemory):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hybrid_engine.backends.vllm.cpu.host_memory import HostMemory
 from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings
 from hybrid_engine.backends.vllm.weights import derivation as derivations
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
@@ -18,7 +19,7 @@ from hybrid_engine.backends.vllm.weights.held import held_by_all
 from hybrid_engine.backends.vllm.weights.looking import look
 from hybrid_engine.backends.vllm.weights.storages import flat_view
 from hybrid_engine.backends.vllm.weights.traced_model import trace_model
-from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory, WeightMemory
+from hybrid_engine.backends.vllm.weights.weight_memory import WeightMemory
 
 ROWS, COLUMNS, BLOCK = 12, 8, 4
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import VllmAdaptor
+from hybrid_engine.backends.vllm.cpu.host_memory import HostMemory
 from hybrid_engine.backends.vllm.native_load import native_parameters, second_model
 from hybrid_engine.backends.vllm.weights.held import held_by_all
-from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory
 from hybrid_engine.errors import StateError
 from tests.zoo.checkpoint_shapes import checkpoint_dtypes, checkpoint_shapes
 from tests.zoo.families import served_config

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 import pytest
 import torch
 
+from hybrid_engine.backends.vllm.cpu.host_memory import HostMemory
 from hybrid_engine.backends.vllm.weights.adaptor import VllmAdaptor
 from hybrid_engine.backends.vllm.weights.looking import look
 from hybrid_engine.backends.vllm.weights.traced_model import trace_model
-from hybrid_engine.backends.vllm.weights.weight_memory import HostMemory
 from hybrid_engine.errors import StateError
 
 pytestmark = pytest.mark.slow  # imports vLLM

@@ -17,7 +17,7 @@ def rotated(queries: torch.Tensor, key: torch.Tensor | None, *, is_mended: bool)
     from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    from hybrid_engine.backends.vllm.process.cpu_worker import _on_rows
+    from hybrid_engine.backends.vllm.cpu.cpu_worker import _on_rows
 
     def make() -> torch.nn.Module:
         return RotaryEmbedding(ELEMENTS, ELEMENTS, 32, 10000.0, False, torch.float32)

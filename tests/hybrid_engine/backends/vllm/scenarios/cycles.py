@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import InferenceEngine, internals
-from hybrid_engine.backends.vllm.process.shm_cleanup import nbytes_needed
+from hybrid_engine.backends.vllm.cpu.shm_cleanup import nbytes_needed
 from hybrid_engine.backends.vllm.requests import require_answers
 from hybrid_engine.backends.vllm.weights import loader
 from hybrid_engine.ports import NearEnd
@@ -192,7 +192,7 @@ def run(directory: str, num_tp: int) -> Cycles:
         shared=Shared(
             [name for name in shared if not name.endswith("(deleted)")],
             sorted(nbytes for name, nbytes in shared.items() if "cpushm" in name),
-            [nbytes_needed(engine.settings, "cpu")] * num_tp if num_tp > 1 else [],
+            [nbytes_needed(engine.settings)] * num_tp if num_tp > 1 else [],
         ),
         random_state_kept=random_state_kept,
         process_as_before=dist.group.WORLD is world and torch.set_num_threads is set_num_threads,

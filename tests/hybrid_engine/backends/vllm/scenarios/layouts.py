@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import InferenceSettings, VllmAdaptor
 from hybrid_engine.backends.vllm.arguments import llm_arguments
+from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN, unnamed_shared_memory
 from hybrid_engine.backends.vllm.process.group_placement import building_groups
 from hybrid_engine.backends.vllm.process.isolation import destroy_groups, register_model_class, set_environment
-from hybrid_engine.backends.vllm.process.shm_cleanup import ENGINE_TOKEN
 from hybrid_engine.layouts.differences import differences
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism
@@ -150,7 +150,7 @@ def vllm_groups(settings: InferenceSettings) -> Iterator[Host]:
     del arguments["worker_cls"], arguments["load_format"]
     job = Job.join(120)
     try:
-        with building_groups(settings, job):
+        with unnamed_shared_memory(job.agreement), building_groups(settings, job):
             config = EngineArgs(**arguments).create_engine_config()
             os.environ["VLLM_DIST_IDENT"] = os.environ[ENGINE_TOKEN]
             with set_current_vllm_config(config):

@@ -15,10 +15,10 @@ import torch
 
 from hybrid_engine.backends.vllm import InferenceEngine, Sampling, internals
 from hybrid_engine.backends.vllm.arguments import CPU_WORKER
+from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN
 from hybrid_engine.backends.vllm.generation.sampling_params import sampling_params
 from hybrid_engine.backends.vllm.process.isolation import destroy_groups
 from hybrid_engine.backends.vllm.process.process_settings import ProcessSettings
-from hybrid_engine.backends.vllm.process.shm_cleanup import ENGINE_TOKEN
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.scenarios.asking import (
     PROMPTS,

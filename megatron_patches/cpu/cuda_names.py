@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_patches import gloo
+from megatron_patches.cpu import gloo
 
 CPU = torch.device("cpu")
 

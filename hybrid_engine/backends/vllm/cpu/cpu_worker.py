@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.process.shm_cleanup import ENGINE_TOKEN
+from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN
 
 _CPUWorker: Any = internals.CPU_WORKER.load()
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybrid_engine.memory.staging_pool import StagingPool
+from hybrid_engine.backends.vllm.cpu.host_memory import StagingPool
 
 F32, BF16 = torch.float32, torch.bfloat16
 

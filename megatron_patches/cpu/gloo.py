@@ -1,6 +1,6 @@
 """The few `torch.distributed` calls of megatron that gloo does not support (torch 2.13), built from others.
 
-Megatron's modules see these in place of the originals (`cpu_torch`); torch keeps its own.
+Megatron's modules see these in place of the originals (`cuda_names`); torch keeps its own.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_patches import cpu_torch
+from megatron_patches.cpu import cuda_names
 from megatron_patches.patch import CORE_VERSIONS, Patch
 
 _TRAINING = "megatron.training"
@@ -58,7 +58,7 @@ def _build_keeping_generator(original: Callable[..., Any]) -> Callable[..., Any]
     def run(*args: Any, **kwargs: Any) -> Any:
         state = torch.get_rng_state()
         try:
-            with cpu_torch.CudaSpelling():
+            with cuda_names.CudaSpelling():
                 return original(*args, **kwargs)
         finally:
             torch.set_rng_state(state)
@@ -111,14 +111,14 @@ PATCHES: tuple[Patch, ...] = (
         "spelling.evaluate",
         f"{_TRAINING}.training:evaluate",
         "calls tensor.cuda() on sums of losses",
-        cpu_torch.under_cuda_spelling,
+        cuda_names.under_cuda_spelling,
     ),
     *(
         _patch(
             f"spelling.{name}",
             target,
             "runs what calls tensor.cuda() on a batch",
-            cpu_torch.under_cuda_spelling,
+            cuda_names.under_cuda_spelling,
             since="0.18.0",
         )
         for name, target in (

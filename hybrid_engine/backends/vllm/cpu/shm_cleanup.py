@@ -68,21 +68,19 @@ def unnamed_shared_memory(agreement: Agreement) -> Iterator[None]:
         del os.environ[ENGINE_TOKEN]
 
 
-def check_room(settings: InferenceSettings, device_type: str, job: Job) -> None:
+def check_room(settings: InferenceSettings, job: Job) -> None:
     """Raise ConfigError on all ranks where /dev/shm has less room than the ranks of a host need; vLLM would be killed
     by SIGBUS, or fail on some ranks only. Collective."""
     place = (job.hosts[job.rank], _SHM.stat().st_dev if _SHM.is_dir() else None)
-    needs = job.agreement.gather((place, nbytes_needed(settings, device_type)), "room in /dev/shm")
+    needs = job.agreement.gather((place, nbytes_needed(settings)), "room in /dev/shm")
     with job.agreement.phase("room in /dev/shm"):
         needed = sum(nbytes for other, nbytes in needs if other == place)
         if needed and _SHM.is_dir() and (free := shutil.disk_usage(_SHM).free) < needed:
             raise ConfigError([Violation("/dev/shm", _too_small(needed, free), _REMEDY)])
 
 
-def nbytes_needed(settings: InferenceSettings, device_type: str) -> int:
+def nbytes_needed(settings: InferenceSettings) -> int:
     """In /dev/shm by this rank, while vLLM's groups live."""
-    if device_type != "cpu":
-        return 0
     num_groups = sum(size > 1 for size in (settings.sizes.tensor, settings.sizes.pipeline))
     return num_groups * -(-torch.get_num_threads() * _BYTES_PER_THREAD // _PAGE) * _PAGE
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_patches import cpu_torch
+from megatron_patches.cpu import cuda_names
 from megatron_patches.errors import CpuUnsupportedError
 from megatron_patches.patch import CORE_VERSIONS, MISSING, Patch
 
@@ -155,7 +155,7 @@ def _spelling_patch(target: str) -> Patch:
         f"spelling.{name[-2]}.{name[-1]}",
         f"{_CORE}.{target}",
         "calls tensor.cuda() or compares tensor.type() with torch.cuda names",
-        cpu_torch.under_cuda_spelling,
+        cuda_names.under_cuda_spelling,
     )
 
 
@@ -174,7 +174,7 @@ PATCHES: tuple[Patch, ...] = (
         "torch",
         "megatron.*:torch",
         "torch.cuda calls and device='cuda' factories are redirected to CPU, for megatron's modules only",
-        cpu_torch.torch_on_cpu,
+        cuda_names.torch_on_cpu,
     ),
     _cpu_patch(
         "rng.get",

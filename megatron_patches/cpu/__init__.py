@@ -1,0 +1,7 @@
+"""Stand-ins with which Megatron trains without CUDA. `apply` imports them where its default groups have "cpu".
+
+core.py         group "cpu": megatron-core on CPU tensors and gloo
+training.py     group "cpu_training": megatron.training and its scripts, on top
+cuda_names.py   the `torch` that megatron's modules see
+gloo.py         the few collectives that gloo lacks
+"""
