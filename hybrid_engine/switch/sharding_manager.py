@@ -44,7 +44,7 @@ from hybrid_engine.switch.report import ReshardReport, SwitchTally
 from hybrid_engine.switch.states import NEEDED_KINDS, State, require, resident_kinds
 from hybrid_engine.switch.verifier import Verifier
 from hybrid_engine.switch.weight_container import WeightContainer
-from hybrid_engine.tracing.recording import count, meeting
+from hybrid_engine.tracing.recording import count, span
 from hybrid_engine.tracing.timeline import timeline_of
 from hybrid_engine.transports.router import TransportSet
 
@@ -377,7 +377,7 @@ class ShardingManager(SwitchHooks):
         """Time a phase and end it with all ranks agreeing that it succeeded; see `Agreement.phase`."""
         with self._tally.timed(name), ExitStack() as arriving, self.job.agreement.phase(name, patience):
             yield
-            arriving.enter_context(meeting())  # left when all ranks have arrived
+            arriving.enter_context(span("wait"))  # left when all ranks have arrived
 
     def _traced(self, name: str) -> AbstractContextManager[object]:
         return nullcontext() if self._timeline is None else self._timeline.switch(name)

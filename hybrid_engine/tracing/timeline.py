@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -20,9 +19,8 @@ from typing import Any
 
 from hybrid_engine.errors import ConfigError, HybridEngineError, Violation
 from hybrid_engine.ranks.job import Job
-from hybrid_engine.tracing.clocks import ClockOffset, clock_offsets
-from hybrid_engine.tracing.recording import Recording, recorded, span
-from hybrid_engine.tracing.trace_file import FIRST, Event, TraceFile
+from hybrid_engine.tracing.recording import Event, Recording, microseconds, recorded, span
+from hybrid_engine.tracing.trace_file import FIRST, TraceFile
 
 logger = logging.getLogger("hybrid_engine")
 
@@ -41,8 +39,7 @@ class Timeline:
 
     def __init__(self, path: Path, job: Job) -> None:
         self._job = job
-        self._origin = time.perf_counter_ns()
-        self._offsets = [ClockOffset(0, 0)] * job.world_size
+        self._origin = microseconds()
         self._file = _opened(path, job) if job.rank == 0 else None
 
     @contextmanager
@@ -66,34 +63,31 @@ class Timeline:
             logger.warning("%s: a failed switch is missing (%s): %s", CONFIG_KEY, error, another)
 
     def _collect(self, recording: Recording) -> None:
+        self._job.agreement.gather(None, "trace")
+        recording.met_at = microseconds()
         recordings: list[Recording] = self._job.agreement.gather(recording, "trace")
         if self._file is None:
             return
-        if len({len(each.meetings) for each in recordings}) == 1 and recording.meetings:
-            self._offsets = clock_offsets([each.meetings for each in recordings])
         try:
-            self._file.append(self._events(recordings))
+            self._file.append(merged(recordings, self._job.hosts, self._origin))
         except OSError as error:
             logger.warning("%s: the trace ends here, %s cannot be written: %s", CONFIG_KEY, self._file.path, error)
             self._file = None
 
-    def _events(self, recordings: Sequence[Recording]) -> Iterator[Event]:
-        for rank, (recording, offset) in enumerate(zip(recordings, self._offsets, strict=True)):
-            yield from self._events_of(rank, recording, offset)
 
-    def _events_of(self, rank: int, recording: Recording, offset: ClockOffset) -> Iterator[Event]:
-        """Microseconds since the timeline was made; a span is before those that lie in it."""
-        shift = offset.nanoseconds - self._origin
-        for each in sorted(recording.spans, key=lambda each: (each.start, -each.stop)):
-            times = {"ts": (each.start + shift) / 1000, "dur": (each.stop - each.start) / 1000}
-            yield {"ph": "X", "name": each.name, **times, "pid": rank, "tid": 0, "args": dict(each.arguments)}
-        for count in recording.counts:
-            values = dict(count.values)
-            yield {"ph": "C", "name": count.name, "ts": (count.at + shift) / 1000, "pid": rank, "args": values}
-        if recording.num_dropped or offset.error:
-            last = max((each.stop for each in recording.spans), default=self._origin)
-            known = {"clock error (us)": offset.error / 1000, "dropped": recording.num_dropped}
-            yield {"ph": "i", "s": "p", "name": "recorded", "ts": (last + shift) / 1000, "pid": rank, "args": known}
+def merged(recordings: Sequence[Recording], hosts: Sequence[str], origin: float) -> Iterator[Event]:
+    """The events of all ranks, in microseconds since `origin` by rank 0's clock; a span is before those in it.
+
+    Clocks of other hosts are set by the moment at which all ranks had met: right to the time that a collective takes.
+    """
+    for rank, recording in enumerate(recordings):
+        shift = (recordings[0].met_at - recording.met_at if hosts[rank] != hosts[0] else 0) - origin
+        events = sorted(recording.events, key=lambda event: (event["ts"], -event.get("dur", 0)))
+        for event in events:
+            yield {**event, "ts": event["ts"] + shift, "pid": rank}
+        if recording.num_dropped:
+            at, known = recording.met_at + shift, {"dropped": recording.num_dropped}
+            yield {"ph": "i", "s": "p", "name": "recorded", "ts": at, "pid": rank, "args": known}
 
 
 def timeline_of(path: Path | None, job: Job) -> Timeline | None:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from hybrid_engine.tracing.recording import Event
 
 MOST_NBYTES = 64 * 1024**2
 """Of the file; FILE.1 has at most as much, and one switch more."""
@@ -21,8 +23,6 @@ MOST_NBYTES = 64 * 1024**2
 _START, _END = b"[", b"\n]\n"
 FIRST: dict[str, Any] = {"ph": "M", "name": "process_name", "pid": 0}
 """Beginning of the first event of a header, by which a trace is known as ours."""
-
-Event = Mapping[str, Any]
 
 
 class TraceFile:
@@ -47,16 +47,13 @@ class TraceFile:
         if self.path.stat().st_size >= self._most_nbytes:
             self._put_aside()
             self._begin()
-        text = ",".join("\n" + json.dumps(event, separators=(",", ":")) for event in events)
-        if not text:
-            return
-        with self.path.open("r+b") as file:
-            file.seek(-len(_END), os.SEEK_END)
-            file.write(b"," + text.encode() + _END)
+        if lines := _lines(events):
+            with self.path.open("r+b") as file:
+                file.seek(-len(_END), os.SEEK_END)
+                file.write(b"," + lines + _END)
 
     def _begin(self) -> None:
-        lines = ",".join("\n" + json.dumps(event, separators=(",", ":")) for event in self._header)
-        self.path.write_bytes(_START + lines.encode() + _END)
+        self.path.write_bytes(_START + _lines(self._header) + _END)
 
     def _put_aside(self) -> None:
         aside = self.path.with_name(f"{self.path.name}.1")
@@ -66,8 +63,12 @@ class TraceFile:
         self.path.replace(aside)
 
 
+def _lines(events: Iterable[Event]) -> bytes:
+    return ",".join("\n" + json.dumps(event, separators=(",", ":")) for event in events).encode()
+
+
 def _is_ours(path: Path) -> bool:
-    begin = _START + b"\n" + json.dumps(FIRST, separators=(",", ":")).encode().removesuffix(b"}")
+    begin = _START + _lines([FIRST]).removesuffix(b"}")
     if not path.is_file():  # a pipe, say, which would be waited for
         return False
     with path.open("rb") as file:

@@ -52,7 +52,7 @@ OUTSIDE = {
     "planning": {"numpy", "scipy"},
     "memory": {"cuda", "numpy", "torch"},
     "memory.spans": set(),
-    "tracing": set(),
+    "tracing": {"torch"},
     "layouts": {"numpy"},
     "ports": {"torch"},
     "probes": {"torch"},

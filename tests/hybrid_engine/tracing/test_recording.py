@@ -1,4 +1,4 @@
-"""Spans, clocks and the file of a trace, in one process."""
+"""Spans, the events of all ranks, and the file of a trace, in one process."""
 
 from __future__ import annotations
 
@@ -9,58 +9,49 @@ from pathlib import Path
 import pytest
 
 from hybrid_engine.tracing import recording
-from hybrid_engine.tracing.clocks import ClockOffset, clock_offsets
-from hybrid_engine.tracing.recording import count, meeting, recorded, span
+from hybrid_engine.tracing.recording import Recording, count, recorded, span
 from hybrid_engine.tracing.trace_file import FIRST, TraceFile
 
 HEADER = {**FIRST, "args": {"name": "header"}}
 
 
 def test_nothing_is_recorded_outside() -> None:
-    with span("a"), meeting():
+    with span("a"):
         count("bytes", training=1)
     with recorded() as found:
         pass
-    assert (found.spans, found.counts, found.meetings) == ([], [], [])
+    assert found == Recording()
 
 
 def test_spans_lie_in_each_other_and_tell_of_errors() -> None:
+    pytest.importorskip("torch")
     with pytest.raises(ValueError, match="disk"), recorded() as found, span("outer"):
-        with span("inner", bucket=3), meeting():
+        with span("inner", bucket=3), span("wait"):
             pass
         raise ValueError("disk on fire")
-    wait, inner, outer = found.spans
-    assert [each.name for each in found.spans] == ["wait", "inner", "outer"]
-    assert outer.start <= inner.start <= wait.start <= wait.stop <= inner.stop <= outer.stop
-    assert inner.arguments == {"bucket": 3}
-    assert outer.arguments == {"error": "ValueError"}
-    assert found.meetings[0][0] <= wait.start
+    wait, inner, outer = found.events
+    assert [each["name"] for each in found.events] == ["wait", "inner", "outer"]
+    assert outer["ts"] <= inner["ts"] <= wait["ts"]
+    ends = [each["ts"] + each["dur"] for each in (wait, inner, outer)]
+    assert ends == sorted(ends)
+    assert inner["args"] == {"bucket": 3}
+    assert outer["args"] == {"error": "ValueError"}
+
+
+def test_torchs_profiler_sees_the_same_names() -> None:
+    profiler = pytest.importorskip("torch.profiler")
+    with profiler.profile(activities=[profiler.ProfilerActivity.CPU]) as found, recorded(), span("commit"):
+        pass
+    assert "commit" in [event.name for event in found.events()]
 
 
 def test_a_recording_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "MOST_RECORDS", 3)
+    monkeypatch.setattr(recording, "MOST_EVENTS", 3)
     with recorded() as found:
-        for _ in range(5):
-            with span("a"):
-                count("b", of=1)
-    assert len(found.spans) + len(found.counts) == 3
-    assert found.num_dropped == 7
-
-
-def test_clocks_of_one_host_are_one_clock() -> None:
-    assert clock_offsets([[(10, 20)], [(12, 21)]]) == [ClockOffset(0, 0), ClockOffset(0, 11)]
-
-
-def test_every_meeting_narrows_down_what_clocks_differ_by() -> None:
-    ahead = 5000  # of rank 1's clock
-    first = [(100, 130), (200, 208), (300, 390)]
-    other = [(90 + ahead, 131 + ahead), (202 + ahead, 210 + ahead), (310 + ahead, 400 + ahead)]
-    _, found = clock_offsets([first, other])
-    assert abs(found.nanoseconds + ahead) <= found.error <= 10
-
-
-def test_without_meetings_clocks_are_as_they_are() -> None:
-    assert clock_offsets([[], []]) == [ClockOffset(0, 0)] * 2
+        for number in range(5):
+            count("b", of=number)
+    assert [event["args"] for event in found.events] == [{"of": number} for number in range(3)]
+    assert found.num_dropped == 2
 
 
 def test_a_file_is_whole_after_every_write(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from hybrid_engine.errors import ConfigError, ReshardError
-from hybrid_engine.tracing.timeline import check_path
+from hybrid_engine.tracing.recording import Recording
+from hybrid_engine.tracing.timeline import check_path, merged
 from tests.hybrid_engine.switch.fakes import FORWARD, INFER, TRAIN, Rig
 
 
@@ -48,6 +49,19 @@ def test_a_switch_that_fails_is_there_with_its_error(job: None, tmp_path: Path) 
         "ReshardError",
         None,
     ]
+
+
+def test_clocks_of_other_hosts_are_set_by_the_moment_at_which_all_met() -> None:
+    ranks = [Recording([{"name": "a", "ts": at}], met_at=met) for at, met in ((10, 30), (11, 32), (1007, 1029))]
+    ranks[2].num_dropped = 1
+    found = list(merged(ranks, ["one", "one", "two"], origin=5))
+    assert [(each["pid"], each["ts"]) for each in found] == [(0, 5), (1, 6), (2, 3), (2, 25)]
+    assert (found[-1]["name"], found[-1]["args"]) == ("recorded", {"dropped": 1})
+
+
+def test_spans_come_before_those_in_them() -> None:
+    events = [{"name": "inner", "ts": 1, "dur": 1}, {"name": "outer", "ts": 1, "dur": 2}]
+    assert [each["name"] for each in merged([Recording(events)], ["one"], 0)] == ["outer", "inner"]
 
 
 def test_a_file_that_is_lost_ends_the_trace_not_the_job(
