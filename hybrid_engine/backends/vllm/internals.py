@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -70,9 +69,8 @@ class Patch(Internal):
     def replaced(self, build: Callable[[Any], Any], owner: Any = None) -> Iterator[None]:
         """Within this context the target is `build(original)`; with an `owner`, in this object alone.
 
-        Raises DependencyError for a missing target, and StateError when it is replaced already; both before anything
-        changes. What somebody else put in its place meanwhile stays there: StateError, unless the block ends by an
-        error of its own.
+        Raises DependencyError for a missing target, before anything changes. Contexts nest. What somebody else put in
+        its place meanwhile stays there: StateError, unless the block ends by an error of its own.
         """
         module, _, path = self.target.partition(":")
         *owners, name = path.split(".")
@@ -81,25 +79,15 @@ class Patch(Internal):
             original = getattr(owner, name)
         except AttributeError as error:
             raise DependencyError(f"{self.target} is missing: not as in vLLM {TESTED_VERSION}") from error
-        names = _replaced.setdefault(owner, set())
-        if name in names:
-            raise StateError(f"{self.target} is replaced already: undo that first")
         replacement, is_inherited = build(original), name not in vars(owner)
         setattr(owner, name, replacement)
-        names.add(name)
         try:
             yield
             if vars(owner).get(name) is not replacement:
                 raise StateError(f"{self.target} was replaced by somebody else meanwhile: it is left to them")
         finally:
-            names.remove(name)
             if vars(owner).get(name) is replacement:
                 delattr(owner, name) if is_inherited else setattr(owner, name, original)
-
-
-_replaced: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
-"""Module, class or object -> its attributes that are replaced now. Without the originals: an object's own methods would
-keep it alive."""
 
 
 def _find(module: str, path: Sequence[str]) -> Any:

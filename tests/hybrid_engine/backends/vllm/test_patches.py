@@ -1,4 +1,4 @@
-"""Replacements at run time: undone whatever happens, and never made twice."""
+"""Replacements at run time: undone whatever happens."""
 
 from __future__ import annotations
 
@@ -50,13 +50,24 @@ def test_a_replacement_that_cannot_be_built_changes_nothing() -> None:
         assert Template.delimiter == "$$"
 
 
-def test_a_second_claim_raises_and_changes_nothing() -> None:
-    other = Patch(TEMPLATE.target, "another", remove_when="never")
-    with TEMPLATE.replaced(lambda before: "first"):
-        with pytest.raises(StateError, match=r"string:Template\.delimiter is replaced already"):
-            other.replaced(lambda before: "second").__enter__()
-        assert Template.delimiter == "first"
+def test_contexts_nest() -> None:
+    with TEMPLATE.replaced(lambda before: before * 2):
+        with TEMPLATE.replaced(lambda before: before + "."):
+            assert Template.delimiter == "$$."
+        assert Template.delimiter == "$$"
     assert Template.delimiter == "$"
+
+
+def test_one_that_ends_before_those_in_it_leaves_theirs_and_says_so() -> None:
+    owner = Owner()
+    outer, inner = (GREET.replaced(lambda greet: lambda: greet() + "!", owner=owner) for _ in range(2))
+    outer.__enter__()
+    inner.__enter__()
+    with pytest.raises(StateError, match=r"string:Template\.greet was replaced by somebody else"):
+        outer.__exit__(None, None, None)
+    assert owner.greet() == "as it was!!"
+    inner.__exit__(None, None, None)
+    assert owner.greet() == "as it was!"
 
 
 def test_what_somebody_else_replaced_meanwhile_is_left_to_them_and_said() -> None:
@@ -85,8 +96,6 @@ def test_one_object_is_changed_and_then_as_it_was() -> None:
     one, other = Owner(), Owner()
     with GREET.replaced(lambda greet: lambda: greet().upper(), owner=one):
         assert (one.greet(), other.greet()) == ("AS IT WAS", "as it was")
-        with pytest.raises(StateError, match="is replaced already"):
-            GREET.replaced(lambda greet: greet, owner=one).__enter__()
         with GREET.replaced(lambda _: lambda: "too", owner=other):
             assert other.greet() == "too"
     assert vars(one) == vars(other) == {}
