@@ -25,6 +25,7 @@ from hybrid_engine.trainer.batches.loss_results import CheckedLoss
 from hybrid_engine.trainer.learning_rate import learning_rate_of, set_learning_rate
 from hybrid_engine.trainer.megatron.build import Actor
 from hybrid_engine.trainer.megatron.model_inputs import ModelInputs
+from megatron_patches.optimizers import set_weight_version
 
 _Loss = Callable[[Batch, torch.Tensor], tuple[torch.Tensor, Report]]
 
@@ -136,7 +137,10 @@ class PipelineEngine(LiveModel, ABC):
         if reports:  # on the last pipeline stage
             loss.finish(model_device(), parallel_state.get_data_parallel_group())
         self.conclude("loss function", loss.fault)
+        version = self.version
         successful, grad_norm, _ = optimizer.step()
+        if successful:  # also where a whole stage is frozen, and nothing there takes a step
+            set_weight_version(optimizer, version + 1)
         report = self._average(reports)
         if successful and self.scheduler is not None:
             self.scheduler.step(1)
