@@ -7,8 +7,8 @@
       borrowed.py          tensors over memory that torch did not allocate
     offloader.py         training state: device -> host memory and back
       offload_items.py     what there is to offload, storage by storage
-      arena.py             host memory, and the copies to and from it
-      growing_pages.py     its pages: they grow in place, forks do not inherit them, a GPU can read them
+      arena.py             host memory: it grows in place, forks do not inherit it, a GPU can read it
+      copier.py            copies to and from it
       residual.py          what is still on the device after an offload
       spans.py             sets of byte ranges
     libc.py              the C library

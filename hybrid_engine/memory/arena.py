@@ -1,148 +1,201 @@
-"""Host memory for offloaded state, and the copies to and from it."""
+"""Host memory for offloaded state: it grows without a copy, forks do not inherit it, and a GPU can read it directly.
+
+    grow      mmap, later mremap: what is in it stays, maybe elsewhere
+    pinned    huge pages -> populated by several threads -> cudaHostRegister
+    failed    back to the size before, page-locked as before
+
+Registering populates too, but in one thread, 4 KiB at a time: that would take most of the first switch. A forked child
+(a DataLoader's worker) gets no copy: the kernel would copy pages that a device reads at once, all of them. **Pinning
+has never been run on a GPU yet.**
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import errno
 import logging
-import threading
-import time
-from collections.abc import Callable
+import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import torch
 
-from hybrid_engine.memory.growing_pages import GrowingPages
+from hybrid_engine.errors import OffloadError
+from hybrid_engine.memory.borrowed import host_tensor_over
+from hybrid_engine.memory.libc import libc, raise_errno
 
-logger = logging.getLogger("hybrid_engine")
+logger = logging.getLogger(__name__)
 
-Direction = Literal["to host", "to device"]
-_CHUNK = 64 * 1024**2  # bytes per copy on CUDA, so that both directions and other traffic take turns on the bus
+PINNED_IN_HUGE_PAGES = True
+"""Whether the kernel is asked for pages of 2 MiB behind pinned memory. Not measured on a machine with a GPU."""
+NUM_THREADS = 8
+"""That populate, at most. They take pages near the processors on which they may run: bind ranks to NUMA nodes."""
+
+_HUGE_PAGE = 2 * 2**20
+_SLICE_NBYTES = 256 * 2**20  # that one thread populates at a time
+_PROT_READ, _PROT_WRITE, _PRIVATE, _ANONYMOUS = 1, 2, 2, 0x20  # <sys/mman.h> on Linux
+_MAY_MOVE = 1
+_DONTFORK, _HUGEPAGE, _POPULATE_WRITE = 10, 14, 23
+_FAILED = ctypes.c_void_p(-1).value
+
+
+@dataclass
+class _Mapping:
+    """What there is to give back. `is_registered`: its device's driver knows it, all of it."""
+
+    address: int = 0
+    nbytes: int = 0
+    is_registered: bool = False
 
 
 class Arena:
-    """Host memory for the copied contents of one kind; grows with the inventory, never shrinks."""
+    """Host memory for the copied contents of one kind; grows with the inventory, never shrinks.
+
+    It is unmapped when the last tensor over it and this object are gone.
+
+    Attributes:
+        nbytes: that tensors may use.
+    """
 
     def __init__(self) -> None:
-        self._pages = GrowingPages()
+        self.nbytes = 0
+        self._mapping = _Mapping()
+        end = weakref.finalize(self, _end, self._mapping)
+        end.atexit = False  # a copy may be under way until the very end; the system unmaps
 
     @property
     def memory(self) -> torch.Tensor:
         """All of it, as bytes; not to be kept, for it may move when it grows."""
-        return self._pages.tensor()
+        if not self.nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        return host_tensor_over(self._mapping.address, self.nbytes, torch.uint8, self.nbytes, self)
 
     def reserve(self, nbytes: int, *, pinned: bool) -> None:
-        """Provide at least `nbytes`, page-locked if `pinned`; what is in it stays. No copy may be under way.
+        """Have `nbytes` at least, page-locked if `pinned`; what is there stays, what is new is undefined.
 
-        What a growth that failed left without page-locking is page-locked again, even if it is large enough.
+        No copy may be under way. What a growth that failed left without page-locking is page-locked again, even if it
+        is large enough.
 
-        Raises OffloadError; then it is as before, and a later call may succeed.
+        Raises OffloadError: then it is as before, but maybe elsewhere, and a later call may succeed. Where it cannot be
+        page-locked again, a warning says so.
         """
-        self._pages.grow(max(nbytes, self._pages.nbytes), pinned=pinned)
+        nbytes = max(nbytes, self.nbytes)
+        size = max(-(-nbytes // _HUGE_PAGE) * _HUGE_PAGE, self._mapping.nbytes)
+        if size > self._mapping.nbytes or (size and pinned and not self._mapping.is_registered):
+            try:
+                _remap(self._mapping, size, pinned=pinned)
+            except OSError as error:
+                raise OffloadError(f"{nbytes} bytes of host memory cannot be had: {error}") from error
+        self.nbytes = nbytes
 
 
-class BackgroundCopy:
-    """A copy that somebody else may make in the meantime; it is made once, and never after it was called off."""
-
-    def __init__(self, make: Callable[[], float], *, is_queued: bool = False) -> None:
-        """`make` copies, or waits for a copy that is queued, and returns its seconds."""
-        self._make: Callable[[], float] | None = make
-        self._is_queued = is_queued
-        self._lock = threading.Lock()
-        self._seconds = 0.0
-
-    def run(self) -> None:
-        """Make it, unless that was done; what fails is left to `wait`, which tries again."""
-        with self._lock:
-            if self._make is not None:
-                self._seconds = self._make()
-                self._make = None
-
-    def wait(self) -> float:
-        """Return when it is made, by the caller if nobody has begun; how many seconds it took, less the wait here."""
-        started = time.perf_counter()
-        self.run()
-        return max(0.0, self._seconds - (time.perf_counter() - started))
-
-    def cancel(self) -> None:
-        """Let it not be made any more; one that is being made, or that is queued, is made first."""
-        with self._lock:
-            if self._is_queued and self._make is not None:
-                self._make()
-            self._make = None
+def _remap(mapping: _Mapping, nbytes: int, *, pinned: bool) -> None:
+    """Have a mapping of `nbytes`, page-locked if `pinned`, or after a failure the one before."""
+    before = replace(mapping)
+    try:
+        _unregister(mapping)  # it may move
+        _resize(mapping, nbytes)
+        if pinned:
+            _populate(mapping, before.nbytes if before.is_registered else 0)
+            _register(mapping)
+    except BaseException:
+        _go_back(mapping, before)
+        raise
 
 
-class Copier:
-    """Copies bytes between a device and an arena.
+def _go_back(mapping: _Mapping, before: _Mapping) -> None:
+    if mapping == before:
+        return
+    try:
+        _unregister(mapping)
+        _resize(mapping, before.nbytes)
+        if before.is_registered:
+            _register(mapping)
+    except OSError as error:  # nothing is lost, and why it could not grow is raised
+        logger.warning("host memory for offloaded state is not as it was before it could not grow: %s", error)
 
-    On CUDA copies are queued, in chunks, on streams: one for each direction, so that both overlap with each other and
-    with the device's other work, and one more for what is to go on in the background. On the CPU a copy is done when
-    the call returns, in the background by a thread. The CUDA half has never been run.
+
+def _resize(mapping: _Mapping, nbytes: int) -> None:
+    if nbytes == mapping.nbytes:
+        return
+    if not nbytes:
+        _unmap(mapping)
+        return
+    if mapping.address:
+        found = libc().mremap(mapping.address, mapping.nbytes, nbytes, _MAY_MOVE)
+    else:
+        found = libc().mmap(0, nbytes, _PROT_READ | _PROT_WRITE, _PRIVATE | _ANONYMOUS, -1, 0)
+    if found == _FAILED:
+        raise_errno(f"mapping {nbytes} bytes")
+    mapping.address, mapping.nbytes = found, nbytes
+    if libc().madvise(found, nbytes, _DONTFORK):
+        raise_errno("keeping it from forks")
+
+
+def _unmap(mapping: _Mapping) -> None:
+    if mapping.address:
+        libc().munmap(mapping.address, mapping.nbytes)
+        mapping.address = mapping.nbytes = 0
+
+
+def _populate(mapping: _Mapping, start: int) -> None:
+    """Have pages behind everything from `start` on; kernels before 5.14 leave that to the registration."""
+    if PINNED_IN_HUGE_PAGES:
+        libc().madvise(mapping.address, mapping.nbytes, _HUGEPAGE)  # without effect where there are none
+    slices = [
+        (mapping.address + at, min(_SLICE_NBYTES, mapping.nbytes - at))
+        for at in range(start, mapping.nbytes, _SLICE_NBYTES)
+    ]
+    with ThreadPoolExecutor(min(NUM_THREADS, len(os.sched_getaffinity(0)))) as threads:
+        for _ in threads.map(lambda part: _populate_slice(*part), slices):
+            pass
+
+
+def _populate_slice(address: int, nbytes: int) -> None:
+    if libc().madvise(address, nbytes, _POPULATE_WRITE) and ctypes.get_errno() != errno.EINVAL:
+        raise_errno("populating it")
+
+
+def _register(mapping: _Mapping) -> None:
+    if code := _call_cuda("cudaHostRegister", mapping.address, mapping.nbytes, 0):
+        raise OSError(
+            f"page-locking {mapping.nbytes} bytes of host memory failed with CUDA error {code}. In a container its "
+            "limit may be the reason (`ulimit -l`)"
+        )
+    mapping.is_registered = True
+
+
+def _unregister(mapping: _Mapping) -> None:
+    if mapping.is_registered:
+        if code := _call_cuda("cudaHostUnregister", mapping.address):
+            raise OSError(f"giving up page-locked host memory failed with CUDA error {code}")
+        mapping.is_registered = False
+
+
+def _call_cuda(name: str, *arguments: int) -> int:
+    """Return the code of a call of CUDA's runtime, 0 for a success."""
+    code = int(getattr(torch.cuda.cudart(), name)(*arguments))
+    if code:
+        _clear_error()
+    return code
+
+
+def _clear_error() -> None:
+    """Let what failed be over: CUDA keeps the error of a thread's last call until somebody asks for it.
+
+    torch asks after each kernel that it launches, and raises what it finds there. `torch.cuda.cudart()` has no
+    `cudaGetLastError` (torch/csrc/cuda/shared/cudart.cpp), so a kernel is launched that nobody needs.
     """
-
-    def __init__(self) -> None:
-        self._streams: dict[tuple[torch.device, Direction, bool], torch.cuda.Stream] = {}
-        self._thread: ThreadPoolExecutor | None = None
-
-    def copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction) -> None:
-        """Copy flat bytes; neither side may be freed or written before `finish`."""
-        device = source.device if direction == "to host" else destination.device
-        if device.type == "cuda":
-            _queue_copy(destination, source, self._stream(device, direction, background=False))
-        else:
-            destination.copy_(source)
-
-    def begin_copy(
-        self, copies: list[BackgroundCopy], destination: torch.Tensor, source: torch.Tensor, direction: Direction
-    ) -> None:
-        """Begin to copy flat bytes in the background, as one of `copies`; both sides are to be left alone until then.
-
-        Where no thread can be had, whoever waits for the copy makes it.
-        """
-        device = source.device if direction == "to host" else destination.device
-        if device.type == "cuda":
-            stream = self._stream(device, direction, background=True)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record(stream)
-            _queue_copy(destination, source, stream)
-            end.record(stream)
-            copies.append(BackgroundCopy(lambda: _seconds_between(begin, end), is_queued=True))
-            return
-        copy = BackgroundCopy(lambda: _timed_copy(destination, source))
-        copies.append(copy)  # before a thread has it: it never runs without somebody who waits for it
-        try:
-            self._thread = self._thread or ThreadPoolExecutor(1, "offload")
-            self._thread.submit(copy.run)
-        except RuntimeError as error:
-            logger.info("no thread for a copy in the background (%s): it is made when its contents are needed", error)
-
-    def finish(self, direction: Direction) -> None:
-        """Wait until every copy in this direction is done, but for those in the background."""
-        for (_, queued, background), stream in self._streams.items():
-            if queued == direction and not background:
-                stream.synchronize()
-
-    def _stream(self, device: torch.device, direction: Direction, background: bool) -> torch.cuda.Stream:
-        key = (device, direction, background)
-        if key not in self._streams:
-            self._streams[key] = torch.cuda.Stream(device)
-        return self._streams[key]
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
-def _queue_copy(destination: torch.Tensor, source: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    stream.wait_stream(torch.cuda.current_stream(stream.device))  # what is computed there, and memory just taken
-    with torch.cuda.stream(stream):
-        for start in range(0, source.numel(), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            destination[part].copy_(source[part], non_blocking=True)
-
-
-def _seconds_between(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-    """Waits for the second."""
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1000
-
-
-def _timed_copy(destination: torch.Tensor, source: torch.Tensor) -> float:
-    started = time.perf_counter()
-    destination.copy_(source)
-    return time.perf_counter() - started
+def _end(mapping: _Mapping) -> None:
+    try:
+        _unregister(mapping)
+    except OSError as error:  # a finalizer has nobody to raise to
+        logger.warning("host memory for offloaded state ends page-locked: %s", error)
+    finally:
+        _unmap(mapping)

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from hybrid_engine.errors import OffloadError
-from hybrid_engine.memory.arena import BackgroundCopy
+from hybrid_engine.memory.copier import BackgroundCopy
 from hybrid_engine.memory.elastic import ElasticBuffer, exported_buffer_of
 from hybrid_engine.memory.spans import Spans
 from hybrid_engine.ranks.digests import box_digest

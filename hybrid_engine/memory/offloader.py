@@ -17,8 +17,7 @@ storage is resized to 0 bytes and back, so that every view stays valid but may b
 
 Memory before and after, per kind, where T is the bytes of its storages and C those that are copied: before, T on the
 device; after, 0 on the device and C in the arena, which is allocated at the first offload, is as large as needed
-(pinned on CUDA), grows where state appears, and is kept for all later cycles. On a machine without a GPU "device" and
-host are the same memory: offloading then saves only what is dropped, and exists because the mechanism is the same.
+(pinned on CUDA), grows where state appears, and is kept for all later cycles. Without a GPU only dropping saves memory.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ from typing import NoReturn
 import torch
 
 from hybrid_engine.errors import HybridEngineError, OffloadError
-from hybrid_engine.memory.arena import Arena, Copier
+from hybrid_engine.memory.arena import Arena
+from hybrid_engine.memory.copier import Copier
 from hybrid_engine.memory.offload_items import (
     KINDS,
     Kind,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hybrid_engine.errors import OffloadError
 from hybrid_engine.memory import offload_items as inventory_module
-from hybrid_engine.memory.arena import Copier
+from hybrid_engine.memory.copier import Copier
 from hybrid_engine.memory.elastic import allocate_elastic, exported_buffer_of
 from hybrid_engine.memory.host_pages import HostMemory
 from hybrid_engine.memory.offload_items import OffloadItem, Part

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybrid_engine.errors import OffloadError, ReshardError
-from hybrid_engine.memory import arena
+from hybrid_engine.memory import copier
 from hybrid_engine.switch import rendezvous
 from hybrid_engine.switch.prefetch import Prefetcher, free_beside_vllm
 from tests.hybrid_engine.switch.fakes import FORWARD, IDLE, INFER, NBYTES, TRAIN, TRAINING_NBYTES, Rig
@@ -210,14 +210,14 @@ def test_a_failure_while_state_leaves_restores_it(job: None, call: str, gate: th
 def test_a_prefetch_that_fails_is_logged_and_left_to_the_switch(
     ahead: Rig, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    copy, outcomes = arena.Copier.begin_copy, [None, error]
+    copy, outcomes = copier.Copier.begin_copy, [None, error]
 
-    def failing(self: arena.Copier, *arguments: object, **options: object) -> None:
+    def failing(self: copier.Copier, *arguments: object, **options: object) -> None:
         if outcomes and (outcome := outcomes.pop(0)) is not None:
             raise outcome
         copy(self, *arguments, **options)
 
-    monkeypatch.setattr(arena.Copier, "begin_copy", failing)
+    monkeypatch.setattr(copier.Copier, "begin_copy", failing)
     with caplog.at_level(logging.WARNING, "hybrid_engine"):
         ahead.manager.near_end()
     assert "prefetch failed, the next switch brings the rest" in caplog.text

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from hybrid_engine.errors import OffloadError
-from hybrid_engine.memory import growing_pages
+from hybrid_engine.memory import arena
 from hybrid_engine.memory.arena import Arena
-from hybrid_engine.memory.growing_pages import GrowingPages
 
 MIB = 2**20
 
@@ -57,7 +56,7 @@ def cudart(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cudart]:
     runtime = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch, "ones", runtime.launch)
-    monkeypatch.setattr(growing_pages, "_SLICE_NBYTES", MIB)
+    monkeypatch.setattr(arena, "_SLICE_NBYTES", MIB)
     yield runtime
     gc.collect()  # pages end while it is there
 
@@ -81,63 +80,63 @@ def is_mapped(address: int) -> bool:
 
 @pytest.mark.parametrize("pinned", [False, True])
 def test_contents_stay_when_it_grows(cudart: Cudart, pinned: bool) -> None:
-    pages = GrowingPages()
-    pages.grow(3 * MIB, pinned=pinned)
-    pages.tensor().copy_(torch.arange(3 * MIB) % 251)
+    pages = Arena()
+    pages.reserve(3 * MIB, pinned=pinned)
+    pages.memory.copy_(torch.arange(3 * MIB) % 251)
     blocker = torch.empty(64 * MIB)  # so that it may have to move
-    pages.grow(40 * MIB, pinned=pinned)
-    assert torch.equal(pages.tensor()[: 3 * MIB], (torch.arange(3 * MIB) % 251).to(torch.uint8))
-    pages.tensor()[3 * MIB :].fill_(1)
-    assert cudart.registered == ({pages.tensor().data_ptr(): 40 * MIB} if pinned else {})
+    pages.reserve(40 * MIB, pinned=pinned)
+    assert torch.equal(pages.memory[: 3 * MIB], (torch.arange(3 * MIB) % 251).to(torch.uint8))
+    pages.memory[3 * MIB :].fill_(1)
+    assert cudart.registered == ({pages.memory.data_ptr(): 40 * MIB} if pinned else {})
     del blocker
 
 
 def test_a_fork_has_none_of_it() -> None:
-    pages = GrowingPages()
-    pages.grow(MIB, pinned=False)
-    assert "dc" in fields_of(pages.tensor().data_ptr())["VmFlags"].split()
-    address = pages.tensor().data_ptr()
+    pages = Arena()
+    pages.reserve(MIB, pinned=False)
+    assert "dc" in fields_of(pages.memory.data_ptr())["VmFlags"].split()
+    address = pages.memory.data_ptr()
     if (child := os.fork()) == 0:
         os._exit(int(is_mapped(address)))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    pages.grow(8 * MIB, pinned=False)
-    assert "dc" in fields_of(pages.tensor().data_ptr())["VmFlags"].split()
+    pages.reserve(8 * MIB, pinned=False)
+    assert "dc" in fields_of(pages.memory.data_ptr())["VmFlags"].split()
 
 
 def test_pinned_memory_is_resident_before_it_is_registered(cudart: Cudart) -> None:
-    pages = GrowingPages()
-    pages.grow(5 * MIB, pinned=True)
+    pages = Arena()
+    pages.reserve(5 * MIB, pinned=True)
     assert cudart.resident == [6 * MIB]
-    assert "hg" in fields_of(pages.tensor().data_ptr())["VmFlags"].split()
-    pages.grow(7 * MIB, pinned=True)
+    assert "hg" in fields_of(pages.memory.data_ptr())["VmFlags"].split()
+    pages.reserve(7 * MIB, pinned=True)
     assert cudart.resident[1:] == [8 * MIB]
 
 
 def test_without_pinning_no_page_is_touched() -> None:
-    pages = GrowingPages()
-    pages.grow(16 * MIB, pinned=False)
-    assert fields_of(pages.tensor().data_ptr())["Rss"] == "0 kB"
+    pages = Arena()
+    pages.reserve(16 * MIB, pinned=False)
+    assert fields_of(pages.memory.data_ptr())["Rss"] == "0 kB"
 
 
-def assert_is_as_before(pages: GrowingPages, cudart: Cudart) -> None:
+def assert_is_as_before(pages: Arena, cudart: Cudart) -> None:
     """One page of 2 MiB, which can be used, and can grow."""
-    flat = pages.tensor()
+    flat = pages.memory
     assert bool((flat == 7).all())
     assert pages.nbytes == flat.numel() == MIB
     assert cudart.registered == {flat.data_ptr(): 2 * MIB}
     found = fields_of(flat.data_ptr())
     assert found["Size"] == found["Rss"] == "2048 kB", "what was populated for more has gone"
     cudart.launch()
-    pages.grow(5 * MIB, pinned=True)
+    pages.reserve(5 * MIB, pinned=True)
     assert cudart.resident[-1] == 6 * MIB, "populated before it is registered, as the first time"
-    assert cudart.registered == {pages.tensor().data_ptr(): 6 * MIB}
-    assert bool((pages.tensor()[:MIB] == 7).all())
+    assert cudart.registered == {pages.memory.data_ptr(): 6 * MIB}
+    assert bool((pages.memory[:MIB] == 7).all())
 
 
-def pinned_page() -> GrowingPages:
-    pages = GrowingPages()
-    pages.grow(MIB, pinned=True)
-    pages.tensor().fill_(7)
+def pinned_page() -> Arena:
+    pages = Arena()
+    pages.reserve(MIB, pinned=True)
+    pages.memory.fill_(7)
     return pages
 
 
@@ -145,7 +144,7 @@ def test_memory_that_cannot_be_pinned_is_as_before(cudart: Cudart) -> None:
     pages = pinned_page()
     cudart.limit = 2 * MIB
     with pytest.raises(OffloadError, match=r"page-locking 6291456 bytes .* CUDA error 2.*ulimit -l"):
-        pages.grow(5 * MIB, pinned=True)
+        pages.reserve(5 * MIB, pinned=True)
     cudart.limit = None
     assert_is_as_before(pages, cudart)
 
@@ -155,7 +154,7 @@ def test_memory_that_cannot_be_populated_is_as_before(
     cudart: Cudart, kind: type[Exception], expected: type[Exception]
 ) -> None:
     pages = pinned_page()
-    populate = growing_pages._populate_slice
+    populate = arena._populate_slice
     num_populated = iter(range(2))
 
     def short_of_memory(address: int, nbytes: int) -> None:
@@ -164,14 +163,14 @@ def test_memory_that_cannot_be_populated_is_as_before(
         populate(address, nbytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(growing_pages, "_populate_slice", short_of_memory)
+        patch.setattr(arena, "_populate_slice", short_of_memory)
         with pytest.raises(expected, match="no page left"):
-            pages.grow(5 * MIB, pinned=True)
+            pages.reserve(5 * MIB, pinned=True)
     assert_is_as_before(pages, cudart)
 
 
 def test_of_a_first_growth_that_fails_nothing_is_left(cudart: Cudart) -> None:
-    pages = GrowingPages()
+    pages = Arena()
     cudart.limit = 0
     register, addresses = cudart.cudaHostRegister, []
 
@@ -181,79 +180,79 @@ def test_of_a_first_growth_that_fails_nothing_is_left(cudart: Cudart) -> None:
 
     cudart.cudaHostRegister = noted
     with pytest.raises(OffloadError, match="page-locking 2097152 bytes"):
-        pages.grow(MIB, pinned=True)
-    assert pages.tensor().numel() == 0
+        pages.reserve(MIB, pinned=True)
+    assert pages.memory.numel() == 0
     assert [is_mapped(address) for address in addresses] == [False]
     cudart.limit = None
-    pages.grow(MIB, pinned=True)
-    assert cudart.registered == {pages.tensor().data_ptr(): 2 * MIB}
+    pages.reserve(MIB, pinned=True)
+    assert cudart.registered == {pages.memory.data_ptr(): 2 * MIB}
 
 
 def test_what_cannot_be_pinned_again_is_said_and_not_lost(cudart: Cudart, caplog: pytest.LogCaptureFixture) -> None:
     pages = pinned_page()
     cudart.limit = 0
     with pytest.raises(OffloadError, match="page-locking 6291456 bytes"):
-        pages.grow(5 * MIB, pinned=True)
+        pages.reserve(5 * MIB, pinned=True)
     assert "not as it was before it could not grow: page-locking 2097152 bytes" in caplog.text
     caplog.clear()  # the error in it holds the pages
     assert not cudart.registered
-    assert bool((pages.tensor() == 7).all())
+    assert bool((pages.memory == 7).all())
     cudart.limit = None
-    pages.grow(MIB, pinned=True)
+    pages.reserve(MIB, pinned=True)
     assert_is_as_before(pages, cudart)
 
 
 def test_an_arena_that_is_large_enough_is_pinned_again(cudart: Cudart, caplog: pytest.LogCaptureFixture) -> None:
-    arena = Arena()
-    arena.reserve(0, pinned=True)
+    pages = Arena()
+    pages.reserve(0, pinned=True)
     assert not cudart.registered
-    arena.reserve(MIB, pinned=True)
-    arena.memory.fill_(7)
+    pages.reserve(MIB, pinned=True)
+    pages.memory.fill_(7)
     cudart.limit = 0
     for nbytes in (5 * MIB, MIB, 0):
         with pytest.raises(OffloadError, match="page-locking"):
-            arena.reserve(nbytes, pinned=True)
-        assert arena.memory.numel() == MIB
+            pages.reserve(nbytes, pinned=True)
+        assert pages.memory.numel() == MIB
     caplog.clear()  # the error in it holds the pages
     cudart.limit = None
-    arena.reserve(MIB // 2, pinned=True)
-    assert cudart.registered == {arena.memory.data_ptr(): 2 * MIB}
-    assert arena.memory.numel() == MIB
-    assert bool((arena.memory == 7).all())
+    pages.reserve(MIB // 2, pinned=True)
+    assert cudart.registered == {pages.memory.data_ptr(): 2 * MIB}
+    assert pages.memory.numel() == MIB
+    assert bool((pages.memory == 7).all())
 
 
 def test_memory_that_stays_registered_does_not_move(cudart: Cudart) -> None:
     pages = pinned_page()
-    address = pages.tensor().data_ptr()
+    address = pages.memory.data_ptr()
     cudart.registered.clear()
     with pytest.raises(OffloadError, match="CUDA error 713"):
-        pages.grow(5 * MIB, pinned=True)
+        pages.reserve(5 * MIB, pinned=True)
     cudart.registered[address] = 2 * MIB
-    assert pages.tensor().data_ptr() == address
+    assert pages.memory.data_ptr() == address
     assert_is_as_before(pages, cudart)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_goes_on_after_a_call_that_failed() -> None:
-    pages = GrowingPages()
-    pages.grow(MIB, pinned=True)
-    address = pages.tensor().data_ptr()
-    assert growing_pages._call_cuda("cudaHostRegister", address, 2 * MIB, 0), "it is registered already"
+    pages = Arena()
+    pages.reserve(MIB, pinned=True)
+    address = pages.memory.data_ptr()
+    assert arena._call_cuda("cudaHostRegister", address, 2 * MIB, 0), "it is registered already"
     assert torch.ones(3, device="cuda").sum() == 3
 
 
 def test_more_than_there_can_be_is_refused() -> None:
-    pages = GrowingPages()
+    pages = Arena()
     with pytest.raises(OffloadError, match="bytes of host memory cannot be had"):
-        pages.grow(2**60, pinned=False)
-    assert pages.tensor().numel() == 0
+        pages.reserve(2**60, pinned=False)
+    assert pages.memory.numel() == 0
 
 
 def test_it_ends_with_the_last_tensor(cudart: Cudart) -> None:
-    pages = GrowingPages()
-    pages.grow(MIB, pinned=True)
-    flat = pages.tensor()
+    pages = Arena()
+    pages.reserve(MIB, pinned=True)
+    flat = pages.memory
     address = flat.data_ptr()
     del pages
     gc.collect()
@@ -267,7 +266,7 @@ def test_it_ends_with_the_last_tensor(cudart: Cudart) -> None:
 
 def test_it_ends_though_cuda_does_not_know_it_any_more(cudart: Cudart, caplog: pytest.LogCaptureFixture) -> None:
     pages = pinned_page()
-    address = pages.tensor().data_ptr()
+    address = pages.memory.data_ptr()
     cudart.registered.clear()
     del pages
     gc.collect()
