@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from hybrid_engine.config import HybridConfig
@@ -119,8 +119,7 @@ def build_inference_engine(
         with job.agreement.phase("building the inference engine", SHORT_PATIENCE):
             from hybrid_engine.backends.vllm import InferenceEngine
 
-            settings = inference_settings(config, job.world_size, order, lora)
-            settings = replace(settings, tokenizer_dir=tokenizer_dir)
+            settings = inference_settings(config, job.world_size, order, lora, tokenizer_dir)
             engine = InferenceEngine(settings, table.shapes, job, dtypes=table.dtypes)
             undo.callback(engine.shutdown)  # where another rank fails, too
             if positions is not None:
@@ -148,31 +147,22 @@ def inference_settings(
     world_size: int,
     rank_order: tuple[int, ...] | None = None,
     lora: ActorLora | None = None,
+    tokenizer_dir: str | None = None,
 ) -> InferenceSettings:
     """vLLM's settings from a checked configuration.
 
     `rank_order`: global rank at each inference position; None counts them in order. `lora`: what is delivered by
-    itself.
+    itself. `tokenizer_dir`: where it is not the model's.
     """
     from hybrid_engine.backends.vllm import InferenceSettings
 
-    generate = config.generate_config
     return InferenceSettings(
-        model_dir=str(config.model),
-        sizes=generate.sizes(world_size, rank_order),
-        dtype=config.wire_dtype,
-        release_weights=generate.release_weights,
-        quantization=generate.quantization,
+        str(config.model),
+        config.generate_config.sizes(world_size, rank_order),
+        config.generate_config,
+        config.wire_dtype,
+        tokenizer_dir=tokenizer_dir,
         **({} if lora is None else _lora_settings(lora)),
-        max_model_len=generate.max_model_len,
-        max_num_seqs=generate.max_num_seqs,
-        seed=generate.seed,
-        timeout_seconds=generate.timeout_seconds,
-        allow_version=generate.allow_version,
-        enforce_eager=generate.enforce_eager,
-        kv_cache_bytes=generate.kv_cache_mb * 1024**2 if generate.kv_cache_mb else None,
-        gpu_memory_utilization=generate.gpu_memory_utilization,
-        extra=generate.vllm,
     )
 
 

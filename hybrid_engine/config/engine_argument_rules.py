@@ -62,6 +62,7 @@ IN_FILES: Final = frozenset(
         *("gdn_prefill_backend", "kda_prefill_backend", "kda_decode_backend", "enable_flashinfer_autotune"),
         *("disable_cascade_attn", "disable_custom_all_reduce", "use_fp64_gumbel"),
         *("cudagraph_capture_sizes", "max_cudagraph_capture_size", "optimization_level", "performance_mode"),
+        "enable_sleep_mode",
         *(f"compilation_config.{part}" for part in ("mode", "cudagraph_mode", "cudagraph_capture_sizes")),
         *(f"compilation_config.{part}" for part in ("max_cudagraph_capture_size", "cudagraph_num_of_warmups")),
         # ranks and LoRA

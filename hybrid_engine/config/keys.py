@@ -13,6 +13,7 @@ from pydantic import Field
 from hybrid_engine.config.optimizer_keys import OptimizerConfig
 from hybrid_engine.config.values import (
     NOTHING,
+    OF_VLLM,
     Count,
     Dtype,
     EngineArguments,
@@ -196,18 +197,18 @@ class GenerateConfig(Section):
     """See compress_reshard; narrower than params_dtype."""
     dtype: Dtype | None = None
     """Of vLLM's weights; default and only choice: compression_dtype with compress_reshard, else params_dtype."""
-    max_model_len: Annotated[int, Number, Field(ge=2, le=2**30)] | None = None
+    max_model_len: Annotated[Annotated[int, Number, Field(ge=2, le=2**30)] | None, OF_VLLM] = None
     """Longest prompt plus completion, in tokens; default: the model's."""
-    max_num_seqs: Count = 256
+    max_num_seqs: Annotated[Count, OF_VLLM] = 256
     """Sequences that are decoded together."""
-    gpu_memory_utilization: Share = 0.5
+    gpu_memory_utilization: Annotated[Share, OF_VLLM] = 0.5
     """Share of a GPU that vLLM may use while it generates. Its KV cache is measured before Megatron's communicators and
     workspaces exist, which stay on the device: leave them a few GB."""
     enforce_eager: bool | None = None
     """No graph capture and no compilation; default: true on CPU, false on GPU."""
     kv_cache_mb: Annotated[int, Number, Field(ge=1, le=2**24)] | None = None
     """KV cache per rank, in MiB; default: 256 on CPU, what gpu_memory_utilization leaves on GPU."""
-    seed: Seed = 0
+    seed: Annotated[Seed, OF_VLLM] = 0
     """Of vLLM's sampler; replica d samples with seed + d."""
     lora_delivery: Literal["merge", "adapter"] = "merge"
     """merge adds adapters to the weights on their way; adapter sends both and lets vLLM add them while it computes."""
@@ -217,7 +218,7 @@ class GenerateConfig(Section):
     vLLM's names are checked when the engine is built."""
     allow_version: bool = False
     """Take a vLLM that was not tested. What it lacks of what is used here is still refused, by name."""
-    quantization: Name | None = None
+    quantization: Annotated[Name | None, OF_VLLM] = None
     """vLLM's quantization method for its weights; what it can be is checked against the device."""
     transport: Literal["auto", "shared_memory", "collective"] = "auto"
     """auto pulls from mapped memory on one host and sends messages across, once per host; the others force one way."""
@@ -257,6 +258,11 @@ class GenerateConfig(Section):
     def sizes(self, world_size: int, rank_order: tuple[int, ...] | None = None) -> InferenceParallelism:
         """The parallel sizes on `world_size` ranks, in the order that was found for them."""
         return InferenceParallelism(world_size, **_values_of(self, InferenceParallelism), rank_order=rank_order)
+
+    def of_vllm(self) -> dict[str, Any]:
+        """The engine arguments that are keys of the same name; without those that are left to vLLM."""
+        names = (name for name, key in type(self).model_fields.items() if OF_VLLM in key.metadata)
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def wire_dtype(self, params_dtype: Dtype) -> Dtype:
         """In which weights of training dtype `params_dtype` arrive at vLLM."""

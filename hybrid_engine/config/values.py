@@ -69,6 +69,8 @@ EngineArguments = Annotated[dict[Name, pydantic.JsonValue], Field(max_length=100
 Fields = Annotated[dict[Name, pydantic.JsonValue], Field(max_length=1000)]
 NOTHING: Final[dict[str, pydantic.JsonValue]] = {}
 """A default, of which pydantic gives each section a copy."""
+OF_VLLM: Final = "engine argument"
+"""Marks a key that vLLM gets under the same name: to pass another one, give it a key with this mark."""
 Dtype = Literal["bfloat16", "float16", "float32"]
 RecomputedModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 

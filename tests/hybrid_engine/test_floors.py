@@ -68,7 +68,7 @@ OUTSIDE = {
         *("megatron", "megatron_patches", "numpy", "packaging", "peft", "pydantic", "rich", "safetensors", "torch"),
         *("transformers", "vllm"),
     },
-    "backends.vllm.engine_settings": set(),
+    "backends.vllm.engine_settings": {"pydantic"},
     "model_parts": {"torch"},
     "hybrid_engine": {"torch"},
     "attaching": {"megatron_patches", "pydantic", "torch"},

@@ -1,6 +1,6 @@
 """vLLM as the inference side; the only package that imports vLLM, and only when an engine is built.
 
-    engine_settings.py  InferenceSettings, Sampling, Completion: plain data
+    engine_settings.py  InferenceSettings (`generate_config` and what the job adds), Sampling, Completion: plain data
     engine.py           InferenceEngine: vLLM in the processes that train
     arguments.py        settings -> vLLM's arguments, checked by vLLM before anything is built
     feasibility.py      what would keep an engine from generating at all

@@ -27,7 +27,7 @@ from hybrid_engine.ranks.job import Job
 
 CPU_WORKER = "hybrid_engine.backends.vllm.cpu.cpu_worker.IsolatedCPUWorker"
 
-_DEFAULT_CPU_KV_CACHE = 256 << 20
+_CPU_KV_CACHE_MB = 256
 _REMEDY = "vLLM itself refuses these inference settings for this model: change the inference layout or the model"
 
 
@@ -35,19 +35,19 @@ def llm_arguments(settings: InferenceSettings, device_type: str) -> dict[str, An
     """Keyword arguments of `vllm.LLM` for an engine that lives in the processes that train.
 
     Args:
-        settings: the engine's; `extra` wins over everything.
+        settings: the engine's; `generate.vllm` wins over everything.
         device_type: vLLM's name for the platform: "cpu" or "cuda".
     """
-    defaults = {"enable_prefix_caching": settings.enable_prefix_caching}
+    defaults = {"enable_prefix_caching": True, "enable_sleep_mode": is_sleepy(settings, device_type)}
     if device_type == "cuda":
         defaults |= _defaults_on_cuda(settings)
-    return {**defaults, **_arguments_that_follow(settings, device_type), **settings.extra}
+    return {**defaults, **_arguments_that_follow(settings, device_type), **settings.generate.vllm}
 
 
 def _defaults_on_cuda(settings: InferenceSettings) -> dict[str, Any]:
     """Where what vLLM would choose by itself makes switches slower, or cannot be had here."""
     defaults: dict[str, Any] = {}
-    if settings.quantization is None and "quantization_config" not in settings.extra:
+    if settings.generate.quantization is None and "quantization_config" not in settings.generate.vllm:
         defaults["moe_backend"] = "triton"  # it computes with the loader's layout; for others a switch derives theirs
     allocator = internals.ALLOCATOR_CONFIG.load()
     is_expandable = allocator.conf_flag_enabled(allocator.current_alloc_conf(), allocator.EXPANDABLE_SEGMENTS)
@@ -58,8 +58,10 @@ def _defaults_on_cuda(settings: InferenceSettings) -> dict[str, Any]:
 
 
 def _arguments_that_follow(settings: InferenceSettings, device_type: str) -> dict[str, Any]:
-    """Those that the settings determine."""
+    """Those that the keys, the job and the way of building determine."""
+    generate, seconds = settings.generate, math.ceil(settings.generate.timeout_seconds)
     arguments: dict[str, Any] = {
+        **generate.of_vllm(),
         "model": settings.model_dir,
         "load_format": LOAD_FORMAT,
         "skip_tokenizer_init": True,
@@ -69,22 +71,19 @@ def _arguments_that_follow(settings: InferenceSettings, device_type: str) -> dic
         "data_parallel_size": settings.sizes.replicas_per_instance,
         "enable_expert_parallel": settings.sizes.expert > 1,
         "dtype": settings.dtype,
-        "quantization": settings.quantization,
-        "hf_overrides": config_overrides(settings),
-        "seed": settings.seed,
+        "hf_overrides": config_overrides(settings.model_dir),
         "enforce_eager": is_eager(settings, device_type),
-        "max_num_seqs": settings.max_num_seqs,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "enable_sleep_mode": is_sleepy(settings, device_type),
         "max_logprobs": -1,
         "disable_log_stats": True,
+        "distributed_timeout_seconds": seconds,
+        "cpu_distributed_timeout_seconds": seconds,
     }
-    kv_cache_bytes = settings.kv_cache_bytes
+    kv_cache_mb = generate.kv_cache_mb
     if device_type == "cpu":
-        kv_cache_bytes = kv_cache_bytes or _DEFAULT_CPU_KV_CACHE
+        kv_cache_mb = kv_cache_mb or _CPU_KV_CACHE_MB
         arguments["worker_cls"] = CPU_WORKER
-    if kv_cache_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = kv_cache_bytes
+    if kv_cache_mb is not None:
+        arguments["kv_cache_memory_bytes"] = kv_cache_mb << 20
     if settings.max_loras:
         arguments |= {
             "enable_lora": True,
@@ -92,11 +91,6 @@ def _arguments_that_follow(settings: InferenceSettings, device_type: str) -> dic
             "max_lora_rank": settings.max_lora_rank,
             "lora_target_modules": list(settings.lora_target_modules),
         }
-    if settings.timeout_seconds is not None:
-        seconds = math.ceil(settings.timeout_seconds)
-        arguments |= {"distributed_timeout_seconds": seconds, "cpu_distributed_timeout_seconds": seconds}
-    if settings.max_model_len is not None:
-        arguments["max_model_len"] = settings.max_model_len
     return arguments
 
 
@@ -124,7 +118,7 @@ def check_settings(settings: InferenceSettings, job: Job) -> str:
 def _check(settings: InferenceSettings, job: Job) -> str:
     """Import vLLM, which must be accepted, and check world, model and settings."""
     check_world(settings, job)
-    require_vllm(allow_version=settings.allow_version)
+    require_vllm(allow_version=settings.generate.allow_version)
     set_environment(settings, job.rank)
     register_model_class(settings.model_dir)
     from vllm.platforms import current_platform
@@ -137,7 +131,7 @@ def _check(settings: InferenceSettings, job: Job) -> str:
 def check_arguments(settings: InferenceSettings, rank: int, device_type: str) -> None:
     """Have vLLM look at its configuration before anything is built. Raises ConfigError with its complaints, and with
     what would keep it from generating."""
-    check_quantization(settings, device_type)
+    check_quantization(settings.generate.quantization, device_type)
     _check_extra(settings, device_type)
     _check_allocator(settings, device_type)
     arguments = {**llm_arguments(settings, device_type), "load_format": "dummy"}
@@ -160,8 +154,9 @@ def check_arguments(settings: InferenceSettings, rank: int, device_type: str) ->
         reason = f"vLLM's {model_class.__name__} takes no LoRA"
     elif device_type == "cpu" and config.model_config.is_moe:
         reason = "vLLM's kernels for experts beside LoRA do not run on CPU"
-    if settings.quantization is not None and device_type == "cpu" and config.model_config.is_moe:
-        problem = f"{settings.quantization!r} on cpu: vLLM {TESTED_VERSION} has no kernels for such experts there"
+    quantization = settings.generate.quantization
+    if quantization is not None and device_type == "cpu" and config.model_config.is_moe:
+        problem = f"{quantization!r} on cpu: vLLM {TESTED_VERSION} has no kernels for such experts there"
         raise ConfigError([Violation("quantization", problem, "Leave it out")])
     if settings.max_loras and reason:
         problem = f"{settings.max_loras}, but {reason}"
@@ -181,7 +176,7 @@ def _check_extra(settings: InferenceSettings, device_type: str) -> None:
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     follow = _arguments_that_follow(settings, device_type)
     violations = []
-    for name in settings.extra:
+    for name in settings.generate.vllm:
         key = f"generate_config.vllm.{name}"
         if name not in known:
             close = nearest(name, known)
@@ -197,13 +192,13 @@ def _check_extra(settings: InferenceSettings, device_type: str) -> None:
 def _check_allocator(settings: InferenceSettings, device_type: str) -> None:
     """Raise ConfigError for sleep mode on top of an allocator of torch's that has no memory pools."""
     if is_sleepy(settings, device_type) and "cudaMallocAsync" in internals.ALLOCATOR_CONFIG.load().current_alloc_conf():
-        remedy = "Leave the backend out, or set enable_sleep_mode: false"
+        remedy = "Leave the backend out, or set generate_config.vllm: {enable_sleep_mode: false}"
         raise ConfigError([Violation("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync has no memory pools", remedy)])
 
 
 def is_eager(settings: InferenceSettings, device_type: str) -> bool:
     """Whether vLLM captures no graphs and compiles nothing."""
-    chosen = settings.enforce_eager
+    chosen = settings.generate.enforce_eager
     return device_type == "cpu" if chosen is None else chosen
 
 
@@ -215,4 +210,4 @@ def eager_stance(settings: InferenceSettings, device_type: str) -> contextlib.Ab
 
 def is_sleepy(settings: InferenceSettings, device_type: str) -> bool:
     """Whether vLLM's sleep mode gives memory back; on CPU it does nothing."""
-    return device_type == "cuda" and settings.enable_sleep_mode is not False
+    return device_type == "cuda" and settings.generate.vllm.get("enable_sleep_mode") is not False

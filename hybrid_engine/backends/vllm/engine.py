@@ -141,14 +141,14 @@ class InferenceEngine(ProbedEngine):
                 self._llm.llm_engine.engine_core._finalizer.detach()
                 more = {"model_runner.lora_manager": settings.max_loras, "sleep_mode_backend.suspend": sleeps}
                 internals.require_readable(self._llm, *(name for name, is_read in more.items() if is_read))
-                self._generator_state = seeded_state(settings.seed + self.dp_rank)
+                self._generator_state = seeded_state(settings.generate.seed + self.dp_rank)
                 self._process_settings = ProcessSettings.now()
             self._loras: DeliveredLoras | None = DeliveredLoras(self._llm, undo) if settings.max_loras else None
             self._sleep_mode = SleepMode(lambda: self.llm) if sleeps else None
             memory = self._sleep_mode or memory
             # as weights were processed at first, but for the caller's stream, on which they arrive, and its threads
             own = replace(self._process_settings, stream=None, num_threads=None)
-            self._adaptor: VllmAdaptor | None = VllmAdaptor(model, memory, not settings.release_weights, own)
+            self._adaptor: VllmAdaptor | None = VllmAdaptor(model, memory, not settings.generate.release_weights, own)
             self._exchange = ReplicaExchange(settings.sizes, job, self.tokenizer)
             undo.callback(self._exchange.close)
             self._ends = undo.pop_all()

@@ -1,12 +1,17 @@
-"""What the colocated engine can be told, and what it answers; plain data, no vLLM."""
+"""What the colocated engine can be told, and what it answers; plain data, without vLLM."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from functools import cache
+from typing import Annotated, Any, Protocol, get_type_hints
 
+import pydantic
+from pydantic import BeforeValidator, Field
+
+from hybrid_engine.config import GenerateConfig
+from hybrid_engine.config.values import Dtype
 from hybrid_engine.errors import ArgumentError, ConfigError, StateError, Violation, nearest, shortened
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.layouts.size_rules import count_violations, infer_rank_violations
@@ -17,70 +22,52 @@ LINEAR_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"
 
 @dataclass(frozen=True)
 class InferenceSettings:
-    """How vLLM is built in the ranks that train.
+    """How vLLM is built in the ranks that train: the keys, and what the job and its model say besides.
 
     Attributes:
         model_dir: directory with `config.json` of the model; weights in it are not read.
-        tokenizer_dir: directory with the model's tokenizer; None: model_dir.
-        sizes: parallel sizes, and which rank takes which place.
-        dtype: of the weights and activations: "bfloat16", "float16" or "float32".
-        quantization: vLLM's name of a method that quantises while loading, e.g. "fp8_per_channel"; None for none,
-            whatever the model's config says of its checkpoint.
+        sizes: parallel sizes by the keys of `generate`, and which rank takes which place.
+        generate: the keys, with their defaults and checks (config/keys.py).
+        dtype: of the weights and activations.
         max_loras: LoRAs that one batch may use; 0 builds vLLM without them.
+        max_lora_rank: largest rank of a LoRA, one of vLLM's: 1, 8, 16, 32, 64, …
         lora_target_modules: last parts of the names of modules that LoRA may change. Without the output head,
             whose LoRA vLLM cannot combine with log-probabilities of prompts.
-        max_lora_rank: largest rank of a LoRA, one of vLLM's: 1, 8, 16, 32, 64, …
-        max_model_len: longest prompt plus completion, in tokens; None takes the model's.
-        max_num_seqs: sequences that are decoded together.
-        seed: of the sampler; replica d draws with seed + d, all ranks of a replica alike.
-        enforce_eager: no graph capture and no compilation; None means True on CPU and False on GPU.
-        kv_cache_bytes: size of this rank's KV cache; None means 256 MiB on CPU and, on GPU, what
-            `gpu_memory_utilization` leaves.
-        gpu_memory_utilization: share of the device that vLLM may use while it generates.
-        release_weights: free the weights' memory when they are released; False keeps it for the next ones.
-        enable_sleep_mode: let weights and KV cache be given back on GPU; None means True on GPU. No effect on CPU.
-        enable_prefix_caching: share KV cache among prompts with the same beginning.
-        timeout_seconds: longest wait for a rank in vLLM's process groups; None takes torch's, half an hour.
-        allow_version: take a vLLM that was not tested, if it has every name that is used (acceptance.py).
-        log_level: vLLM's own log messages below this level are not shown.
-        extra: further arguments of vLLM's `EngineArgs`, none of which follows from these settings.
+        tokenizer_dir: directory with the model's tokenizer; None: model_dir.
     """
 
     model_dir: str
     sizes: InferenceParallelism = field(default_factory=lambda: InferenceParallelism(world_size=1))
-    dtype: str = "bfloat16"
-    quantization: str | None = None
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    dtype: Dtype = "bfloat16"
     max_loras: int = 0
     max_lora_rank: int = 16
     lora_target_modules: tuple[str, ...] = LINEAR_MODULES
-    max_model_len: int | None = None
-    max_num_seqs: int = 128
-    seed: int = 0
-    enforce_eager: bool | None = None
-    kv_cache_bytes: int | None = None
-    gpu_memory_utilization: float = 0.5
-    release_weights: bool = True
-    enable_sleep_mode: bool | None = None
-    enable_prefix_caching: bool = True
-    timeout_seconds: float | None = None
-    allow_version: bool = False
-    log_level: str = "ERROR"
-    extra: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_dir: str | None = None
 
     def __post_init__(self) -> None:
-        violations = list(count_violations(self.sizes)) or list(infer_rank_violations(self.sizes))
-        if self.max_num_seqs < 1:
-            violations.append(Violation("max_num_seqs", f"{self.max_num_seqs} is not positive", "Use 1 or more"))
-        if self.dtype not in ("bfloat16", "float16", "float32"):
-            violations.append(Violation("dtype", f"{self.dtype!r} is unknown", "Use bfloat16, float16 or float32"))
-        if violations:
+        if violations := list(count_violations(self.sizes)) or list(infer_rank_violations(self.sizes)):
             raise ConfigError(violations)
+
+
+def _listed(value: Any) -> Any:
+    """A text alone is a list of one; pydantic would take a set too, which has no order."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, Sequence) or isinstance(value, bytes):
+        raise ValueError("Input should be a list")
+    return tuple(value)
+
+
+_Whole = Annotated[int, Field(ge=0, lt=2**31)]
+_Text = Annotated[str, Field(min_length=1)]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled; temperature 0 is greedy. Raises ArgumentError with every value that cannot be.
+    """How tokens are sampled; temperature 0 is greedy. Raises ArgumentError with every value of a wrong type.
+
+    `vllm.SamplingParams` is made of it where it is used, which checks ranges.
 
     Attributes:
         n: completions per prompt; 1 when greedy.
@@ -103,16 +90,16 @@ class Sampling:
     n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = 0
-    max_tokens: int | None = 16
-    seed: int | None = None
+    top_k: _Whole = 0
+    max_tokens: _Whole | None = 16
+    seed: Annotated[int, Field(ge=0, le=2**62)] | None = None
     logprobs: bool = True
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[tuple[_Whole, ...], BeforeValidator(_listed)] = ()
     ignore_eos: bool = False
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[_Text, ...], BeforeValidator(_listed)] = ()
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    min_tokens: int = 0
+    min_tokens: _Whole = 0
 
     def __new__(cls, *_: object, **given: object) -> Sampling:
         """Raise ArgumentError for unknown names, proposing ours where a name is another library's."""
@@ -122,13 +109,24 @@ class Sampling:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        stop: object = self.stop
-        if isinstance(stop, str):
-            object.__setattr__(self, "stop", (stop,))
-        if violations := [*_violations_of(self)]:
+        violations = []
+        for name, field_type in _field_types().items():
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, field_type.validate_python(value))
+            except pydantic.ValidationError as error:
+                message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
+                problem = f"{message}, found {shortened(value)}"
+                violations.append(Violation(f"sampling.{name}", problem, "Correct the value"))
+        if violations:
             raise ArgumentError(violations)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "stop", tuple(self.stop))
+
+
+@cache
+def _field_types() -> Mapping[str, pydantic.TypeAdapter[Any]]:
+    config = pydantic.ConfigDict(strict=True, allow_inf_nan=False)
+    hints = get_type_hints(Sampling, include_extras=True)
+    return {name: pydantic.TypeAdapter(hint, config=config) for name, hint in hints.items()}
 
 
 _OTHER_NAMES = {"max_new_tokens": "max_tokens", "num_return_sequences": "n", "num_generations": "n"}
@@ -139,66 +137,6 @@ def _unknown(name: str, known: Iterable[str]) -> Violation:
     meant = _OTHER_NAMES.get(name) or nearest(name, known)
     remedy = f"Use {meant}" if meant else f"Use one of {', '.join(known)}, or pass vllm.SamplingParams"
     return Violation(f"sampling.{name}", "is no attribute of Sampling", remedy)
-
-
-_LARGEST = 2**31 - 1
-_WHOLE_NUMBERS = {
-    "n": (1, 16384),
-    "top_k": (0, _LARGEST),
-    "max_tokens": (1, _LARGEST),
-    "min_tokens": (0, _LARGEST),
-    "seed": (0, 2**62),
-}
-"""Field of `Sampling` -> smallest and largest value. The limit of n is vLLM's; completion i draws with seed + i."""
-
-_NO_NUMBER = {"max_tokens", "seed"}
-"""Fields that may be None."""
-_ALSO = {"top_k": "; 0 takes all tokens", "max_tokens": ", or None for as many as fit"}
-"""Field -> what else its remedy says."""
-
-
-def _violations_of(sampling: Sampling) -> Iterator[Violation]:
-    def found(key: str, remedy: str) -> Violation:
-        return Violation(f"sampling.{key}", f"{shortened(getattr(sampling, key))} is not possible", remedy)
-
-    for key, (least, most) in _WHOLE_NUMBERS.items():
-        value = getattr(sampling, key)
-        if not (_is_whole(value) and least <= value <= most) and not (key in _NO_NUMBER and value is None):
-            yield found(key, f"Use a whole number from {least} to {most}{_ALSO.get(key, '')}")
-    if not (_is_number(sampling.temperature) and 0 <= sampling.temperature <= 2):
-        yield found("temperature", "Use a number from 0, which is greedy, to 2")
-    elif sampling.temperature < 1e-5 and sampling.n != 1:
-        problem = f"{shortened(sampling.n)} completions, but greedy ones are all the same"
-        yield Violation("sampling.n", problem, "Use 1, or a temperature above 0")
-    if not (_is_number(sampling.top_p) and 0 < sampling.top_p <= 1):
-        yield found("top_p", "Use a number above 0, at most 1")
-    if not (_is_number(sampling.min_p) and 0 <= sampling.min_p <= 1):
-        yield found("min_p", "Use a number from 0 to 1")
-    if not (_is_number(sampling.repetition_penalty) and 0 < sampling.repetition_penalty < math.inf):
-        yield found("repetition_penalty", "Use a number above 0; 1 is none")
-    most_tokens = sampling.max_tokens
-    if _is_whole(sampling.min_tokens) and isinstance(most_tokens, int) and 1 <= most_tokens < sampling.min_tokens:
-        yield found("min_tokens", f"Use max_tokens at most, which is {sampling.max_tokens}")
-    for key in ("logprobs", "ignore_eos"):
-        if not isinstance(getattr(sampling, key), bool):
-            yield found(key, "Use true or false")
-    tokens, texts = sampling.stop_token_ids, sampling.stop
-    if not (_is_list(tokens) and all(_is_whole(token) and 0 <= token <= _LARGEST for token in tokens)):
-        yield found("stop_token_ids", "Use a list of token ids")
-    if not (_is_list(texts) and all(isinstance(text, str) and text for text in texts)):
-        yield found("stop", "Use a list of texts, none of them empty")
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, float) or _is_whole(value)
 
 
 class Decoder(Protocol):

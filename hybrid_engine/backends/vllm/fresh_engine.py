@@ -23,7 +23,7 @@ def fresh_completions(
     Not beside another vLLM in this process. Of `settings` everything counts that a server of this model would be given
     too; one rank.
     """
-    require_vllm(allow_version=settings.allow_version)
+    require_vllm(allow_version=settings.generate.allow_version)
     set_environment(settings, 0)
     from vllm import LLM
     from vllm.platforms import current_platform

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from hybrid_engine.backends.vllm import internals
-from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
 from hybrid_engine.backends.vllm.version import TESTED_VERSION
 from hybrid_engine.config.inference_rules import QUANTIZATIONS
 from hybrid_engine.errors import ConfigError, Violation
@@ -28,9 +27,9 @@ _IMPLIED = {"DeepseekV3ForCausalLM": {"topk_method": "noaux_tc", "scoring_func":
 """Architecture -> what it means of routing. Without these keys vLLM takes softmax and has no bias for the router."""
 
 
-def check_quantization(settings: InferenceSettings, device_type: str) -> None:
+def check_quantization(chosen: str | None, device_type: str) -> None:
     """Raise ConfigError for a method that cannot be fed on this platform, naming those that can."""
-    chosen, known = settings.quantization, QUANTIZATIONS.get(device_type, ())
+    known = QUANTIZATIONS.get(device_type, ())
     if chosen is not None and chosen not in known:
         problem = (
             f"{chosen!r} on {device_type}: vLLM {TESTED_VERSION} has no kernels for it there, or it needs weights that "
@@ -40,16 +39,16 @@ def check_quantization(settings: InferenceSettings, device_type: str) -> None:
         raise ConfigError([Violation("quantization", problem, remedy)])
 
 
-def config_overrides(settings: InferenceSettings) -> dict[str, Any]:
+def config_overrides(model_dir: str) -> dict[str, Any]:
     """Values that vLLM takes in place of config.json's: no quantization, for training's weights come unquantised, and
     what vLLM reads there but transformers 5 does not write, for its class computes nothing else."""
-    config = json.loads(Path(settings.model_dir, "config.json").read_text())
+    config = json.loads(Path(model_dir, "config.json").read_text())
     implied = {
         key: value for name in config.get("architectures") or () for key, value in _IMPLIED.get(name, {}).items()
     }
     if not config.get("quantization_config"):
         return implied
-    logger.info("%s: its quantization_config is not followed: the weights come unquantised", settings.model_dir)
+    logger.info("%s: its quantization_config is not followed: the weights come unquantised", model_dir)
     return {"quantization_config": None, **implied}
 
 

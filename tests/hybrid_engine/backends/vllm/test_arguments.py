@@ -36,15 +36,29 @@ def model(tmp_path: Path) -> str:
 TWO = InferenceParallelism(2, tensor=2)
 
 
+def settings_of(model: str, **keys: Any) -> InferenceSettings:
+    """Of an engine in one rank."""
+    return InferenceSettings(model, generate=GenerateConfig(**keys))
+
+
 def test_arguments_by_vllms_names_reach_it(model: str) -> None:
     generate = GenerateConfig(vllm={"attention_backend": "TRITON_ATTN", "block_size": 32})
     arguments = llm_arguments(inference_settings(HybridConfig(model=model, generate_config=generate), 1), "cuda")
     assert (arguments["attention_backend"], arguments["block_size"]) == ("TRITON_ATTN", 32)
 
 
+def test_a_key_of_vllms_name_reaches_it_and_none_leaves_the_default_to_it(model: str) -> None:
+    from vllm import EngineArgs
+
+    assert {field.name for field in dataclasses.fields(EngineArgs)} >= GenerateConfig().of_vllm().keys()
+    given = llm_arguments(settings_of(model, max_num_seqs=3, max_model_len=9), "cpu")
+    assert (given["max_num_seqs"], given["max_model_len"]) == (3, 9)
+    assert "max_model_len" not in llm_arguments(InferenceSettings(model), "cpu")
+
+
 def test_prefix_caching_is_on_and_can_be_turned_off(model: str) -> None:
     assert llm_arguments(InferenceSettings(model), "cpu")["enable_prefix_caching"] is True
-    off = InferenceSettings(model, extra={"enable_prefix_caching": False})
+    off = settings_of(model, vllm={"enable_prefix_caching": False})
     assert llm_arguments(off, "cpu")["enable_prefix_caching"] is False
 
 
@@ -120,7 +134,8 @@ def test_every_argument_of_this_vllm_has_a_verdict(model: str) -> None:
     of_programs = {name for names in PROGRAMS_ALONE.values() for name in names.split()}
     in_files = {name.partition(".")[0] for name in engine_argument_rules.IN_FILES}
     refused = {*engine_argument_rules._KEYS, *engine_argument_rules._REFUSED}
-    follow = arguments_module._arguments_that_follow(InferenceSettings(model, max_loras=1, timeout_seconds=9), "cpu")
+    settings = InferenceSettings(model, generate=GenerateConfig(quantization="fp8_per_channel"), max_loras=1)
+    follow = arguments_module._arguments_that_follow(settings, "cpu")
     verdicts = [in_files, refused, follow.keys(), GenerateConfig.model_fields.keys(), of_programs]
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     assert known - set().union(*verdicts) == set()
@@ -162,13 +177,13 @@ def is_closed(annotation: Any) -> bool:
 @pytest.mark.parametrize("allowed", [True, False])
 def test_the_key_for_unknown_versions_reaches_the_engine(model: str, allowed: bool) -> None:
     config = HybridConfig(model=model, generate_config=GenerateConfig(allow_version=allowed))
-    assert inference_settings(config, 1).allow_version is allowed
+    assert inference_settings(config, 1).generate.allow_version is allowed
 
 
 def test_unknown_ones_and_those_that_follow_from_other_keys_are_refused_at_once(model: str) -> None:
     extra = {"block_siz": 32, "nonsense": 1, "tensor_parallel_size": 4, "load_format": "auto", "block_size": 32}
     with pytest.raises(ConfigError) as caught:
-        check_arguments(InferenceSettings(model, extra=extra), 0, "cpu")
+        check_arguments(settings_of(model, vllm=extra), 0, "cpu")
     found = {finding.key.removeprefix("generate_config.vllm."): finding for finding in caught.value.findings}
     assert found.keys() == extra.keys() - {"block_size"}
     assert found["block_siz"].remedy == "Did you mean block_size?"
@@ -178,10 +193,10 @@ def test_unknown_ones_and_those_that_follow_from_other_keys_are_refused_at_once(
 
 def test_experts_are_computed_in_the_loaders_layout_on_cuda_unless_asked_otherwise(model: str) -> None:
     assert llm_arguments(InferenceSettings(model), "cuda")["moe_backend"] == "triton"
-    assert llm_arguments(InferenceSettings(model, extra={"moe_backend": "cutlass"}), "cuda")["moe_backend"] == "cutlass"
+    assert llm_arguments(settings_of(model, vllm={"moe_backend": "cutlass"}), "cuda")["moe_backend"] == "cutlass"
     assert "moe_backend" not in llm_arguments(InferenceSettings(model), "cpu")
-    by_arguments = InferenceSettings(model, extra={"quantization_config": {"moe": "mxfp4"}})
-    for settings in (InferenceSettings(model, quantization="fp8_per_block"), by_arguments):
+    by_arguments = settings_of(model, vllm={"quantization_config": {"moe": "mxfp4"}})
+    for settings in (settings_of(model, quantization="fp8_per_block"), by_arguments):
         assert "moe_backend" not in llm_arguments(settings, "cuda")
 
 
@@ -217,7 +232,12 @@ def test_an_allocator_without_memory_pools_is_refused_where_vllm_sleeps(
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
     with pytest.raises(ConfigError, match="PYTORCH_CUDA_ALLOC_CONF: backend:cudaMallocAsync has no memory pools"):
         check_arguments(InferenceSettings(model), 0, "cuda")
-    _check_allocator(InferenceSettings(model, enable_sleep_mode=False), "cuda")
+    awake = settings_of(model, vllm={"enable_sleep_mode": False})
+    _check_allocator(awake, "cuda")
+    assert [llm_arguments(each, "cuda")["enable_sleep_mode"] for each in (InferenceSettings(model), awake)] == [
+        True,
+        False,
+    ]
     _check_allocator(InferenceSettings(model), "cpu")
 
 
@@ -225,7 +245,7 @@ def test_what_cannot_generate_is_refused_at_once(tmp_path: Path, monkeypatch: py
     """With the model's own longest sequence, as vLLM would count it."""
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")  # vLLM prefers it to every setting
     config = {**support.QWEN3, "head_dim": 16, "max_position_embeddings": 8192}
-    settings = InferenceSettings(support.write_config(tmp_path, config), kv_cache_bytes=1 << 20)
+    settings = settings_of(support.write_config(tmp_path, config), kv_cache_mb=1)
     with pytest.raises(ConfigError) as caught:
         check_arguments(settings, 0, "cpu")
     heads, cache = caught.value.findings
@@ -235,11 +255,11 @@ def test_what_cannot_generate_is_refused_at_once(tmp_path: Path, monkeypatch: py
     assert "8,192" in cache.problem
     sound = support.write_config(tmp_path, {**config, "head_dim": 32})
     with pytest.raises(ConfigError) as caught:
-        check_arguments(InferenceSettings(sound, kv_cache_bytes=1 << 20), 0, "cpu")
+        check_arguments(settings_of(sound, kv_cache_mb=1), 0, "cpu")
     needed = int(re.search(r"Use (\d+) or more", str(caught.value))[1])
     for size, is_enough in ((needed - 1, False), (needed, True)):
         with nullcontext() if is_enough else pytest.raises(ConfigError, match="kv_cache_mb"):
-            check_arguments(InferenceSettings(sound, kv_cache_bytes=size << 20), 0, "cpu")
+            check_arguments(settings_of(sound, kv_cache_mb=size), 0, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +275,7 @@ def test_what_vllm_would_only_assert_is_refused_at_once(
 ) -> None:
     directory = str(write_config(tmp_path, served_config(variant, **changes)))
     with pytest.raises(ConfigError) as caught:
-        check_arguments(InferenceSettings(directory, kv_cache_bytes=1 << 28), 0, "cpu")
+        check_arguments(settings_of(directory, kv_cache_mb=256), 0, "cpu")
     (finding,) = caught.value.findings
     assert finding.key == "model"
     assert problem in finding.problem
@@ -265,9 +285,9 @@ def test_what_vllm_would_only_assert_is_refused_at_once(
 def test_the_same_within_vllms_limits_is_let_through(tmp_path: Path, variant: str) -> None:
     whole = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0} if "qwen" in variant else {}
     directory = str(write_config(tmp_path, served_config(variant, **whole)))
-    check_arguments(InferenceSettings(directory, kv_cache_bytes=1 << 28), 0, "cpu")
+    check_arguments(settings_of(directory, kv_cache_mb=256), 0, "cpu")
 
 
 def test_a_longer_context_than_the_models_is_refused_in_vllms_words(model: str) -> None:
     with pytest.raises(ConfigError, match=r"vLLM: User-specified max_model_len \(1000000\) is greater than"):
-        check_arguments(InferenceSettings(model, max_model_len=10**6), 0, "cpu")
+        check_arguments(settings_of(model, max_model_len=10**6), 0, "cpu")

@@ -9,44 +9,42 @@ from typing import Any
 import pytest
 
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings, Sampling
+from hybrid_engine.backends.vllm.generation.sampling_params import sampling_params
 from hybrid_engine.errors import ArgumentError, ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("sizes", "message"),
     [
-        ({"sizes": InferenceParallelism(4, tensor=0)}, "tensor: 0 is not a valid size"),
-        ({"sizes": InferenceParallelism(0)}, "world_size: 0 is not a valid size"),
-        ({"sizes": InferenceParallelism(4, tensor=3)}, "tensor: TP 3 x PP 1 = 3 does not divide the world size 4"),
-        ({"sizes": InferenceParallelism(8, tensor=2, expert=3)}, "expert: 3 is not a multiple of TP 2"),
-        ({"sizes": InferenceParallelism(4, expert=3)}, "expert: EP 3 x PP 1 = 3 does not divide the world size 4"),
-        ({"sizes": InferenceParallelism(3, rank_order=(0, 1))}, "rank_order: it does not name each of the 3 ranks"),
-        ({"sizes": InferenceParallelism(2, rank_order=(1, 1))}, "Name every rank from 0 to 1 once"),
-        ({"dtype": "fp8"}, "dtype: 'fp8' is unknown"),
-        ({"max_num_seqs": 0}, "max_num_seqs: 0 is not positive"),
+        (InferenceParallelism(4, tensor=0), "tensor: 0 is not a valid size"),
+        (InferenceParallelism(0), "world_size: 0 is not a valid size"),
+        (InferenceParallelism(4, tensor=3), "tensor: TP 3 x PP 1 = 3 does not divide the world size 4"),
+        (InferenceParallelism(8, tensor=2, expert=3), "expert: 3 is not a multiple of TP 2"),
+        (InferenceParallelism(4, expert=3), "expert: EP 3 x PP 1 = 3 does not divide the world size 4"),
+        (InferenceParallelism(3, rank_order=(0, 1)), "rank_order: it does not name each of the 3 ranks"),
+        (InferenceParallelism(2, rank_order=(1, 1)), "Name every rank from 0 to 1 once"),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_impossible_sizes_are_refused(sizes: InferenceParallelism, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        InferenceSettings("model", **settings)
+        InferenceSettings("model", sizes)
     assert message in str(caught.value)
 
 
 WRONG_SAMPLING: list[dict[str, Any]] = [
-    *({"n": value} for value in (0, -1, "n", 1.5, True, 10**6, None)),
-    *({"temperature": value} for value in (-1, float("nan"), float("inf"), "hot", 2.5, None, True)),
-    *({"top_p": value} for value in (0, 7, float("nan"), "x", None)),
+    *({"n": value} for value in ("n", 1.5, True, None)),
+    *({"temperature": value} for value in (float("nan"), float("inf"), "hot", None, True)),
+    *({"top_p": value} for value in (float("nan"), "x", None)),
     *({"top_k": value} for value in (-1, 1.5, 2**40, "x")),
-    *({"max_tokens": value} for value in ("abc", -5, 0, 2**40, 1.0)),
+    *({"max_tokens": value} for value in ("abc", -5, 2**40, 1.0)),
     *({"seed": value} for value in ("x", -1, 2**70, 1.5, False)),
     *({"stop_token_ids": value} for value in (5, "12", [-1], ["x"], [1.5], None, {1: 2}, [2**40])),
     *({key: value} for key in ("logprobs", "ignore_eos") for value in (1, None, "yes")),
     *({"stop": value} for value in (5, [1], [""], None, b"x", ["a", None])),
-    *({"min_p": value} for value in (-0.1, 1.5, "x", None, True)),
-    *({"repetition_penalty": value} for value in (0, -1, float("inf"), float("nan"), None)),
-    *({"min_tokens": value} for value in (-1, 1.5, 17, None)),
-    {"n": 2, "temperature": 0.0},
+    *({"min_p": value} for value in ("x", None, True)),
+    *({"repetition_penalty": value} for value in (float("inf"), float("nan"), None)),
+    *({"min_tokens": value} for value in (-1, 1.5, None)),
 ]
 
 
@@ -59,13 +57,28 @@ def test_sampling_that_cannot_be_is_refused_where_it_is_made(values: dict[str, A
     assert finding.remedy
 
 
+OUT_OF_RANGE: list[dict[str, Any]] = [
+    *({"n": value} for value in (0, -1, 10**6)),
+    *({"temperature": value} for value in (-1, 2.5)),
+    *({"top_p": value} for value in (0, 7)),
+    *({"min_p": value} for value in (-0.1, 1.5)),
+    *({"repetition_penalty": value} for value in (0, -1)),
+    *({"min_tokens": 17}, {"max_tokens": 0}, {"n": 2, "temperature": 0.0}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", OUT_OF_RANGE, ids=str)
+def test_ranges_are_vllms_own(values: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=f"sampling: vLLM refuses it: .*{next(iter(values))}"):
+        sampling_params(Sampling(**values))
+
+
 def test_everything_wrong_with_sampling_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        Sampling(n="n", temperature=9, top_p=0, top_k="k", max_tokens=0, seed=-1, logprobs=2, stop_token_ids=5)
+        Sampling(n="n", temperature="hot", top_p=None, top_k="k", max_tokens=-1, seed=-1, logprobs=2, stop_token_ids=5)
     assert len(caught.value.findings) == 8
-    text = str(caught.value)
-    assert "sampling.max_tokens: 0 is not possible. Use a whole number from 1 to 2147483647, or None" in text
-    assert "sampling.top_k: 'k' is not possible. Use a whole number from 0 to 2147483647; 0 takes all tokens" in text
+    assert "sampling.max_tokens: Input should be greater than or equal to 0, found -1. Correct" in str(caught.value)
 
 
 def test_an_unknown_name_is_answered_with_ours() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_engine.backends.vllm import InferenceEngine, InferenceSettings, Sampling
+from hybrid_engine.config import GenerateConfig
 from hybrid_engine.errors import HybridEngineError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from hybrid_engine.ranks.job import Job
@@ -19,7 +20,7 @@ from tests.zoo.checkpoint_shapes import checkpoint_dtypes, checkpoint_shapes
 Drawn = list[list[tuple[int, ...]]]
 """Token ids by prompt and completion."""
 
-SMALL_BLOCKS: dict[str, Any] = {"extra": {"block_size": 32}}
+SMALL_BLOCKS: dict[str, Any] = {"vllm": {"block_size": 32}}
 """Of the KV cache, so that each of LONG fills one and the prefix cache has something to keep."""
 
 PROMPTS = [[2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12]]
@@ -62,8 +63,10 @@ def job() -> Job:
 
 
 def build(directory: str, config: Mapping[str, Any], **settings: Any) -> InferenceEngine:
-    """An engine for the model in `directory`. Collective."""
-    chosen = InferenceSettings(directory, max_model_len=64, max_num_seqs=8, kv_cache_bytes=16 << 20, **settings)
+    """An engine for the model in `directory`, with keys of `generate_config` or other settings. Collective."""
+    keys = {name: settings.pop(name) for name in GenerateConfig.model_fields.keys() & settings.keys() - {"dtype"}}
+    generate = GenerateConfig(max_model_len=64, max_num_seqs=8, kv_cache_mb=16, **keys)
+    chosen = InferenceSettings(directory, generate=generate, **settings)
     return InferenceEngine(chosen, checkpoint_shapes(config), job(), dtypes=checkpoint_dtypes(config))
 
 

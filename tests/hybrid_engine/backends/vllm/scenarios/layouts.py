@@ -23,6 +23,7 @@ from hybrid_engine.backends.vllm.arguments import llm_arguments
 from hybrid_engine.backends.vllm.cpu.shm_cleanup import ENGINE_TOKEN, unnamed_shared_memory
 from hybrid_engine.backends.vllm.process.group_placement import building_groups
 from hybrid_engine.backends.vllm.process.isolation import destroy_groups, register_model_class, set_environment
+from hybrid_engine.config import GenerateConfig
 from hybrid_engine.layouts.differences import differences
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism
@@ -74,8 +75,7 @@ class Case:
         return InferenceSettings(
             model_dir,
             InferenceParallelism(self.tp * self.pp * self.dp, self.tp, self.pp, self.ep, self.order),
-            max_model_len=64,
-            max_num_seqs=8,
+            GenerateConfig(max_model_len=64, max_num_seqs=8),
         )
 
     @property

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_engine.backends.vllm import Completion, InferenceEngine, InferenceSettings, Sampling
+from hybrid_engine.config import GenerateConfig
 from hybrid_engine.layouts.parallelism import InferenceParallelism
 from tests.hybrid_engine.backends.vllm import support
 from tests.hybrid_engine.backends.vllm.scenarios.asking import (
@@ -133,7 +134,9 @@ def _build_what_cannot_be(path: str, base: Path) -> NotBuilt:
     unknown = support.write_config(base / "unknown", {**support.LLAMA, "architectures": ["NoSuchModel"]})
 
     def attempt(where: str, tensors: Mapping[str, tuple[int, ...]], chosen: InferenceParallelism) -> Refusal:
-        return refusal_of(lambda: InferenceEngine(InferenceSettings(where, chosen, max_model_len=64), tensors, job()))
+        return refusal_of(
+            lambda: InferenceEngine(InferenceSettings(where, chosen, GenerateConfig(max_model_len=64)), tensors, job())
+        )
 
     return NotBuilt(
         world=attempt(path, shapes, InferenceParallelism(3)),
