@@ -16,7 +16,7 @@ import pydantic
 
 from hybrid_engine.config.fsdp_rules import replica_findings
 from hybrid_engine.config.keys import FsdpConfig, GenerateConfig
-from hybrid_engine.config.loading import violations_of
+from hybrid_engine.config.proposals import violations_of
 from hybrid_engine.config.values import Section
 from hybrid_engine.errors import ConfigError, Violation, shortened
 

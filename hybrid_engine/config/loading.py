@@ -13,10 +13,9 @@ from hybrid_engine.config.constraints import broken_rules
 from hybrid_engine.config.critic_rules import critic_of, critic_violations
 from hybrid_engine.config.keys import HybridConfig
 from hybrid_engine.config.memory_rules import memory_violations
-from hybrid_engine.config.proposals import proposal, section_in
+from hybrid_engine.config.proposals import violations_of
 from hybrid_engine.config.rules import JobContext
-from hybrid_engine.config.values import Section
-from hybrid_engine.errors import ConfigError, FileError, Violation, clipped, shortened
+from hybrid_engine.errors import ConfigError, FileError, Violation, shortened
 from hybrid_engine.files.documents import read_yaml
 from hybrid_engine.files.hub import Snapshot, find_model
 from hybrid_engine.files.model_files import weight_files
@@ -130,23 +129,3 @@ def find_violations(
     except ConfigError as error:
         return list(error.findings)
     return found or list(memory_violations(config, world_size))
-
-
-def violations_of(error: pydantic.ValidationError, root: type[Section], prefix: str = "") -> list[Violation]:
-    """What pydantic found in values of `root`; keys begin with `prefix`."""
-    return [_violation_of(item, root, prefix) for item in error.errors(include_url=False, include_context=False)]
-
-
-def _violation_of(item: Mapping[str, Any], root: type[Section], prefix: str) -> Violation:
-    key = clipped((prefix + ".".join(str(part) for part in item["loc"])).rstrip(".") or "configuration")
-    if item["type"] not in ("extra_forbidden", "missing"):
-        message = item["msg"].removeprefix("Value error, ")
-        return Violation(key, f"{message}, found {shortened(item.get('input'))}", "Correct the value")
-    place = tuple(str(part) for part in item["loc"])
-    section = root
-    for part in place[:-1]:
-        section = section_in(section.model_fields[part].annotation) or section
-    if item["type"] == "missing":
-        what = " ".join((section.model_fields[place[-1]].description or "").split()).split(". ")[0]
-        return Violation(key, "is missing", f"Add it: {what[:1].lower()}{what[1:]}")
-    return Violation(key, "unknown key", proposal(place, section, root, prefix))

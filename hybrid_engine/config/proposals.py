@@ -1,13 +1,14 @@
-"""What is proposed in place of an unknown key."""
+"""What is said of unknown keys and wrong values, and what is proposed instead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import takewhile
+from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
+import pydantic
+
 from hybrid_engine.config.values import Section
-from hybrid_engine.errors import clipped, nearest
+from hybrid_engine.errors import Violation, clipped, nearest, shortened
 
 Path = tuple[str, ...]
 
@@ -77,21 +78,12 @@ NO_KEYS = {
 _BESIDE = "critic_config"
 """A section that most jobs lack, with keys of the same names as the actor's."""
 
-_MOST = 3
-"""Proposals that are still an answer; more are a list to search."""
-
-
-def section_in(annotation: Any) -> type[Section] | None:
-    """The section that a key's type is, also where it may be left out; None for other types."""
-    options = (annotation, *get_args(annotation))
-    return next((one for one in options if isinstance(one, type) and issubclass(one, Section)), None)
-
 
 def proposal(place: Path, section: type[Section], root: type[Section], prefix: str = "") -> str:
     """What to do about the unknown key at `place`, whose last part is its name.
 
-    First the same name in another section, or another framework's name for a key; then keys that have all its words;
-    then a near spelling; else the keys of the section.
+    First the same name in another section, or another framework's name for a key; then a near spelling; else the keys
+    of the section. Of several places the ones that share most sections with `place`.
 
     Args:
         place: parts of the key below `root`.
@@ -103,20 +95,27 @@ def proposal(place: Path, section: type[Section], root: type[Section], prefix: s
         return NO_KEYS[place]
     here, name = place[:-1], clipped(place[-1])
     paths = [path for path in paths_of(root) if path[0] != _BESIDE or here[:1] == (_BESIDE,)]
-    words = set(name.split("_"))
     spelling = nearest(name, section.model_fields) or nearest(name, {path[-1] for path in paths})
-    kinds = (
-        ("Use", " and ", [path for path in paths if path[-1] == name or path[-1] in ELSEWHERE.get(name, ())]),
-        ("Did you mean", " or ", [path for path in paths if words <= set(path[-1].split("_"))]),
-        ("Did you mean", " or ", [path for path in paths if path[-1] == spelling]),
-    )
-    for verb, conjunction, found in kinds:
-        best = _best(found, here, name)
-        best = [path for path in best if path[-1] == spelling] or best
-        if 0 < len(best) <= _MOST:
-            shown = [_shown(path, here, prefix) for path in best]
-            return f"{verb} {conjunction.join(filter(None, (', '.join(shown[:-1]), shown[-1])))}"
+
+    def distance(path: Path) -> tuple[int, bool]:
+        return -sum(path[:depth] == here[:depth] for depth in range(1, len(here) + 1)), path[-1] != name
+
+    for verb, conjunction, names in (
+        ("Use", " and ", {name, *ELSEWHERE.get(name, ())}),
+        ("Did you mean", " or ", {spelling}),
+    ):
+        found = sorted((path for path in paths if path[-1] in names), key=distance)
+        best = [path for path in found if distance(path) == distance(found[0])]
+        if 0 < len(best) <= 3:  # more are a list to search
+            *others, last = [_shown(path, here, prefix) for path in best]
+            return f"{verb} {conjunction.join(filter(None, (', '.join(others), last)))}"
     return f"Known keys: {', '.join(section.model_fields)}"
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    """The section that a key's type is, also where it may be left out; None for other types."""
+    options = (annotation, *get_args(annotation))
+    return next((one for one in options if isinstance(one, type) and issubclass(one, Section)), None)
 
 
 def paths_of(section: type[Section], above: Path = ()) -> Iterator[Path]:
@@ -133,12 +132,21 @@ def _shown(path: Path, here: Path, prefix: str) -> str:
     return prefix + ".".join(path) + (" at the top level" if len(path) == 1 else "")
 
 
-def _best(found: Iterable[Path], here: Path, name: str) -> list[Path]:
-    """Those that share most sections with `here`; of these our own name before others', and short paths."""
+def violations_of(error: pydantic.ValidationError, root: type[Section], prefix: str = "") -> list[Violation]:
+    """What pydantic found in values of `root`; keys begin with `prefix`."""
+    return [_violation_of(item, root, prefix) for item in error.errors(include_url=False, include_context=False)]
 
-    def rank(path: Path) -> tuple[int, bool, int]:
-        shared = takewhile(lambda parts: parts[0] == parts[1], zip(path[:-1], here, strict=False))
-        return -len(list(shared)), path[-1] != name, len(path)
 
-    ranked = sorted(found, key=rank)
-    return [path for path in ranked if rank(path) == rank(ranked[0])]
+def _violation_of(item: Mapping[str, Any], root: type[Section], prefix: str) -> Violation:
+    key = clipped((prefix + ".".join(str(part) for part in item["loc"])).rstrip(".") or "configuration")
+    if item["type"] not in ("extra_forbidden", "missing"):
+        message = item["msg"].removeprefix("Value error, ")
+        return Violation(key, f"{message}, found {shortened(item.get('input'))}", "Correct the value")
+    place = tuple(str(part) for part in item["loc"])
+    section = root
+    for part in place[:-1]:
+        section = section_in(section.model_fields[part].annotation) or section
+    if item["type"] == "missing":
+        what = " ".join((section.model_fields[place[-1]].description or "").split()).split(". ")[0]
+        return Violation(key, "is missing", f"Add it: {what[:1].lower()}{what[1:]}")
+    return Violation(key, "unknown key", proposal(place, section, root, prefix))
