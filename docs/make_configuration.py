@@ -24,7 +24,7 @@ from hybrid_engine.config import (
     OverridesConfig,
     ScheduleConfig,
 )
-from hybrid_engine.config.constraints import CONSTRAINTS
+from hybrid_engine.config.loading import CONSTRAINTS
 from megatron_patches.review import FUNCTION_FIELDS, READ_OFF_THE_MODEL, REFUSED
 
 

@@ -57,7 +57,7 @@ class HybridEngine(SwitchContexts, Generic[TrainerT]):
     Args:
         model: a transformers causal LM, or PEFT's around one; sharded in place, it stays the caller's, who trains it in
             his own loop. LoRA is added to the weights on their way, or delivered apart (`lora_delivery: adapter`).
-        rollout_config: `tp_size`, `pp_size`, `dp_type`, and the keys of `generate_config`; see `config.hugging_face`.
+        rollout_config: `tp_size`, `pp_size`, `dp_type`, and the keys of `generate_config`; see `config.fsdp_rules`.
         train_config: `fsdp_config`, see `config.FsdpConfig`; None: the model is sharded already.
         enable_reshard: False is refused: there is no other way to bring the weights to vLLM.
         compress_reshard: send weights in `compression_dtype`, which vLLM then computes in.

@@ -13,7 +13,7 @@ import torch
 
 from hybrid_engine.assembly import EngineParts, inference_settings, put_beside
 from hybrid_engine.config import FsdpConfig, GenerateConfig, HybridConfig, load_config
-from hybrid_engine.config.hugging_face import generate_values, read_train_config
+from hybrid_engine.config.fsdp_rules import generate_values, read_train_config
 from hybrid_engine.errors import ConfigError, Violation
 from hybrid_engine.files.hub import Snapshot
 from hybrid_engine.models import table_for

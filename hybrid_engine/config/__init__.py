@@ -4,16 +4,13 @@
     values.py           types of their values
     rules.py            what a rule is and what it looks at
     training_rules.py   rules of `actor_config` and the model: of any trainer, and of Megatron
-    step_rules.py       rules of a training step: recomputation, learning-rate schedule
-    override_rules.py   rules of `actor_config.overrides`; override_types.py, of the values in them
-    fsdp_rules.py       rules of `actor_config` where FSDP2 trains
-    inference_rules.py  rules of `generate_config`; engine_argument_rules.py, of `generate_config.vllm`
+    override_rules.py   rules of `actor_config.overrides`, by the classes of the installed megatron-core
+    fsdp_rules.py       rules where FSDP2 trains; the two dictionaries of an engine around a transformers model
+    inference_rules.py  rules of `generate_config`, and of vLLM's arguments in it
     critic_rules.py     the critic's layout, and rules of `critic_config`
     memory_rules.py     the memory plan of a configuration, and whether it keeps within `device_budget_gib`
-    constraints.py      all rules, and what breaks them
-    hugging_face.py     rollout_config and train_config of an engine around a transformers model
-    loading.py          load_config: YAML or a mapping -> HybridConfig, or every violation at once
-    proposals.py        what is proposed in place of an unknown key; other frameworks' names for ours
+    loading.py          all rules; load_config: YAML or a mapping -> HybridConfig, or every violation at once
+    proposals.py        what is said of unknown keys and wrong values; other frameworks' names for ours
 
 To change: a key: keys.py, then `make docs`. A parallel size is a key too, but begins in layouts/parallelism.py, which
 has its other names, and its rule is in layouts/size_rules.py. Any other rule: one of the files of rules. Each rule

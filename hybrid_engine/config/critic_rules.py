@@ -13,7 +13,7 @@ from typing import Any
 from hybrid_engine.config.keys import ActorConfig, CriticConfig, HybridConfig
 from hybrid_engine.config.override_rules import MEGATRON_TRAINS
 from hybrid_engine.config.rules import Constraint, Finding, JobContext, TrainingContext, constraint
-from hybrid_engine.config.step_rules import ANY_TRAINER
+from hybrid_engine.config.training_rules import ANY_TRAINER
 from hybrid_engine.errors import Violation
 from hybrid_engine.layouts.stages import MTP, chunks_of, parse_layout, split_violations
 from hybrid_engine.models.families import read_model

@@ -1,4 +1,7 @@
-"""Reads and checks a configuration: every violation at once, before a process group exists."""
+"""Reads and checks a configuration: every violation at once, before a process group exists.
+
+`CONSTRAINTS` are all rules. docs/constraints.md is made from them (`make docs`); each has a test that breaks it.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,44 @@ from typing import Any
 
 import pydantic
 
-from hybrid_engine.config.constraints import broken_rules
-from hybrid_engine.config.critic_rules import critic_of, critic_violations
+from hybrid_engine.config.critic_rules import CRITIC, WITH_FSDP, critic_of, critic_violations
+from hybrid_engine.config.fsdp_rules import FSDP
+from hybrid_engine.config.inference_rules import ENGINE_ARGUMENTS, INFERENCE
 from hybrid_engine.config.keys import HybridConfig
 from hybrid_engine.config.memory_rules import memory_violations
+from hybrid_engine.config.override_rules import MEGATRON_TRAINS
 from hybrid_engine.config.proposals import violations_of
-from hybrid_engine.config.rules import JobContext
+from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext
+from hybrid_engine.config.training_rules import ANY_TRAINER
 from hybrid_engine.errors import ConfigError, FileError, Violation, shortened
 from hybrid_engine.files.documents import read_yaml
 from hybrid_engine.files.hub import Snapshot, find_model
 from hybrid_engine.files.model_files import weight_files
 from hybrid_engine.layouts.parallelism import LARGEST_SIZE
+
+GENERATES = (*INFERENCE, *ENGINE_ARGUMENTS)
+CONSTRAINTS = (*ANY_TRAINER, *MEGATRON_TRAINS, *FSDP, *GENERATES, *WITH_FSDP, *CRITIC)
+
+
+def training_rules(context: TrainingContext) -> list[Constraint[TrainingContext]]:
+    """Those of the trainer that is configured."""
+    return [*ANY_TRAINER, *(MEGATRON_TRAINS if context.actor.fsdp is None else FSDP)]
+
+
+def broken_rules(context: TrainingContext, *, weights_only: bool = False, own_loop: bool = False) -> list[Violation]:
+    """What breaks the rules: those of training and, for a `JobContext`, those of inference.
+
+    Args:
+        context: what they look at.
+        weights_only: the training model holds weights and need not compute, as for a check of the switch alone.
+        own_loop: the caller's model and loop compute, as Megatron's own scripts do.
+    """
+    skipped = ("here", "anywhere") if weights_only else ("here",) if own_loop else ()
+    rules = [rule for rule in training_rules(context) if rule.computing not in skipped]
+    found = [found for rule in rules for found in rule.find(context)]
+    if isinstance(context, JobContext):
+        found += [found for rule in GENERATES for found in rule.find(context)]
+    return found
 
 
 def load_config(

@@ -1,6 +1,6 @@
 """Rules of `actor_config.overrides`: which fields of megatron-core's configuration may be set there, and to what.
 
-    field              known to the installed megatron-core              config/override_types.py: of its type
+    field              of the installed megatron-core, with a value of its type: dtypes and members of enums by name
                        neither a key of ours, nor one that the model, the layout or TrainEngine decides
                        not refused (megatron_patches/review)
 
@@ -9,20 +9,23 @@ What decides where weights lie is no override: `plan`, the other rules and the l
 
 from __future__ import annotations
 
+import enum
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final
+from operator import or_
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Final, Literal, Union, get_args, get_origin
 
 import pydantic
 
 from hybrid_engine.config.keys import ActorConfig
 from hybrid_engine.config.optimizer_keys import OptimizerConfig
-from hybrid_engine.config.override_types import type_problem
 from hybrid_engine.config.rules import Constraint, Finding, TrainingContext
-from hybrid_engine.config.step_rules import RECOMPUTATION
-from hybrid_engine.config.training_rules import MEGATRON
+from hybrid_engine.config.training_rules import MEGATRON, RECOMPUTATION
+from hybrid_engine.config.values import Dtype
 from hybrid_engine.errors import Violation, nearest, shortened
 
 if TYPE_CHECKING:
@@ -169,6 +172,51 @@ def _dispatched(context: TrainingContext) -> Iterator[Violation]:
     if ep > 1 and context.actor.overrides.transformer.get(field) == "allgather":
         problem = f"allgather with EP {ep}: it takes as many tokens from every rank, but each cuts its own padding"
         yield Override("transformer", field, "allgather").violation(problem, "Use alltoall, which exchanges counts")
+
+
+_PLAIN: Final[dict[Any, Any]] = {
+    **{kind: kind for kind in (bool, int, float, str, NoneType, ...)},
+    list: list[pydantic.JsonValue],
+    dict: dict[str, pydantic.JsonValue],
+}
+
+
+class _NotAValueError(Exception):
+    """No configuration file can hold an object of this type."""
+
+
+def type_problem(value: pydantic.JsonValue, annotation: Any, default: object) -> str | None:
+    """What is wrong with `value` for a field of this type and default; None if nothing is."""
+    try:
+        expected = _json_type(annotation)
+    except _NotAValueError as error:
+        return f"the field takes {error}, which a configuration file cannot give"
+    if default is None:  # also where the annotation forgets to say so
+        expected |= None
+    adapter = pydantic.TypeAdapter(expected, config=pydantic.ConfigDict(allow_inf_nan=False))
+    try:
+        adapter.validate_json(json.dumps(value), strict=True)  # JSON: a list may stand for a tuple
+    except pydantic.ValidationError as error:
+        return "; ".join(dict.fromkeys(found["msg"] for found in error.errors(include_url=False)))
+    return None
+
+
+def _json_type(kind: Any) -> Any:
+    """The type of what a file gives for a field of this one."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return kind
+    if origin in (Union, UnionType):
+        return reduce(or_, map(_json_type, inner))
+    if origin in (list, tuple, dict):
+        return origin[tuple(map(_json_type, inner))]
+    if isinstance(kind, enum.EnumType):
+        return Literal[tuple(kind.__members__)]
+    if f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}" == "torch.dtype":
+        return Dtype
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    raise _NotAValueError(getattr(kind, "__name__", str(kind)))
 
 
 OVERRIDES: list[Constraint[TrainingContext]] = [

@@ -105,7 +105,7 @@ def transformer_config(actor: ActorConfig, sizes: TrainParallelism, table: Model
         **settings,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        # what a rank holds does not depend on it, and megatron-core's own attention refuses more: config/constraints.py
+        # what a rank holds does not depend on it, and megatron-core's own attention refuses more: config/loading.py
         context_parallel_size=1,
         sequence_parallel=actor.sequence_parallel,
         params_dtype=dtype,

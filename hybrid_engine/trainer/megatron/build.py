@@ -41,7 +41,7 @@ from hybrid_engine.backends.megatron.megatron_config import (
 )
 from hybrid_engine.backends.megatron.model_tensors import ModelTensors
 from hybrid_engine.config import ActorConfig
-from hybrid_engine.config.constraints import broken_rules
+from hybrid_engine.config.loading import broken_rules
 from hybrid_engine.config.rules import TrainingContext
 from hybrid_engine.errors import ConfigError, ModelError
 from hybrid_engine.layouts.parallelism import TrainParallelism
@@ -140,7 +140,7 @@ def build_model(
         weights_only: the model holds weights and need not compute; with context parallelism it does not.
 
     Raises:
-        ConfigError: for every broken rule of `config/constraints.py`, and for what this megatron-core lacks.
+        ConfigError: for every broken rule of `config/loading.py`, and for what this megatron-core lacks.
         ModelError: for a pattern of `frozen_parameters` that matches nothing, or LoRA on layers that cannot have it.
     """
     config = checked_configs(actor, table, world_size, weights_only=weights_only).transformer

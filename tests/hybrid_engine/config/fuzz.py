@@ -21,7 +21,7 @@ import hypothesis.strategies as st
 
 from hybrid_engine.advisor.cluster_plan import Cluster, plan_job
 from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig, load_config
-from hybrid_engine.config.hugging_face import generate_values
+from hybrid_engine.config.fsdp_rules import generate_values
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.models.families import TABLES, read_model
 from hybrid_engine.verification.cases import prepare_model

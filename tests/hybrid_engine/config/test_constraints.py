@@ -1,4 +1,4 @@
-"""Every rule of config/constraints.py is broken at least once, and all are kept by a sound configuration."""
+"""Every rule of config/loading.py is broken at least once, and all are kept by a sound configuration."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from _pytest.mark.structures import ParameterSet
 
 from hybrid_engine.config import ActorConfig, HybridConfig, find_violations, load_config
 from hybrid_engine.config import training_rules as training_rules_module
-from hybrid_engine.config.constraints import CONSTRAINTS, GENERATES, broken_rules, training_rules
 from hybrid_engine.config.critic_rules import CRITIC, WITH_FSDP, critic_of
+from hybrid_engine.config.loading import CONSTRAINTS, GENERATES, broken_rules, training_rules
 from hybrid_engine.config.rules import Constraint, JobContext, TrainingContext
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import ShardedParallelism

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from hybrid_engine.config import FromProgram, HybridConfig, load_config
-from hybrid_engine.config.hugging_face import generate_values
+from hybrid_engine.config.fsdp_rules import generate_values
 from hybrid_engine.errors import ConfigError
 from tests.hybrid_engine.config.test_config import MODEL, write_model
 

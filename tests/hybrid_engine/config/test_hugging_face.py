@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybrid_engine.config.hugging_face import generate_values, read_train_config
+from hybrid_engine.config.fsdp_rules import generate_values, read_train_config
 from hybrid_engine.errors import ConfigError
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from hybrid_engine.config import ActorConfig, GenerateConfig, HybridConfig, override_rules
-from hybrid_engine.config.constraints import broken_rules
-from hybrid_engine.config.override_rules import Override
-from hybrid_engine.config.override_types import type_problem
+from hybrid_engine.config.loading import broken_rules
+from hybrid_engine.config.override_rules import Override, type_problem
 from hybrid_engine.config.rules import JobContext, TrainingContext
 from hybrid_engine.models import table_for
 from tests.zoo.families import tiny_config

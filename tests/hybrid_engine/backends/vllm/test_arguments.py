@@ -18,7 +18,7 @@ from hybrid_engine.assembly import inference_settings
 from hybrid_engine.backends.vllm import arguments as arguments_module
 from hybrid_engine.backends.vllm.arguments import _check_allocator, check_arguments, llm_arguments
 from hybrid_engine.backends.vllm.engine_settings import InferenceSettings
-from hybrid_engine.config import GenerateConfig, HybridConfig, engine_argument_rules, load_config
+from hybrid_engine.config import GenerateConfig, HybridConfig, inference_rules, load_config
 from hybrid_engine.config.inference_rules import QUANTIZATIONS
 from hybrid_engine.errors import ConfigError
 from hybrid_engine.layouts.parallelism import InferenceParallelism
@@ -73,7 +73,7 @@ def test_arguments_that_a_configuration_may_not_give_are_this_vllms() -> None:
     from vllm import EngineArgs
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
-    assert {*engine_argument_rules._KEYS, *engine_argument_rules._REFUSED} <= known
+    assert {*inference_rules._KEYS, *inference_rules._REFUSED} <= known
 
 
 PROGRAMS_ALONE = {
@@ -132,8 +132,8 @@ def test_every_argument_of_this_vllm_has_a_verdict(model: str) -> None:
     from vllm import EngineArgs
 
     of_programs = {name for names in PROGRAMS_ALONE.values() for name in names.split()}
-    in_files = {name.partition(".")[0] for name in engine_argument_rules.IN_FILES}
-    refused = {*engine_argument_rules._KEYS, *engine_argument_rules._REFUSED}
+    in_files = {name.partition(".")[0] for name in inference_rules.IN_FILES}
+    refused = {*inference_rules._KEYS, *inference_rules._REFUSED}
     settings = InferenceSettings(model, generate=GenerateConfig(quantization="fp8_per_channel"), max_loras=1)
     follow = arguments_module._arguments_that_follow(settings, "cpu")
     verdicts = [in_files, refused, follow.keys(), GenerateConfig.model_fields.keys(), of_programs]
@@ -150,7 +150,7 @@ def test_what_a_file_may_set_takes_no_text_but_vllms_own_words() -> None:
 
     parts = {"compilation_config": CompilationConfig, "speculative_config": SpeculativeConfig}
     of_our_rules = {"spec_method", "speculative_config.method"}  # `_speculation` names the three that can be
-    for name in engine_argument_rules.IN_FILES - of_our_rules:
+    for name in inference_rules.IN_FILES - of_our_rules:
         argument, _, part = name.partition(".")
         assert is_closed(annotation_of(parts[argument], part) if part else annotation_of(EngineArgs, name)), name
     for name in ("worker_extension_cls", "logits_processors", "model_class_overrides", "additional_config"):
