@@ -26,13 +26,13 @@ TABLES: dict[str, Architecture] = {
     "GPT2LMHeadModel": Architecture(gpt2.gpt2, family_schemas.Gpt2),
     "Gemma2ForCausalLM": Architecture(gemma.gemma2, family_schemas.Gemma2),
     "Gemma3ForCausalLM": Architecture(gemma.gemma3, family_schemas.Gemma3),
-    "Glm4ForCausalLM": Architecture(glm.glm4, family_schemas.GroupedQuery),
-    "GlmForCausalLM": Architecture(glm.glm, family_schemas.GroupedQuery),
+    "Glm4ForCausalLM": Architecture(glm.glm4, family_schemas.Glm),
+    "GlmForCausalLM": Architecture(glm.glm, family_schemas.Glm),
     "LlamaForCausalLM": Architecture(llama.llama, family_schemas.GroupedQuery),
     "MixtralForCausalLM": Architecture(moe.mixtral, family_schemas.Mixtral),
     "Qwen2ForCausalLM": Architecture(llama.qwen2, family_schemas.Qwen),
     "Qwen2MoeForCausalLM": Architecture(moe.qwen2_moe, family_schemas.Qwen2Moe),
-    "Qwen3ForCausalLM": Architecture(llama.qwen3, family_schemas.Qwen),
+    "Qwen3ForCausalLM": Architecture(llama.qwen3, family_schemas.Qwen3),
     "Qwen3MoeForCausalLM": Architecture(moe.qwen3_moe, family_schemas.Qwen3Moe),
 }
 """By an entry of config.json's `architectures`."""
@@ -60,7 +60,8 @@ def table_for(config: Mapping[str, Any], source: str | Path = "config.json") -> 
         )
     architecture = TABLES[known_name]
     config_schema.require_valid(config, architecture.schema, source)
-    return replace(architecture.table(config), architecture=known_name)
+    table = architecture.table({**architecture.schema.defaults(), **config})
+    return replace(table, architecture=known_name)
 
 
 def read_model(directory: Path, key: str = "model") -> tuple[ModelTable, dict[str, Any]]:

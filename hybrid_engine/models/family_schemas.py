@@ -1,4 +1,6 @@
-"""What config.json must say for each family: the keys that its table reads, with the defaults of transformers.
+"""What config.json must say for each family: the keys that its table reads, with the defaults of transformers' class.
+
+A key that is missing means to vLLM what the class says, so it does here: `families.table_for` fills it in.
 
 `relations` says what must hold between keys, once each is right by itself.
 """
@@ -98,6 +100,14 @@ class GroupedQuery(Decoder):
             yield Violation(key, f"heads have {size} elements, which are rotated in pairs", "Use an even number")
 
 
+class Glm(GroupedQuery):
+    """GLM-4."""
+
+    num_key_value_heads: Heads | None = 2
+    head_dim: HeadSize | None = 128
+    rms_norm_eps: Epsilon = 1.5625e-07
+
+
 class Windowed(GroupedQuery):
     """Some layers may see a sliding window."""
 
@@ -112,25 +122,37 @@ class Windowed(GroupedQuery):
 
 
 class Qwen(Windowed):
-    """Qwen2, Qwen2.5, Qwen3."""
+    """Qwen2, Qwen2.5."""
 
+    num_key_value_heads: Heads | None = 32
     use_sliding_window: Flag = None
     max_window_layers: Index | None = None
+
+
+class Qwen3(Qwen):
+    """Qwen3."""
+
+    head_dim: HeadSize | None = 128
 
 
 class Gemma2(Windowed):
     """Gemma-2."""
 
+    num_key_value_heads: Heads | None = 4
     head_dim: HeadSize | None = 256
-    hidden_activation: Activation | None = None
+    tie_word_embeddings: Flag = True
+    hidden_activation: Activation | None = "gelu_pytorch_tanh"
     query_pre_attn_scalar: Positive = 256
-    attn_logit_softcapping: Positive | None = None
-    final_logit_softcapping: Positive | None = None
+    sliding_window: Window | None = 4096
+    attn_logit_softcapping: Positive | None = 50.0
+    final_logit_softcapping: Positive | None = 30.0
 
 
 class Gemma3(Gemma2):
     """Gemma-3 (text)."""
 
+    attn_logit_softcapping: Positive | None = None
+    final_logit_softcapping: Positive | None = None
     sliding_window_pattern: Period | None = None
     underscored_pattern: Period | None = Field(None, alias="_sliding_window_pattern")
     rope_local_base_freq: Positive = 10000.0
@@ -177,12 +199,16 @@ class Mixtral(Experts, GroupedQuery):
     """Experts in every layer, each as wide as `intermediate_size`."""
 
     num_local_experts: ExpertCount
+    num_key_value_heads: Heads | None = 8
+    rms_norm_eps: Epsilon = 1e-5
+    rope_theta: Positive | None = 1e6
     sliding_window: Window | None = None
 
 
 class Qwen3Moe(Experts, Qwen):
     """Qwen3 with experts."""
 
+    num_key_value_heads: Heads | None = 4
     moe_intermediate_size: Size
     decoder_sparse_step: Period = 1
     mlp_only_layers: Annotated[list[Index], Field(max_length=1000)] | None = None
@@ -197,6 +223,7 @@ class Qwen3Moe(Experts, Qwen):
 class Qwen2Moe(Qwen3Moe):
     """Qwen1.5 and Qwen2 with experts, one of them shared."""
 
+    num_key_value_heads: Heads | None = 16
     shared_expert_intermediate_size: Size
     qkv_bias: Flag = None
 
@@ -204,19 +231,19 @@ class Qwen2Moe(Qwen3Moe):
 class DeepseekV3(Experts, Decoder):
     """DeepSeek-V3 and R1: latent attention, groups of experts, multi-token prediction."""
 
-    q_lora_rank: Size | None = None
+    q_lora_rank: Size | None = 1536
     kv_lora_rank: Size
     qk_nope_head_dim: HeadSize
     qk_rope_head_dim: HeadSize
     v_head_dim: HeadSize
     moe_intermediate_size: Size
-    n_shared_experts: Annotated[int, Field(ge=0, le=256)] | None = None
-    first_k_dense_replace: Index = 0
+    n_shared_experts: Annotated[int, Field(ge=0, le=256)] | None = 1
+    first_k_dense_replace: Index = 3
     moe_layer_freq: Period = 1
-    n_group: ExpertCount | None = None
-    topk_group: ExpertCount | None = None
+    n_group: ExpertCount | None = 8
+    topk_group: ExpertCount | None = 4
     topk_method: str | None = None
-    routed_scaling_factor: Positive = 1.0
+    routed_scaling_factor: Positive = 2.5
     num_nextn_predict_layers: Annotated[int, Field(ge=0, le=100)] | None = None
     rope_interleave: bool = True
     hidden_act: Activation = "silu"
@@ -253,6 +280,12 @@ class DeepseekV3(Experts, Decoder):
 
 class DeepseekV2(DeepseekV3):
     """DeepSeek-V2 and V2-Lite, which have groups with one of the methods only."""
+
+    n_shared_experts: Annotated[int, Field(ge=0, le=256)] | None = 2
+    first_k_dense_replace: Index = 0
+    n_group: ExpertCount | None = None
+    topk_group: ExpertCount | None = None
+    routed_scaling_factor: Positive = 1.0
 
     @property
     def num_groups(self) -> int:

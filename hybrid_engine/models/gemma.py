@@ -15,15 +15,6 @@ from hybrid_engine.models.llama import Traits, family_table
 from hybrid_engine.models.table import ModelTable, Serving
 from hybrid_engine.models.variants import Extras, windows_by_type
 
-DEFAULTS: dict[str, Any] = {
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "tie_word_embeddings": True,
-}
-"""What transformers takes where a config.json says nothing."""
-
 TRAITS = Traits(
     pre_mlp_norm="pre_feedforward_layernorm", post_norms=("post_attention_layernorm", "post_feedforward_layernorm")
 )
@@ -31,7 +22,6 @@ TRAITS = Traits(
 
 def gemma2(config: Mapping[str, Any]) -> ModelTable:
     """Every second layer, from the first on, sees a window."""
-    config = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, **DEFAULTS, **config}
     extras = Extras(
         windows=windows_by_type(_layer_types(config, period=2), config["sliding_window"]),
         attention_softcap=config["attn_logit_softcapping"],
@@ -42,7 +32,7 @@ def gemma2(config: Mapping[str, Any]) -> ModelTable:
 
 def gemma3(config: Mapping[str, Any]) -> ModelTable:
     """All but every sixth layer see a window, and have a rotary base of their own."""
-    config = {**DEFAULTS, **config}
+    config = dict(config)
     period = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
     rope = config.get("rope_parameters")
     if rope is None:  # as transformers 4 wrote it

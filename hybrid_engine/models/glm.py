@@ -33,7 +33,7 @@ def glm4(config: Mapping[str, Any]) -> ModelTable:
 
 def _table(config: Mapping[str, Any], traits: Traits) -> ModelTable:
     return family_table(
-        {"rms_norm_eps": 1.5625e-07, **config},
+        config,
         traits,
         Extras(post_norms=bool(traits.post_norms)),
         transformer={"rotary_interleaved": True},

@@ -21,7 +21,6 @@ EMBEDDING, POSITIONS, HEAD = "transformer.wte.weight", "transformer.wpe.weight",
 
 def gpt2(config: Mapping[str, Any]) -> ModelTable:
     """GPT-2 and models of its kind."""
-    config = {"activation_function": "gelu_new", "n_positions": 1024, **config}
     hidden, num_heads = config["n_embd"], config["n_head"]
     dims = ModelDims(
         num_layers=config["n_layer"],

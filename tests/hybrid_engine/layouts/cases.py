@@ -54,6 +54,7 @@ LATENT = {
     "hidden_size": 12,
     "moe_intermediate_size": 12,
     "first_k_dense_replace": 1,
+    "n_group": 1,
     "n_routed_experts": 4,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,

@@ -81,6 +81,25 @@ def test_what_transformers_writes_is_accepted(family: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_missing_key_means_what_it_means_to_transformers(family: str) -> None:
+    """And so to vLLM, which reads config.json by transformers' classes. Neither computes layers for multi-token
+    prediction: of these a model has what the file says."""
+    import transformers
+
+    config_class = getattr(transformers, f"{FAMILIES[family].transformers}Config")
+    for whole in (dict(FAMILIES[family].published), tiny_config(family)):
+        for key in whole.keys() - {"architectures", "num_nextn_predict_layers"}:
+            config = {name: value for name, value in whole.items() if name != key}
+            try:
+                table = table_for(config)
+            except ConfigError:
+                continue
+            filled = config_class.from_dict(dict(config)).to_dict()
+            assert table == table_for({**filled, "architectures": config["architectures"]}), f"without {key}"
+
+
+@pytest.mark.slow
 def test_names_are_those_of_transformers() -> None:
     from transformers.activations import ACT2FN
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
