@@ -178,7 +178,7 @@ def gaps_to_transformers(directory: str, num_tp: int, families: Sequence[str]) -
 
 
 def samplings() -> int:
-    """vLLM itself takes whatever a `Sampling` can be; how many were tried."""
+    """vLLM takes the extremes that are documented of every field of `Sampling`; how many were tried."""
     extremes: dict[str, Sequence[Any]] = {
         "n": (1, 16384),
         "temperature": (1e-5, 1, 2.0),
