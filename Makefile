@@ -89,7 +89,8 @@ help: ## Show this help
 	@echo '  MEGATRON      megatron-core of make core-tests ($(MEGATRON)); all: $(CORE_VERSIONS)'
 	@echo '  MEGATRON_LM   checkout of Megatron-LM, of make megatron-tests'
 	@echo '  VERSION       vLLM of make vllm-tests; copy and environment stay in build/'
-	@echo '  ARGS          options of make rl, for example "rl_config.iterations=5", and of make gpu-check: "--device cpu"'
+	@echo '  ARGS          options of make rl, for example "rl_config.iterations=5", and of pytest in make gpu-check: "-k stage1"'
+	@echo '  DEVICE        of make gpu-check: cuda, or cpu to see what can run without a GPU'
 	@echo '  DIR, HAVE     of make offline-bundle: where it goes; what pip list prints on the other machine'
 	@echo '  PYTEST_ARGS   more arguments for pytest, for example "-k planner -x"'
 	@echo '  VENV          environment to create and use ($(VENV))'
@@ -185,8 +186,10 @@ bench: $(ENV_READY) ## Time resharding beside its peers, as JSON (QUICK=1, ONLY=
 	$(PY) benchmarks/reshard.py --json '$(or $(JSON),runs/reshard.json)' \
 	    $(if $(QUICK),--quick) $(if $(ONLY),--only '$(ONLY)')
 
+# tests/conftest.py is for the rest of the suite; a wide line has the reason of what is skipped.
 gpu-check: $(ENV_READY) ## Check on this machine's GPUs what was written for them (ARGS=options, JSON=file)
-	$(PY) -m hybrid_engine check-gpu $(if $(JSON),--json '$(JSON)') $(ARGS)
+	COLUMNS=200 $(PY) -m pytest tests/gpu --confcutdir=tests/gpu -v --continue-on-collection-errors -p no:cacheprovider \
+	    --timeout 240 --device $(or $(DEVICE),cuda) $(if $(JSON),--records '$(JSON)') $(ARGS)
 
 offline-bundle: $(ENV_READY) ## Collect what gpu-check needs on a machine without registries (DIR=folder, HAVE=file)
 	$(if $(DIR),,$(error Name the folder: make offline-bundle DIR=folder))

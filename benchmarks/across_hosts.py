@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.flat_models import ModelShape
 from hybrid_engine.layouts.inference import inference_side
 from hybrid_engine.layouts.parallelism import InferenceParallelism, TrainParallelism
 from hybrid_engine.layouts.training import training_side
@@ -38,7 +39,6 @@ from hybrid_engine.switch.weight_container import FillReport, WeightContainer
 from hybrid_engine.transports.relay_buffers import RelayBuffers
 from hybrid_engine.transports.router import TransportSet, export_handles
 from hybrid_engine.transports.wiring import Wiring
-from hybrid_engine.verification.gpu.flat_models import ModelShape
 
 WARM_UP = 1
 

@@ -10,7 +10,7 @@
 
 Every time is the median of the repeats, with the time of its floor (the plain copy) and `of_floor`, floor over time: 1
 is as fast as the floor. Bytes are beside those they are a share of. A result that is wrong ends the script. `make
-gpu-check` takes the same figures, of a smaller model, and judges them.
+gpu-check` takes the same figures, of a smaller model, and judges them (tests/gpu/test_stage1_memory.py).
 
 Needs a GPU; without one it says so and ends with 2. `--device cpu` runs a tiny model on the CPU with a model of CUDA's
 driver, to see that the script works: those times mean nothing. **The GPU part has never run yet.**
@@ -29,12 +29,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.flat_models import TINY, ModelShape, rank_job
+from benchmarks.offload_figures import offload_figures, reshard_figures
+from benchmarks.pull_figures import PullTask, pull_figures
+from benchmarks.targets import SIMULATED, target_named
+from benchmarks.timings import Memory, Timing
 from hybrid_engine.errors import TransportError
-from hybrid_engine.verification.gpu.flat_models import TINY, ModelShape, rank_job
-from hybrid_engine.verification.gpu.offload_figures import offload_figures, reshard_figures
-from hybrid_engine.verification.gpu.pull_figures import PullTask, pull_figures
-from hybrid_engine.verification.gpu.targets import SIMULATED, target_named
-from hybrid_engine.verification.gpu.timings import Memory, Timing
 
 NO_GPU = 2
 """Exit status without a GPU."""
@@ -43,7 +43,7 @@ BUCKET_NBYTES, TINY_BUCKET_NBYTES = 256 * 2**20, 2**15
 
 def measure(target_name: str, shape: ModelShape, bucket_nbytes: int, repeat: int) -> dict[str, Any]:
     """Every figure, and what could not be measured with the reason."""
-    job = rank_job(shape, "tp=1,dp=1", "tp=1", 0, bucket_nbytes)
+    job = rank_job(shape, 1, 0, bucket_nbytes)
     missing = {}
     with target_named(target_name) as target:
         figures = [*offload_figures(target, job.source.numel, repeat), *reshard_figures(target, job, repeat)]

@@ -1,4 +1,4 @@
-"""Collects what a GPU machine without registries needs for `check-gpu`: `make offline-bundle DIR=… [HAVE=…]`.
+"""Collects what the checks of tests/gpu need on a machine without registries: `make offline-bundle DIR=… [HAVE=…]`.
 
 python -m offline.bundle DIRECTORY [--have FILE] [--last-stage N] [--cache DIRECTORY]
 """

@@ -1,7 +1,7 @@
-"""Unpacks this folder of an offline bundle, and runs `check-gpu` with what has been unpacked so far.
+"""Unpacks this folder of an offline bundle, and runs the checks on GPUs with what has been unpacked so far.
 
     python3 1/run.py PLACE --unpack                   each folder in turn, in any order
-    python3 2/run.py PLACE [check-gpu's options]      the last one: stages 1 and 2 unless told otherwise
+    python3 2/run.py PLACE [pytest's options]         the last one: stages 1 and 2 unless -k says otherwise
 
 PLACE is a folder that is made, and stays between the calls. Needs Python's own library only.
 """
@@ -23,10 +23,13 @@ from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-USAGE = 2
-"""Exit status when something is missing, as check-gpu's."""
-ATTENTION = "attention_backend=TRITON_ATTN"
-"""FlashAttention's extension is not carried."""
+USAGE = 4
+"""Exit status when something is missing, as pytest's for wrong usage."""
+PYTEST = (
+    *("-v", "--continue-on-collection-errors", "-p", "no:cacheprovider", "--timeout", "240"),
+    *("--device", "cuda", "-k", "stage1 or stage2", "--vllm", "attention_backend=TRITON_ATTN"),
+)
+"""Options, which later ones override; FlashAttention's extension is not carried."""
 _UNPACKED, _TREE = "unpacked.json", "tree"
 
 
@@ -150,18 +153,19 @@ def what_differs(manifest: dict[str, Any]) -> list[str]:
 
 
 def environment(place: Path) -> dict[str, str]:
-    """Of check-gpu: what was unpacked comes first, and nothing is asked of a network."""
+    """Variables of the checks: what was unpacked comes first, and nothing is asked of a network."""
     libraries = [str(path) for entry in sys.path for path in sorted(Path(entry or ".").glob("nvidia/*/lib"))]
     shared = {
         "PYTHONPATH": [str(place / "tree"), str(place / "packages"), os.environ.get("PYTHONPATH", "")],
         "LD_LIBRARY_PATH": [*libraries, os.environ.get("LD_LIBRARY_PATH", "")],
     }
     paths = {name: os.pathsep.join(filter(None, values)) for name, values in shared.items()}
-    return {**os.environ, **paths, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    return {**os.environ, **paths, **offline, "COLUMNS": "200"}
 
 
 def main(arguments: list[str]) -> int:
-    """Unpack; then run check-gpu, whose exit status is returned."""
+    """Unpack; then run pytest, whose exit status is returned."""
     if not arguments or arguments[0].startswith("-"):
         print(__doc__, file=sys.stderr)
         return USAGE
@@ -178,9 +182,8 @@ def main(arguments: list[str]) -> int:
     if 1 in missing:
         print("not even stage 1 can run: unpack the folders that are named above", file=sys.stderr)
         return USAGE
-    stages = [] if "--stage" in options else ["--stage", "1", "--stage", "2"]
-    attention = [] if "--vllm" in options else ["--vllm", ATTENTION]
-    command = [sys.executable, "-m", "hybrid_engine", "check-gpu", *stages, *attention, *options]
+    checks = place / "tree" / "tests" / "gpu"
+    command = [sys.executable, "-m", "pytest", str(checks), f"--confcutdir={checks}", *PYTEST, *options]
     return subprocess.run(command, env=environment(place)).returncode
 
 

@@ -3,6 +3,7 @@
     harness/      what tests run on: ranks, marks, kills at every step, small disks
     zoo/          the small models: a registry of families, as transformers, Megatron and vLLM hold them
     hybrid_engine/end_to_end      both engines in one job; hybrid_engine/verification/matrix.py: every layout and family
+    gpu/          checks of what was written for GPUs (make gpu-check), as far as possible on the CPU too
     faults/       real jobs that are broken on purpose (make test-faults)
     megatron_lm/  Megatron-LM's own unit tests, with our hooks and without
 
@@ -13,7 +14,7 @@ Marks:
     engines   builds Megatron or vLLM on them. Given by the fixture `engines`; a rank that does so without it fails
     slow      takes more than a few seconds
     faults    left out unless asked for by `-m faults`
-    gpu       needs a CUDA device
+    gpu       needs a CUDA device, or as many as its argument says
 
 `make test-fast` is `-m "not ranks and not slow"`: after every change. `make test` is all but `faults`.
 

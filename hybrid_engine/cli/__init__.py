@@ -1,18 +1,18 @@
-"""The command line: `hybrid-engine plan …`, `verify …`, `check-gpu …` and `example …`; `python -m hybrid_engine` too.
+"""The command line: `hybrid-engine plan …`, `verify …`, `env` and `example …`; `python -m hybrid_engine` too.
 
     plan_command.py       `plan`: its options, checked; the work is done by advisor/
     plan_tables.py        its answer as the verdict and tables
     verify_command.py     `verify`: its options, checked, and its verdict; the work is done by verification/
-    check_gpu_command.py  `check-gpu`: its options, checked, and its lines; the work is done by verification/gpu/
+    env_command.py        `env`: facts of this machine; the work is done by verification/machine.py
     example_command.py    `example`: copies the examples out of the package
     options.py            what the commands' options have in common
     output.py             writing an answer, to whatever reads it
 
 Exit status:
     0   the command succeeded and found nothing wrong
-    1   `verify` found a difference, or `check-gpu` something red
+    1   `verify` found a difference
     2   the request is invalid, and every reason was printed before anything started; or the answer could not be
-        written; or something of `check-gpu` could not run, and nothing was red
+        written
     3   `plan`: the job does not fit its devices or hosts. `verify`: the ranks ended without a verdict; their output is
         printed
 """
@@ -24,7 +24,7 @@ from typing import Annotated
 import typer
 
 import hybrid_engine
-from hybrid_engine.cli.check_gpu_command import check_gpu
+from hybrid_engine.cli.env_command import env
 from hybrid_engine.cli.example_command import example
 from hybrid_engine.cli.plan_command import plan
 from hybrid_engine.cli.verify_command import verify
@@ -54,7 +54,7 @@ def main(
 
 app.command()(plan)
 app.command()(verify)
-app.command()(check_gpu)
+app.command()(env)
 app.command()(example)
 
 __all__ = ["app"]

@@ -2,7 +2,7 @@
 
 Written against `cuda.bindings.driver` (package cuda-bindings, 12.x and 13.x) and NVIDIA's "Virtual Memory Management"
 chapter of the driver API. **Never run on a GPU yet**: the tests drive it with a model of the driver on the CPU
-(verification/gpu/fake_cuda_driver.py), and `check-gpu` and the tests marked gpu wait for a machine with one.
+(tests/harness/fake_cuda_driver.py), and tests/gpu and the tests marked gpu wait for a machine with one.
 
 The rules that the callers keep:
     an address range is reserved whole, chunks are mapped into it and unmapped from it whole

@@ -17,6 +17,7 @@ weights come from a new checkpoint each time.
     comparison.py    on one rank: change the weights, switch, compare
     reference.py     what transformers computes, in a process of its own
     verdict.py       what was found, and when that is a fault
+    machine.py       facts of the machine, for bug reports: `python -m hybrid_engine env`
 
 Called by cli/verify_command.py and by the matrix of the tests (`make matrix`).
 """

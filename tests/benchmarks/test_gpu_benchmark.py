@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from benchmarks import gpu
+from benchmarks.flat_models import TINY, RankJob, rank_job
+from benchmarks.timings import raise_unless_written
 from hybrid_engine.errors import TransportError
 from hybrid_engine.planning.plan import Link, Transfer
 from hybrid_engine.records.layout import BufferId, Extent, Place
 from hybrid_engine.transports.copies import copy_straight
 from hybrid_engine.transports.shared_memory import source_extents
-from hybrid_engine.verification.gpu.flat_models import TINY, RankJob, rank_job
-from hybrid_engine.verification.gpu.timings import raise_unless_written
 
 HEAD_DIM = TINY.hidden_size // TINY.num_heads
 
@@ -25,10 +25,10 @@ def numbered(job: RankJob) -> torch.Tensor:
     return torch.arange(job.source.numel, dtype=torch.float64) + 1e6 * job.rank
 
 
-@pytest.mark.parametrize(("train", "num_ranks"), [("tp=1,dp=1", 1), ("tp=2,dp=1", 2)])
-def test_reshard_takes_the_interleaved_projections_apart(train: str, num_ranks: int):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_reshard_takes_the_interleaved_projections_apart(num_ranks: int):
     """Per query group Megatron's rows are queries, key, value: put together again they are a run of the source."""
-    jobs = [rank_job(TINY, train, "tp=1", rank, 2**14) for rank in range(num_ranks)]
+    jobs = [rank_job(TINY, num_ranks, rank, 2**14) for rank in range(num_ranks)]
     sources = [numbered(job) for job in jobs]
     for job in jobs:
         found = {name: torch.full((buffer.numel,), torch.nan).double() for name, buffer in job.destinations.items()}
@@ -64,7 +64,7 @@ def test_extents_hold_what_is_read():
 
 
 def test_the_script_keeps_its_other_figures_where_pulls_are_forbidden(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """The pull itself: tests/hybrid_engine/verification/gpu/test_check_gpu.py."""
+    """The pull itself: tests/gpu/test_stage1_memory.py."""
 
     def forbidden(task: object) -> None:
         raise TransportError("not permitted")
@@ -78,7 +78,7 @@ def test_the_script_keeps_its_other_figures_where_pulls_are_forbidden(monkeypatc
     assert found["missing"] == {"pull": "not permitted"}
     timings = {each["name"]: each for each in found["timings"]}
     assert list(timings) == ["offload", "offload, the first", "onload", "onload, the first", "reshard"]
-    job = rank_job(TINY, "tp=1,dp=1", "tp=1", 0, 2**15)
+    job = rank_job(TINY, 1, 0, 2**15)
     assert timings["reshard"]["nbytes"] == job.source_nbytes
     assert timings["offload"]["nbytes"] == 14 * job.source.numel
     for each in timings.values():

@@ -37,13 +37,13 @@ def make_wheel(
 
 @pytest.fixture
 def items(tmp_path: Path) -> list[Item]:
-    """The tree has a check-gpu that prints its arguments, and writes its environment."""
+    """In the place of pytest is a package that prints its arguments and an environment variable."""
     modules = {"pure/__init__.py": b"found = 1", "pure-1.0.data/purelib/extra.py": b"extra = 2"}
     wheel = make_wheel(
         tmp_path, "pure", "1.0", files={**modules, "pure-1.0.data/scripts/pure": b"", "pure-1.0.data/": b""}
     )
     main = b"import json, os, sys, pure\nprint(json.dumps([sys.argv[1:], os.environ['HF_HUB_OFFLINE'], pure.found]))"
-    tree = [("hybrid_engine/__init__.py", b""), ("hybrid_engine/__main__.py", main)]
+    tree = [("pytest/__init__.py", b""), ("pytest/__main__.py", main)]
     return [
         archive("hybrid_engine.tar.xz", "tree", 1, tree),
         Item(wheel.name, "wheel", "packages", 1, wheel.read_bytes()),
@@ -127,25 +127,26 @@ def test_a_newer_bundle_takes_the_place_of_an_older_one(folders: list[Path], ite
     assert (place / "packages" / "vllm" / "large.so").read_bytes() == bytes(range(256)) * 400
 
 
-def test_check_gpu_runs_with_what_was_unpacked(folders: list[Path], tmp_path: Path) -> None:
-    place = str(tmp_path / "place")
+def test_pytest_runs_with_what_was_unpacked(folders: list[Path], tmp_path: Path) -> None:
+    place = tmp_path / "place"
     for folder in folders[:-1]:
-        assert there(folder, place, "--unpack").returncode == 0
-    ended = there(folders[0], place, "--json", "figures.json")
+        assert there(folder, str(place), "--unpack").returncode == 0
+    ended = there(folders[0], str(place), "--records", "figures")
     assert "large.so.xz of folder 1, 2, 3 is not unpacked" in ended.stderr
     arguments, offline, found = json.loads(ended.stdout)
-    stages = ["check-gpu", "--stage", "1", "--stage", "2", "--vllm", "attention_backend=TRITON_ATTN"]
-    assert (arguments, offline, found) == ([*stages, "--json", "figures.json"], "1", 1)
-    ended = there(folders[-1], place, "--stage", "1", "--vllm", "a=b")
+    checks = str(place / "tree" / "tests" / "gpu")
+    always = [checks, f"--confcutdir={checks}", *run.PYTEST]
+    assert (arguments, offline, found) == ([*always, "--records", "figures"], "1", 1)
+    ended = there(folders[-1], str(place), "-k", "stage1")
     assert "not unpacked" not in ended.stderr
-    assert json.loads(ended.stdout)[0] == ["check-gpu", "--stage", "1", "--vllm", "a=b"]
+    assert json.loads(ended.stdout)[0] == [*always, "-k", "stage1"]
 
 
 def test_without_the_first_stage_nothing_runs(folders: list[Path], tmp_path: Path) -> None:
     ended = there(folders[-1], str(tmp_path / "place"))
-    assert ended.returncode == 2
+    assert ended.returncode == run.USAGE
     assert "hybrid_engine.tar.xz of folder 1 is not unpacked" in ended.stderr
-    assert there(folders[-1]).returncode == 2
+    assert there(folders[-1]).returncode == run.USAGE
 
 
 def test_another_machine_than_the_bundle_was_made_for() -> None:
@@ -272,3 +273,8 @@ def test_the_list_has_what_our_own_packages_require() -> None:
     required = {Wanted(each, 1).name for each in project["dependencies"]}
     listed = {each.name for each in read_list(Path(bundle.__file__).with_name("wheels.txt"))}
     assert required - listed == {"torch", "jinja2"}  # the one is there, and requires the other
+
+
+def test_the_first_stage_has_pytest() -> None:
+    names = {each.name for each in read_list(Path(bundle.__file__).with_name("wheels.txt")) if each.stage == 1}
+    assert {"pytest", "pytest-timeout", "iniconfig", "pluggy", "packaging", "pygments"} <= names

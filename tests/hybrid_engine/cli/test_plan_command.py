@@ -411,7 +411,7 @@ def test_numbers_that_cannot_be_are_refused_at_once(option: str, value: str, tmp
     assert not result.stdout
 
 
-@pytest.mark.parametrize("command", ["plan", "verify", "check-gpu", "example"])
+@pytest.mark.parametrize("command", ["plan", "verify", "env", "example"])
 def test_help_cuts_nothing_off_in_a_narrow_terminal(command: str) -> None:
     result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"})
     options = {name for one in get_command(app).commands[command].params for name in (*one.opts, *one.secondary_opts)}

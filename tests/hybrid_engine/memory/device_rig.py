@@ -10,7 +10,7 @@ import torch
 from hybrid_engine.memory import device_pages, elastic
 from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.elastic import ElasticBuffer
-from hybrid_engine.verification.gpu.fake_cuda_driver import FakeCudaDriver
+from tests.harness.fake_cuda_driver import FakeCudaDriver
 
 GRANULE = 65536
 CHUNK = 2 * GRANULE

@@ -11,7 +11,7 @@ from hybrid_engine.errors import DeviceMemoryError, StateError
 from hybrid_engine.memory import cuda_driver, elastic
 from hybrid_engine.memory.cuda_driver import CudaDriver
 from hybrid_engine.memory.elastic import ElasticBuffer, allocate_elastic
-from hybrid_engine.verification.gpu.fake_cuda_driver import FakeCudaDriver
+from tests.harness.fake_cuda_driver import FakeCudaDriver
 from tests.hybrid_engine.memory.device_rig import GRANULE, Rig
 
 

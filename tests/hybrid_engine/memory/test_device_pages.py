@@ -1,4 +1,4 @@
-"""Elastic buffers in device memory, over a model of the driver on the CPU; verification/gpu has what a GPU is asked."""
+"""Elastic buffers in device memory, over a model of the driver on the CPU; tests/gpu has what a GPU is asked."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from hybrid_engine.memory.elastic import (
     reserve_elastic,
     restore_elastic,
 )
-from hybrid_engine.verification.gpu.fake_cuda_driver import GARBAGE
 from megatron_patches.optimizer_state import _Home
 from megatron_patches.optimizers import OptimizerTensor
+from tests.harness.fake_cuda_driver import GARBAGE
 from tests.harness.launch import REPO_ROOT
 from tests.hybrid_engine.memory.device_rig import CHUNK, GRANULE, Rig
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybrid_engine.backends.vllm.engine_settings import Sampling
 from hybrid_engine.config import HybridConfig, load_config
 from hybrid_engine.verification.cases import SEQ_LENGTH
 
-MAX_TOKENS = 16
+GREEDY = Sampling(temperature=0.0, max_tokens=16, ignore_eos=True)
 _ADAM_NBYTES = 18  # of a parameter with bfloat16
 _TINY = {
     "hidden_size": 128,
@@ -44,37 +45,21 @@ _PROMPT_LENGTHS = (5, 17, 8, 30)
 
 @dataclass(frozen=True)
 class SmallJob:
-    """What the processes of stage 2 are told.
+    """The job of one process; making it writes the model's config.json.
 
     Attributes:
-        directory: theirs, with the model's config.json below `model`.
+        directory: of all processes, with the model's config.json below `model`.
         device: "cuda" or "cpu".
         eager: without CUDA graphs, and without compilation on either side.
         vllm: further engine arguments of vLLM.
     """
 
-    directory: str
+    directory: Path
     device: str
     eager: bool
     vllm: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def mode(self) -> str:
-        """For the names of checks and files."""
-        return "eager" if self.eager else "graphs"
-
-    @property
-    def checkpoint(self) -> Path:
-        """Where the engines leave their weights."""
-        return Path(self.directory, self.mode, "checkpoint")
-
-    @property
-    def answers(self) -> Path:
-        """Where they leave their completions of these weights, as JSON."""
-        return Path(self.directory, self.mode, "completions.json")
-
-    def write_model(self) -> None:
-        """Write the model's config.json, and make room for what the engines leave."""
+    def __post_init__(self) -> None:
         sizes = _ON_A_GPU if self.device == "cuda" else _TINY
         config = {
             "architectures": ["Qwen3ForCausalLM"],
@@ -89,17 +74,27 @@ class SmallJob:
             "eos_token_id": 1,
             **sizes,
         }
-        model = Path(self.directory, "model")
-        model.mkdir(parents=True, exist_ok=True)
+        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        model = self.directory / "model"
+        model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(config, indent=2))
-        self.answers.parent.mkdir(exist_ok=True)
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where the engines leave their weights."""
+        return self.directory / ("eager" if self.eager else "graphs") / "checkpoint"
+
+    @property
+    def answers(self) -> Path:
+        """Where they leave their completions of these weights, as JSON."""
+        return self.checkpoint.with_name("completions.json")
 
     def config(self) -> HybridConfig:
-        """The checked configuration. Raises ConfigError."""
+        """Return the checked configuration. Raises ConfigError."""
         on_gpu = self.device == "cuda"
         return load_config(
             {
-                "model": str(Path(self.directory, "model")),
+                "model": str(self.directory / "model"),
                 "random_weights": True,
                 "actor_config": {
                     "params_dtype": "bfloat16" if on_gpu else "float32",
@@ -123,16 +118,12 @@ class SmallJob:
         )
 
     def prompts(self) -> list[list[int]]:
-        """Token ids."""
+        """Return token ids."""
         return [[(7 * start + 3 * at) % 500 for at in range(length)] for start, length in enumerate(_PROMPT_LENGTHS)]
-
-    def as_json(self) -> str:
-        """For a command line."""
-        return json.dumps(asdict(self))
 
 
 def differences(found: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> str:
-    """Where completions differ first; "" where they do not."""
+    """Say where completions differ first; "" where they do not."""
     for prompt, (one, other) in enumerate(zip(found, expected, strict=True)):
         if list(one) != list(other):
             at = next((at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), "the end")

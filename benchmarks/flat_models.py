@@ -1,4 +1,4 @@
-"""What stage 1 and benchmarks/gpu.py move: a Llama-like model as Megatron and vLLM hold it, without either engine.
+"""The model that benchmarks/gpu.py and tests/gpu move: Llama-like, as Megatron and vLLM hold it, without either engine.
 
 Megatron's side is one flat buffer per rank, with QKV interleaved by query group and gate and up fused; vLLM's side is a
 buffer for every tensor.
@@ -94,11 +94,10 @@ class RankJob:
         }
 
 
-def rank_job(shape: ModelShape, train: str, infer: str, rank: int, bucket_nbytes: int) -> RankJob:
-    """Plan the switch of all ranks, which are on one host; sizes are tensor parallel: `tp=2,dp=1`, `tp=1`."""
+def rank_job(shape: ModelShape, tensor: int, rank: int, bucket_nbytes: int) -> RankJob:
+    """Plan the switch of `tensor` ranks of one host, TP in training, to a whole copy on each."""
     table = table_for(shape.config())
-    world_size, infer_tp = (int(text.removeprefix("tp=").removesuffix(",dp=1")) for text in (train, infer))
-    training, inference = TrainParallelism(world_size, world_size), InferenceParallelism(world_size, infer_tp)
+    training, inference = TrainParallelism(tensor, tensor), InferenceParallelism(tensor)
     ranks = range(training.world_size)
     source_side, destination_side = training_side(table, training), inference_side(table, inference)
     source = Layout.merge(_in_one_buffer(source_side.layout_of(each), each) for each in ranks)

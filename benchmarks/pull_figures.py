@@ -16,16 +16,9 @@ from threading import BrokenBarrierError
 
 import torch
 
-from hybrid_engine.errors import TransportError
-from hybrid_engine.memory.elastic import allocate_elastic, export_tensor, open_peer
-from hybrid_engine.planning.plan import Transfer
-from hybrid_engine.records.layout import BufferId
-from hybrid_engine.transports.batched_copies import BatchedCopies
-from hybrid_engine.transports.copies import copy_straight
-from hybrid_engine.transports.shared_memory import SharedMemoryTransport
-from hybrid_engine.verification.gpu.flat_models import FLAT, ModelShape, RankJob, rank_job
-from hybrid_engine.verification.gpu.targets import Target, target_named
-from hybrid_engine.verification.gpu.timings import (
+from benchmarks.flat_models import FLAT, ModelShape, RankJob, rank_job
+from benchmarks.targets import Target, target_named
+from benchmarks.timings import (
     Timing,
     plain_device_copy,
     raise_unless_written,
@@ -33,6 +26,13 @@ from hybrid_engine.verification.gpu.timings import (
     synchronize,
     timing,
 )
+from hybrid_engine.errors import TransportError
+from hybrid_engine.memory.elastic import allocate_elastic, export_tensor, open_peer
+from hybrid_engine.planning.plan import Transfer
+from hybrid_engine.records.layout import BufferId
+from hybrid_engine.transports.batched_copies import BatchedCopies
+from hybrid_engine.transports.copies import copy_straight
+from hybrid_engine.transports.shared_memory import SharedMemoryTransport
 
 TIMEOUT = 120.0
 """Seconds that the two processes wait for each other."""
@@ -110,7 +110,7 @@ def pull(rank: int, task: PullTask, barrier: Barrier, other: Connection, result:
 def _pull(rank: int, task: PullTask, target: Target, barrier: Barrier, other: Connection) -> PullResult:
     torch.set_num_threads(1)
     device = target.device
-    job = rank_job(task.shape, "tp=2,dp=1", "tp=1", rank, task.bucket_nbytes)
+    job = rank_job(task.shape, 2, rank, task.bucket_nbytes)
     source = job.new_source(lambda numel, dtype: allocate_elastic(numel, dtype, target.elastic, "param"))
     destinations = job.new_destinations(device)
     synchronize(device)

@@ -1,4 +1,4 @@
-"""Where stage 1 measures: a GPU, or the CPU with the model of the driver in the driver's place."""
+"""Where figures are taken: a GPU, or the CPU with the model of the driver in the driver's place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from hybrid_engine.memory import device_pages, elastic
 from hybrid_engine.memory.cuda_driver import CudaDriver, driver_of, taken_nbytes
-from hybrid_engine.verification.gpu.fake_cuda_driver import FakeCudaDriver
+from tests.harness.fake_cuda_driver import FakeCudaDriver
 
 SIMULATED = "simulated"
 """Name of the target without a GPU; the others are named as torch names the device."""

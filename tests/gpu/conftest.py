@@ -1,0 +1,370 @@
+"""How the checks run: a process for each class, a line and a JSON record as each ends, one budget of time for all.
+
+The parent pytest collects, says why a check cannot run, and starts a second pytest for each class (or file without
+one), whose reports it hands on as they come. So a crash, a hang or a broken CUDA context costs one class.
+
+    parent   _Run.reports_of(item) -> lacking(...), or _Process.reports_of(item)
+    child    --inside DIRECTORY: writes what begins and each report to a file there, and all output to another
+
+What fails in a fixture fails the first check that needs it; the others are skipped, and name that one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import pytest
+
+from hybrid_engine.files.scratch import scratch_directory
+from hybrid_engine.ranks.launching import Ended, run_ranks
+from hybrid_engine.verification.machine import facts_of, this_machine
+from tests.gpu.needs import lacking
+from tests.harness import marks
+
+SECONDS_ON_ONE_GPU, SECONDS_ON_SEVERAL = 600.0, 3000.0
+"""Budgets of stages 1 and 2, and of stage 3 beside them, unless told otherwise."""
+MINUTES_ON_THE_CPU = ("test_stage2a_alone.py", "test_stage2c_fresh.py", "test_stage3_ranks.py")
+"""Files that `make test` leaves out: tests/faults/test_gpu_checks.py runs them."""
+REPORTS, OUTPUT = "reports", "output"
+"""Files of a child."""
+OUTPUT_TITLE = "Output of the process"
+_MOST_TEXT = 4000  # characters of what went wrong
+_SECONDS_BETWEEN_LOOKS = 0.05
+
+_RUN = pytest.StashKey["_Run"]()
+
+
+class Noted(Protocol):
+    """The fixture `noted`."""
+
+    def __call__(self, figure: str, limit: str = "", **values: float) -> None:
+        """Say what was measured: text for the line, the limit that it is judged by, numbers in bytes and seconds."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("checks on GPUs")
+    group.addoption("--device", choices=("cuda", "cpu"), help="cpu: what can run without a GPU, to see that it works")
+    group.addoption("--budget", type=float, help="seconds for all checks together; later ones are skipped")
+    group.addoption("--records", metavar="FILE", help="write a line of JSON for the machine, and for each check")
+    group.addoption("--vllm", action="append", default=[], metavar="NAME=VALUE", help="an engine argument of vLLM")
+    group.addoption("--inside", help=argparse.SUPPRESS)
+
+
+# -- in a child --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def device(pytestconfig: pytest.Config) -> str:
+    """Where the checks run: "cuda" or "cpu"."""
+    return pytestconfig.getoption("device")
+
+
+@pytest.fixture(scope="session")
+def vllm_arguments(pytestconfig: pytest.Config) -> dict[str, Any]:
+    """Further engine arguments of vLLM."""
+    return engine_arguments(pytestconfig.getoption("vllm"))
+
+
+@pytest.fixture(scope="session")
+def shared(pytestconfig: pytest.Config) -> Path:
+    """A directory of all processes of one run."""
+    return Path(pytestconfig.getoption("inside")).parent
+
+
+@pytest.fixture
+def noted(record_property: Any) -> Noted:
+    """A function that notes what was measured; see `Noted`."""
+
+    def note(figure: str, limit: str = "", **values: float) -> None:
+        record_property("figure", figure + f"; {limit}" * bool(limit))
+        record_property("values", values)
+
+    return note
+
+
+class _Inside:
+    """Writes what begins, and each report."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config, directory = config, Path(config.getoption("inside"))
+        self._file, self._output = (directory / REPORTS).open("a"), (directory / OUTPUT).open("ab")
+        for stream in (1, 2):  # of what is compiled, and of processes started here, too
+            os.dup2(self._output.fileno(), stream)
+        self._failed = dict[int, tuple[BaseException, str]]()  # by id: an error of a setup, and its first check
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._write({"begun": nodeid, "output_starts": os.fstat(self._output.fileno()).st_size})
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        line = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._write(line)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+        """Skip what needs a fixture that has failed before: pytest raises its error again."""
+        report = yield
+        if report.when == "setup" and report.failed and call.excinfo is not None:
+            error = call.excinfo.value
+            _, first = self._failed.setdefault(id(error), (error, item.name))
+            if first != item.name:
+                report.outcome, report.longrepr = "skipped", _skipped_at(item, f"needs what failed in {first}")
+        return report
+
+
+# -- in the parent -----------------------------------------------------------------------------------------------------
+
+
+class _Run:
+    """All checks of one pytest.
+
+    Without `--device`, as in `make test`, on the CPU and without a budget.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config, self._told = config, config.getoption("device", None)
+        self.device = self._told or "cpu"
+        engine_arguments(config.getoption("vllm", []))
+        ends = ExitStack()
+        config.add_cleanup(ends.close)
+        self.directory = ends.enter_context(scratch_directory("hybrid-engine-gpu-checks-"))
+        self.machine = this_machine()
+        default = SECONDS_ON_ONE_GPU + SECONDS_ON_SEVERAL * (self.machine.num_gpus > 1)
+        self.seconds = (config.getoption("budget") or default) if self._told else math.inf
+        self._ends_at = time.monotonic() + self.seconds
+        self._groups: dict[str, tuple[_Process, dict[str, list[str]]]] = {}
+        self._records = None
+        if path := config.getoption("records", None):
+            self._records = ends.enter_context(_opened(path))
+            self._record(device=self.device, budget_seconds=self.seconds, facts=facts_of(self.machine))
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self._ends_at - time.monotonic()
+
+    @property
+    def over(self) -> str:
+        """The reason of what is skipped for lack of time."""
+        return f"the {self.seconds:g} s for all checks were over: --budget gives more, -k chooses fewer"
+
+    def reports_of(self, item: pytest.Item) -> list[pytest.TestReport]:
+        """Run a check, if it can run here, and record it."""
+        group = _group(item)
+        if group not in self._groups:
+            self._groups[group] = self._begun([each for each in item.session.items if _group(each) == group])
+        process, reasons = self._groups[group]
+        why = reasons[item.nodeid]
+        reports = [_skipped(item, "; ".join(why))] if why else process.reports_of(item)
+        last = next((each for each in reports if not each.passed), reports[-1])
+        properties = {name: value for each in reports for name, value in each.user_properties}
+        seconds = sum(each.duration for each in reports)
+        reason = last.longrepr[2].removeprefix("Skipped: ") if last.skipped else last.longreprtext[-_MOST_TEXT:]
+        output = dict(last.sections).get(OUTPUT_TITLE, "")
+        self._record(
+            check=item.nodeid, outcome=last.outcome, seconds=seconds, **properties, reason=reason, output=output
+        )
+        return reports
+
+    def _lacking(self, item: pytest.Item) -> list[str]:
+        marker, found = item.get_closest_marker("gpu"), re.search(r"stage(\d)", item.path.name)
+        num_gpus = 0 if marker is None else next(iter(marker.args), 1)
+        return lacking(int(found[1]) if found else 1, self.device, num_gpus, self.machine)
+
+    def _begun(self, items: Sequence[pytest.Item]) -> tuple[_Process, dict[str, list[str]]]:
+        """Begin what can run, and say why the rest cannot, by what is free before."""
+        reasons = {item.nodeid: self._lacking(item) for item in items}
+        return _Process(self, len(self._groups), [item for item in items if not reasons[item.nodeid]]), reasons
+
+    def _record(self, **record: Any) -> None:
+        if self._records is not None:
+            self._records.write(json.dumps(record) + "\n")
+            self._records.flush()
+
+
+class _Process:
+    """The process of one class."""
+
+    def __init__(self, run: _Run, number: int, items: Sequence[pytest.Item]) -> None:
+        self._run, self._items = run, items
+        self._directory = run.directory / str(number)
+        self._directory.mkdir()
+        self._ended: Ended | None = None
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        config = self._run.config
+        arguments = ["-m", "pytest", "-qq", "--no-header", "--no-summary", "-s", "--timeout-method=thread"]
+        arguments += ["-pno:cacheprovider", "-pno:warnings", "-pno:logging", "-pno:xdist"]
+        arguments += ["--device", self._run.device]
+        arguments += [f"--confcutdir={Path(__file__).parent}", f"--rootdir={config.rootpath}"]
+        arguments += [f"--inside={self._directory}", f"--basetemp={self._directory / 'tmp'}"]
+        arguments += [f"--vllm={each}" for each in config.getoption("vllm", [])]
+        if seconds := config.getoption("timeout", None):
+            arguments.append(f"--timeout={seconds}")
+        arguments += [item.nodeid for item in self._items]
+        if self._items and self._run.left > 0:
+            own = {"PYTEST_ADDOPTS": ""}
+            self._ended = run_ranks(arguments, 1, self._run.left, environment=own, directory=config.rootpath)
+
+    def reports_of(self, item: pytest.Item) -> list[pytest.TestReport]:
+        """Wait until a check is over, or the process: with its last check it gives back what it has of the GPU."""
+        is_last = item is self._items[-1]
+        while True:
+            has_ended = not self._thread.is_alive()  # asked first: what it wrote before its end is read then
+            lines = list(self._lines())
+            own = [line for line in lines if line.get("nodeid") == item.nodeid]
+            is_over = any(line["when"] == "teardown" for line in own)
+            if has_ended or (is_over and not is_last):
+                break
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        hook, config = self._run.config.hook, self._run.config
+        found = [hook.pytest_report_from_serializable(config=config, data=line) for line in own]
+        starts = {line["begun"]: line["output_starts"] for line in lines if "begun" in line}
+        if not is_over:
+            found.append(self._unfinished(item, starts.keys()))
+        elif is_last and self._ended is not None and self._ended.status not in (0, 1, None):  # pytest's own: 0 and 1
+            found.append(_report(item, "failed", f"{self._how}, after its checks", "teardown"))
+        for report in found:
+            if report.skipped:
+                report.longrepr = tuple(report.longrepr)  # JSON made a list of it
+            if report.failed:
+                report.sections.append((OUTPUT_TITLE, self._output(starts.get(item.nodeid, 0))))
+        return found
+
+    def _output(self, start: int) -> str:
+        """Return the last of what was written since, and what was before the file was there."""
+        path = self._directory / OUTPUT
+        text = path.read_bytes()[start:].decode(errors="replace") if path.is_file() else ""
+        return text[-_MOST_TEXT:] + (self._ended.output[-_MOST_TEXT:] if self._ended else "")
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        """Whole lines: the process may be writing one, or have died in the middle of it."""
+        path = self._directory / REPORTS
+        text = path.read_text() if path.is_file() else ""
+        yield from map(json.loads, text[: text.rfind("\n") + 1].splitlines())
+
+    def _unfinished(self, item: pytest.Item, begun: Collection[str]) -> pytest.TestReport:
+        """Report a check of a process that has ended: its time was over, it crashed, or it never got there."""
+        if self._ended is None or self._ended.status is None:
+            return _skipped(item, self._run.over)
+        if item.nodeid in begun or (not begun and item is self._items[0]):
+            return _report(item, "failed", self._how)
+        return _skipped(item, f"not reached: {self._how}")
+
+    @property
+    def _how(self) -> str:
+        assert self._ended is not None
+        assert self._ended.status is not None
+        status = self._ended.status
+        return f"its process was ended by signal {-status}" if status < 0 else f"its process ended with status {status}"
+
+
+def _skipped(item: pytest.Item, reason: str) -> pytest.TestReport:
+    return _report(item, "skipped", _skipped_at(item, reason))
+
+
+def _skipped_at(item: pytest.Item, reason: str) -> tuple[str, int, str]:
+    return str(item.path), (item.location[1] or 0) + 1, f"Skipped: {reason}"
+
+
+def _report(item: pytest.Item, outcome: Any, why: Any, when: Any = "call") -> pytest.TestReport:
+    return pytest.TestReport(item.nodeid, item.location, {item.name: 1}, outcome, why, when)
+
+
+def _group(item: pytest.Item) -> str:
+    """Name what shares a process: a class, or a file without one."""
+    return item.nodeid.rpartition("::")[0]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("inside", None):
+        config.pluginmanager.register(_Inside(config), "gpu-checks-inside")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    if config.getoption("inside") or not config.getoption("device") or config.option.collectonly:
+        return []
+    run = _run_of(config)
+    lines = [f"{name}: {value}" for name, value in facts_of(run.machine).items()]
+    if run.device == "cpu":
+        lines.append("Without a GPU: contents and bytes are checked, times mean nothing, and no line of CUDA runs.")
+    return [*lines, f"time for all checks: {run.seconds:g} s (--budget)"]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if collection_path.name in MINUTES_ON_THE_CPU and not config.getoption("device", None) else None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if not item.config.getoption("inside", None):
+        item.add_marker(pytest.mark.timeout(0), append=False)  # the child's own limit counts
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    if item.config.getoption("inside", None) or not item.path.is_relative_to(Path(__file__).parent):
+        return None
+    marks.running(item)
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in _run_of(item.config).reports_of(item):
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] | None:
+    """Show the figure in a check's line."""
+    figure = dict(report.user_properties).get("figure") if hasattr(report, "user_properties") else None
+    if report.when != "call" or report.skipped or figure is None:
+        return None
+    return report.outcome, "." if report.passed else "F", f"{report.outcome.upper()} {figure}"
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Have a run on GPUs in which nothing could run end as one without tests."""
+    told = session.config.getoption("device", None) == "cuda"
+    reporter = session.config.pluginmanager.getplugin("terminalreporter")
+    if told and session.exitstatus == 0 and not session.config.getoption("inside") and not reporter.stats.get("passed"):
+        session.exitstatus = pytest.ExitCode.NO_TESTS_COLLECTED
+
+
+def _run_of(config: pytest.Config) -> _Run:
+    if _RUN not in config.stash:
+        config.stash[_RUN] = _Run(config)
+    return config.stash[_RUN]
+
+
+def engine_arguments(texts: Sequence[str]) -> dict[str, Any]:
+    """Read name=value; values as in JSON, or else texts. Raises UsageError with what gives none."""
+    if wrong := [text for text in texts if not all(text.partition("="))]:
+        raise pytest.UsageError(f"--vllm {', '.join(wrong)}: write name=value")
+    return {name: _value_of(value) for name, _, value in (text.partition("=") for text in texts)}
+
+
+def _opened(path: str) -> IO[str]:
+    try:
+        return Path(path).open("w")
+    except OSError as error:
+        raise pytest.UsageError(f"--records {path}: {error.strerror}") from error
+
+
+def _value_of(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

