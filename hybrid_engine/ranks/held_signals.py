@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -46,5 +46,6 @@ def signals_held() -> Iterator[None]:
         is_held = False
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in came:
-            signal.raise_signal(number)
+        with ExitStack() as handlers:  # each even if another raises; sent again, a signal would count twice (wakeup fd)
+            for number in reversed(came):
+                handlers.callback(before[number], number, None)

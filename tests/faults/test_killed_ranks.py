@@ -26,7 +26,7 @@ KILLS = {
     "exchange of layouts": Fault("kill", "hybrid_engine.switch.rendezvous:_make_plan"),
     "fill": Fault("kill", "hybrid_engine.switch.weight_container:WeightContainer.fill", call=3),
     "commit": Fault("kill", "hybrid_engine.backends.vllm.weights.adaptor:VllmAdaptor.commit", call=3),
-    "generate": Fault("kill", "hybrid_engine.backends.vllm.engine:InferenceEngine._run", call=3),
+    "generate": Fault("kill", "hybrid_engine.backends.vllm.engine:InferenceEngine._run", call=4),
 }
 
 DECODING = Fault("kill", "vllm.v1.worker.gpu_model_runner:GPUModelRunner.execute_model", call=30)

@@ -24,7 +24,7 @@ FAULTS = {
     "train step": Fault("raise", "hybrid_engine.trainer.megatron.train_engine:TrainEngine.train_step", call=8),
     "transports run": Fault("raise", "hybrid_engine.transports.router:TransportSet.run", call=2),
     "transports prepare": Fault("raise", "hybrid_engine.transports.router:TransportSet.prepare", call=2),
-    "generate": Fault("raise", f"{ENGINE}._run", call=3),
+    "generate": Fault("raise", f"{ENGINE}._run", call=4),
     "vLLM's start, before its groups": Fault("raise", f"{WORKER}.init_device"),
     "vLLM's start, memory": Fault("raise", f"{WORKER}.determine_available_memory"),
     "vLLM's start, warm-up": Fault("raise", f"{WORKER}.compile_or_warm_up_model"),
