@@ -146,5 +146,5 @@ def test_the_script_trains_saves_and_is_resumed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"samples_per_prompt": 0}, {"max_tokens": -1}, {"samples_per_prompt": 10**6}])
 def test_rollouts_that_vllm_would_refuse_are_refused_first(change: dict[str, int]) -> None:
     sizes = {"samples_per_prompt": 2, "max_tokens": 4, "batch_size": 4, "steps": 1, "seq_length": 16, "seed": 0}
-    with pytest.raises(ConfigError, match=r"sampling\.(n|max_tokens): .* is not possible"):
+    with pytest.raises(ConfigError, match=r"sampling\.(n|max_tokens): Input should be"):
         RolloutSettings(data=Path("data"), **{**sizes, **change})

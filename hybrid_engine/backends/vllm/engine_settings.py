@@ -60,14 +60,15 @@ def _listed(value: Any) -> Any:
 
 
 _Whole = Annotated[int, Field(ge=0, lt=2**31)]
+_Share = Annotated[float, Field(ge=0, le=1)]
 _Text = Annotated[str, Field(min_length=1)]
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled; temperature 0 is greedy. Raises ArgumentError with every value of a wrong type.
+    """How tokens are sampled; temperature 0 is greedy. Raises ArgumentError with every value that cannot be.
 
-    `vllm.SamplingParams` is made of it where it is used, which checks ranges.
+    `vllm.SamplingParams` is made of it where it is used, which checks what values mean together.
 
     Attributes:
         n: completions per prompt; 1 when greedy.
@@ -87,18 +88,18 @@ class Sampling:
         min_tokens: a completion has so many tokens before it may end.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
+    n: Annotated[int, Field(ge=1, le=2**14)] = 1
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: _Whole = 0
-    max_tokens: _Whole | None = 16
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = 16
     seed: Annotated[int, Field(ge=0, le=2**62)] | None = None
     logprobs: bool = True
     stop_token_ids: Annotated[tuple[_Whole, ...], BeforeValidator(_listed)] = ()
     ignore_eos: bool = False
     stop: Annotated[tuple[_Text, ...], BeforeValidator(_listed)] = ()
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    min_p: _Share = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     min_tokens: _Whole = 0
 
     def __new__(cls, *_: object, **given: object) -> Sampling:

@@ -33,17 +33,17 @@ def test_impossible_sizes_are_refused(sizes: InferenceParallelism, message: str)
 
 
 WRONG_SAMPLING: list[dict[str, Any]] = [
-    *({"n": value} for value in ("n", 1.5, True, None)),
-    *({"temperature": value} for value in (float("nan"), float("inf"), "hot", None, True)),
-    *({"top_p": value} for value in (float("nan"), "x", None)),
+    *({"n": value} for value in ("n", 1.5, True, None, 0, -1, 10**6)),
+    *({"temperature": value} for value in (float("nan"), float("inf"), "hot", None, True, -1, 2.5)),
+    *({"top_p": value} for value in (float("nan"), "x", None, 0, 7)),
     *({"top_k": value} for value in (-1, 1.5, 2**40, "x")),
-    *({"max_tokens": value} for value in ("abc", -5, 2**40, 1.0)),
+    *({"max_tokens": value} for value in ("abc", -5, 2**40, 1.0, 0)),
     *({"seed": value} for value in ("x", -1, 2**70, 1.5, False)),
     *({"stop_token_ids": value} for value in (5, "12", [-1], ["x"], [1.5], None, {1: 2}, [2**40])),
     *({key: value} for key in ("logprobs", "ignore_eos") for value in (1, None, "yes")),
     *({"stop": value} for value in (5, [1], [""], None, b"x", ["a", None])),
-    *({"min_p": value} for value in ("x", None, True)),
-    *({"repetition_penalty": value} for value in (float("inf"), float("nan"), None)),
+    *({"min_p": value} for value in ("x", None, True, -0.1, 1.5)),
+    *({"repetition_penalty": value} for value in (float("inf"), float("nan"), None, 0, -1)),
     *({"min_tokens": value} for value in (-1, 1.5, None)),
 ]
 
@@ -57,19 +57,12 @@ def test_sampling_that_cannot_be_is_refused_where_it_is_made(values: dict[str, A
     assert finding.remedy
 
 
-OUT_OF_RANGE: list[dict[str, Any]] = [
-    *({"n": value} for value in (0, -1, 10**6)),
-    *({"temperature": value} for value in (-1, 2.5)),
-    *({"top_p": value} for value in (0, 7)),
-    *({"min_p": value} for value in (-0.1, 1.5)),
-    *({"repetition_penalty": value} for value in (0, -1)),
-    *({"min_tokens": 17}, {"max_tokens": 0}, {"n": 2, "temperature": 0.0}),
-]
+TOGETHER: list[dict[str, Any]] = [{"min_tokens": 17}, {"n": 2, "temperature": 0.0}]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("values", OUT_OF_RANGE, ids=str)
-def test_ranges_are_vllms_own(values: dict[str, Any]) -> None:
+@pytest.mark.parametrize("values", TOGETHER, ids=str)
+def test_what_values_mean_together_vllm_checks(values: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match=f"sampling: vLLM refuses it: .*{next(iter(values))}"):
         sampling_params(Sampling(**values))
 
