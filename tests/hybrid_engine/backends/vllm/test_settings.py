@@ -71,7 +71,7 @@ def test_everything_wrong_with_sampling_is_said_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Sampling(n="n", temperature="hot", top_p=None, top_k="k", max_tokens=-1, seed=-1, logprobs=2, stop_token_ids=5)
     assert len(caught.value.findings) == 8
-    assert "sampling.max_tokens: Input should be greater than or equal to 0, found -1. Correct" in str(caught.value)
+    assert "sampling.max_tokens: Input should be greater than or equal to 1, found -1. Correct" in str(caught.value)
 
 
 def test_an_unknown_name_is_answered_with_ours() -> None:
