@@ -79,11 +79,11 @@ class Engine(engine.ScriptEngine):
         return self.rig.training
 
     def build(self) -> None:
-        def vllm(config: Any, table: Any, layouts: Any, job: Job) -> FakeVllm:
+        def vllm(config: Any, table: Any, layouts: Any, job: Job, *_: Any) -> FakeVllm:
             self._at("vllm")
             return FakeVllm(self.rig.script, job)
 
-        with mock.patch("hybrid_engine.attaching.engine_beside.build_inference_engine", vllm):
+        with mock.patch("hybrid_engine.assembly.build_inference_engine", vllm):
             self.attach(["chunk"], None, 0)
 
 
@@ -162,7 +162,7 @@ def test_the_other_rank_is_told(outcomes: list[dict[str, str]], case: str, rank:
 def test_a_rank_that_left_between_two_agreements_ends_the_wait_of_the_other(outcomes: list[dict[str, str]]) -> None:
     assert [one["vllm's end"] for one in outcomes] == ["in time", "in time"]
     assert outcomes[1]["vllm"] == "OSError: disk full"
-    assert outcomes[0]["vllm"].startswith("LostRankError: trace: rank 1, building: OSError: disk full")
+    assert outcomes[0]["vllm"].startswith("LostRankError: delivering adapters: rank 1, building: OSError: disk full")
 
 
 def test_without_a_failure_there_is_no_error(outcomes: list[dict[str, str]]) -> None:

@@ -155,6 +155,7 @@ def _phase(agreement: Agreement, error: Exception | None) -> str:
 
 def _interrupted(agreement: Agreement) -> list[str]:
     """Ctrl-C while this rank waits for the other, in the first of two collectives."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     found = []
     for call in COLLECTIVES:
         timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))

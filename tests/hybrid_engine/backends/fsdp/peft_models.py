@@ -158,7 +158,7 @@ def _of_answers(engine: Any, whole: Any, found: Adapted) -> None:
     """Log-probabilities and greedy tokens, against transformers."""
     with other_torch_modes():
         sequences = engine.generate(PROMPTS, GREEDY)
-        scored = engine.inference.prompt_logprobs(sequences.tolist(), lora=engine._lora)
+        scored = engine.inference.prompt_logprobs(sequences.tolist(), lora=engine.adapter)
     with torch.no_grad():
         logits = whole(input_ids=sequences).logits[:, :-1].log_softmax(-1)
         with whole.disable_adapter():
@@ -177,7 +177,7 @@ def _of_loras(engine: Any, whole: Any, path: Path, found: Adapted) -> None:
     dist.barrier()
     loras = engine.inference.loras
     manager = internals.model_runner_of(engine.inference.llm).lora_manager
-    ours = loras._load(loras.request(engine._lora))
+    ours = loras._load(loras.request(engine.adapter))
     native = type(manager)._load_adapter(manager, internals.LORA_REQUEST.load()("native", 99, str(path)))
     assert ours.loras.keys() == native.loras.keys()
     for name, one in ours.loras.items():
